@@ -131,6 +131,7 @@ PART_BYTES = 64 << 20
 _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
 # So many lines that are no events are named one by one.
 _WARNINGS = 5
+_NO_EVENT = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def to_line(event: Event) -> bytes:
@@ -257,10 +258,10 @@ def take_events(
     warn: Callable[[str], None] | None = None,
 ) -> None:
     """Hand over the events of a run in order of terms, nothing without any; ``path``: of the first
-    term's file. What is no event, or what ``take`` raises ValueError, KeyError, TypeError or
-    AttributeError for, is skipped and told to ``warn`` (by default on standard error): a power
-    failure may leave a hole in a file. The last line of a writer that was killed may be torn, and
-    is left out without a word.
+    term's file. What is no event, or what ``take`` raises ValueError, LookupError, TypeError,
+    AttributeError or OverflowError for, is skipped and told to ``warn`` (by default on standard
+    error): a power failure may leave a hole in a file. The last line of a writer that was killed
+    may be torn, and is left out without a word.
     """
     skipped = 0
     for file in event_files(path):
@@ -270,7 +271,7 @@ def take_events(
                     break  # being written: its rest, read now, would look like a line of its own
                 try:
                     take(parse_line(line))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except _NO_EVENT as error:
                     skipped += 1
                     if skipped <= _WARNINGS:
                         why = f"{type(error).__name__}: {error}"

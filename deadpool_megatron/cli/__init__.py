@@ -92,14 +92,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.umask(_umask())
         if args.subcommand in _PARTS_OF_A_RUN:
             standard_streams.outlive_readers()
-        return int(_module(COMMANDS[args.subcommand]).run(args))
+            return int(_module(COMMANDS[args.subcommand]).run(args))
+        return _answer(args)
     except _REFUSALS as error:
         print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except BrokenPipeError:
-        return 0  # the reader of our output (head, less) has seen enough
     except KeyboardInterrupt:
         return 130
+
+
+def _answer(args: argparse.Namespace) -> int:
+    """Of a command that prints what it has found; raises CommandError where nobody can have it."""
+    status: int | None = None
+    try:
+        with standard_streams.answering():
+            status = int(_module(COMMANDS[args.subcommand]).run(args))
+    except OSError as error:
+        if status is None:
+            raise
+        raise CommandError(f"its output could not be written: {error.strerror}") from error
+    return status
 
 
 def _umask() -> int:

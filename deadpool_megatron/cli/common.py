@@ -110,7 +110,7 @@ def ask_at(
         with auth.connect(address, secret, run_id, limit_seconds, contexts) as connection:
             framing.send(connection, {"t": "control", **message})
             answer = framing.receive(connection)
-    except (OSError, WireError) as error:
+    except (OSError, UnicodeError, WireError) as error:
         if run.final.exists():
             raise RunNotReachable(f"the run in {run.path} is over") from error
         raise RunNotReachable(

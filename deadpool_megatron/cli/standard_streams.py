@@ -1,7 +1,8 @@
 """Standard input, output and error of a command that must outlive who reads them.
 
 A terminal goes away, ``tee`` is killed, the disk behind ``> run.log`` is full: none of it may end a
-run. And a descriptor that was closed at the start would be given to the next socket.
+run, nor change the exit status with which a command answers. And a descriptor that was closed at
+the start would be given to the next socket.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 # There may be room again later; everything else stays as it is.
@@ -36,13 +39,36 @@ def open_missing() -> None:
 
 def outlive_readers() -> None:
     """From now on, what cannot be printed is lost, and the process goes on."""
-    sys.stdout = cast(TextIO, _Steady(sys.stdout))
-    sys.stderr = cast(TextIO, _Steady(sys.stderr))
+    sys.stdout = cast(TextIO, _Steady(sys.stdout, _PASSING))
+    sys.stderr = cast(TextIO, _Steady(sys.stderr, _PASSING))
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """What is printed meanwhile is lost when its reader (``head``, ``less``) has seen enough.
+
+    Raises OSError at the end when something else kept it from being written, as a full disk does.
+    """
+    streams = sys.stdout, sys.stderr
+    output, errors = _Steady(sys.stdout, set()), _Steady(sys.stderr, set())
+    sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
+    try:
+        yield
+    finally:
+        output.flush()
+        errors.flush()
+        sys.stdout, sys.stderr = streams
+    if output.failed is not None and output.failed.errno != errno.EPIPE:
+        raise output.failed
 
 
 class _Steady:
-    def __init__(self, stream: TextIO) -> None:
+    """``passing``: errors after which the stream is tried again."""
+
+    def __init__(self, stream: TextIO, passing: Collection[int]) -> None:
         self._stream = stream
+        self._passing = passing
+        self.failed: OSError | None = None
 
     def write(self, text: str) -> int:
         try:
@@ -64,7 +90,8 @@ class _Steady:
         return getattr(self._stream, name)
 
     def _give_up(self, error: OSError) -> None:
-        if error.errno not in _PASSING:
+        if error.errno not in self._passing:
+            self.failed = error
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

@@ -6,7 +6,6 @@ Whatever is wrong raises PlanError with one line that names the key; nothing is 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
@@ -16,13 +15,16 @@ from deadpool_megatron.planning.keys import SECTIONS, Cluster, Model, Plan, Plan
 
 _SHAPE = ("layers", "hidden", "ffn", "heads", "vocab")
 _SPEED = ("tflops_per_gpu", "efficiency", "tokens_per_step")
+# Beyond these nothing is meant, and formulas end in infinity.
+_SMALLEST, _LARGEST = 1e-9, 1e18
+_NO_NUMBERS = (float("inf"), float("-inf"))
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
     """The plan in a file, with ``section.key=value`` put over it. Raises PlanError."""
     try:
-        values = _parse(path.read_text(), str(path))
+        values = _parse(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(values, dict):
@@ -34,7 +36,9 @@ def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
         if plan.cluster.domains_file is None:
             return plan
         domains = path.parent / plan.cluster.domains_file
-        return dataclasses.replace(plan, domains_text=domains.read_text())
+        return dataclasses.replace(plan, domains_text=domains.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: cluster.domains_file: {domains}: no text: {error}") from error
     except OSError as error:
         raise PlanError(f"{path}: cluster.domains_file: {error.strerror}: {domains}") from error
     except PlanError as error:
@@ -75,6 +79,8 @@ def _parse(text: str, name: str) -> Any:
 
     try:
         return yaml.load(text, Loader)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise PlanError(f"{name}: no YAML that makes sense: {error}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -141,8 +147,12 @@ def _converted(place: str, value: Any, kind: Any) -> Any:
             value = float(value)
         except ValueError:
             raise wrong from None
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or value in _NO_NUMBERS or value != value:
         raise wrong
+    if not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST):
+        raise PlanError(
+            f"{place}: must be between {_SMALLEST:g} and {_LARGEST:g}, got {value!r:.40}"
+        )
     if kind is int and value != int(value):
         raise wrong
     return kind(value)

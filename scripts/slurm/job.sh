@@ -116,9 +116,11 @@ time_is_nearly_over() {
 
 # Exits with the run's own status, and ends the chain where another job would only repeat it.
 judge() {
-    local run=$1 status
-    deadpool status --verdict "$run" && status=0 || status=$?
-    if [ -e "$run/final.json" ] && [ "$status" -le 3 ]; then
+    local run=$1 status line
+    line=$(deadpool status --verdict "$run") && status=0 || status=$?
+    echo "${line:-no verdict can be read}"
+    # Where none can be read, the status is that of the command.
+    if [[ $line == over,* ]] && [ "$status" -le 3 ]; then
         echo "run ${run##*/} ended with status $status" >"${run%/*}/OVER"
     fi
     return "$status"

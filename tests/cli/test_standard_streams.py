@@ -53,6 +53,51 @@ def test_streams_that_are_closed_lead_nowhere() -> None:
     assert shown.returncode == 7
 
 
+# Stands for a command that answers with its exit status, too.
+ANSWER = """
+import sys
+from deadpool_megatron import cli
+from deadpool_megatron.cli.show import compare
+def prints(args):
+    for _ in range(3):
+        print("x" * 10_000)
+    return 1
+compare.run = prints
+sys.exit(cli.main(["compare", "a", "b"]))
+"""
+
+
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_who_has_seen_enough_gets_the_exit_status(buffering: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWER],
+        env={**os.environ, "PYTHONUNBUFFERED": buffering},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_an_answer_that_cannot_be_written_is_no_answer() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", ANSWER],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines() == [
+        "deadpool compare: its output could not be written: No space left on device"
+    ]
+
+
 def test_what_a_terminal_has_no_letters_for_is_written_in_others() -> None:
     shown = subprocess.run(
         [sys.executable, "-c", RUN.replace('"x" * 10_000', '"caf\\u00e9"')],

@@ -30,6 +30,9 @@ SHAPE = {"layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
         ("parallel", {"distributed_optimizer": 1}, "must be true or false, got 1"),
         ("faults", {"node_mtbf_hours": 0}, "faults.node_mtbf_hours: must be above 0"),
         ("faults", {"repair_hours": float("nan")}, "faults.repair_hours: must be a number"),
+        ("faults", {"node_mtbf_hours": 1e-300}, "must be between 1e-09 and 1e+18, got 1e-300"),
+        ("parallel", {"tp": 10**400}, "must be between 1e-09 and 1e+18, got 1000"),
+        ("cluster", {"spares": 100_000_000}, "cluster.spares: must be at most 100000"),
         ("goal", {"goodput": 1}, "goal.goodput: must be at most 0.9999"),
         ("cluster", {"node_order": "random"}, "must be one of by-rack, across-racks, got random"),
         ("cluster", {"domains_file": 3}, "cluster.domains_file: must be text, got 3"),
@@ -68,6 +71,10 @@ def test_sections_are_checked() -> None:
         ("model: [", "line 1: no YAML"),
         ("goal: {goodput: 0.5, goodput: 0.6}", "goodput: given twice"),
         ("goal: {}", "parallel.tp: missing"),
+        ("a: 2026-13-45", "no YAML that makes sense"),
+        ("x: !!int abc", "no YAML that makes sense"),
+        ("[1, 2]: 3", "no YAML that makes sense"),
+        ("[" * 3000, "no YAML that makes sense"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:

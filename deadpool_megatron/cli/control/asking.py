@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable, ask
+from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable, ask, shown
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
 EXIT_REFUSED = 1
 EXIT_NOT_YET = 3
@@ -133,8 +133,7 @@ def _not_yet(args: argparse.Namespace, verb: Verb, known: Request | None) -> int
 
 def _over(run: RunDirectory, verb: Verb) -> int:
     """The run has ended meanwhile."""
-    final = read_json(run.final)
-    line = final_line(final)
+    line = final_line(run.read_final())
     if verb is Verb.STOP:
         print(line)
         return 0
@@ -144,4 +143,4 @@ def _over(run: RunDirectory, verb: Verb) -> int:
 def final_line(final: dict[str, Any]) -> str:
     """How a run ended, in one line."""
     why = f": {final['reason']}" if final["reason"] else ""
-    return f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations"
+    return shown(f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations")

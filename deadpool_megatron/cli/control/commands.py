@@ -17,7 +17,7 @@ from deadpool_megatron.cli.common import (
 from deadpool_megatron.cli.control.asking import add_wait, final_line, request
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Request, Verb
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
 _KILL_EXAMPLES = """\
 examples:
@@ -119,24 +119,21 @@ def _status(args: argparse.Namespace) -> int:
             raise CommandError(
                 f"the run in {run.path} has no verdict: it goes on, or was cut short"
             )
-        print(_lines(_final(run))[0])
-        return int(_final(run)["exit_status"])
+        final = run.read_final()
+        print(final_line(final))
+        return int(final["exit_status"])
     try:
         status = ask(run, {"command": "status"})["status"]
     except RunNotReachable:
         if not run.final.exists():
             raise
-        status = _final(run)
+        final = run.read_final()
+        status = {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
     if args.json:
         print(json.dumps(status))
     else:
         print(shown("\n".join(_lines(status))))
     return 0
-
-
-def _final(run: RunDirectory) -> dict[str, Any]:
-    final = read_json(run.final)
-    return {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
 
 
 def _lines(status: dict[str, Any]) -> list[str]:

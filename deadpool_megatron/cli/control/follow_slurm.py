@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
 _ANSWER_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
+_LONGEST_SECONDS = 86_400.0
 _DESCRIPTION = """\
 Watches what Slurm says of the nodes of a run, and drains each one that Slurm drains: its roles
 move to a spare, and nothing is computed again. Without a spare it says so, and the node trains on
@@ -47,6 +48,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow until the run is over."""
+    if not 1.0 <= args.every <= _LONGEST_SECONDS:
+        raise CommandError(f"--every must be 1 to {_LONGEST_SECONDS:g} s, got {args.every:g}")
     directory = RunDirectory(args.run_dir)
     directory.read_run()
     follower = Follower(directory, drained_hosts, lambda message: ask(directory, message))

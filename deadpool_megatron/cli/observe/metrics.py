@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(prometheus_client.generate_latest(registry).decode(), end="")
     except OSError as error:
-        raise CommandError(f"{args.listen or args.textfile}: {error}") from error
+        raise CommandError(f"{args.listen or args.textfile or args.run_dir}: {error}") from error
     return 0
 
 

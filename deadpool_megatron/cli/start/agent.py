@@ -54,7 +54,7 @@ from deadpool_megatron.cli.start.sizes import add_size, make_info
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, tls
@@ -264,7 +264,7 @@ def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:
 
 
 def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> None:
-    final = read_json(run.final)
+    final = run.read_final()
     nodes = check_table.judged_nodes(read_events(run.events))
     if args.json:
         ok = int(final["exit_status"]) == 0

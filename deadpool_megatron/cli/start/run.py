@@ -19,7 +19,7 @@ from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.sizes import add_size, make_info
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.wire import tls
 
 _DESCRIPTION = """\
@@ -36,8 +36,9 @@ examples:
       -- -m deadpool_megatron.trainer --train-iters 50
 
 exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
-other numbers; 75 no spare was left, state was dumped (use --resume); 76 more than the optimizer's
-state has grown out of its room (as 75, with the setting that is named); 130 interrupted."""
+other numbers; 4 the loss was not finite; 75 no spare was left, state was dumped (use --resume);
+76 more than the optimizer's state has grown out of its room (as 75, with the setting that is
+named); 130 interrupted."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -158,6 +159,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
     if not reason and directory.final.exists():
-        reason = str(read_json(directory.final)["reason"])
+        reason = str(directory.read_final()["reason"])
     if status != 0:
         print(f"deadpool run: exit status {status}: {reason or 'no reason known'}", file=sys.stderr)

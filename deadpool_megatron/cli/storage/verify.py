@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ that is alive is not disturbed, and a slot that it is just overwriting counts as
 
 DIR may be
   a run directory      all of the run's memory on this host, its dumps, its durable checkpoints,
-                       its frozen weights
+                       what --resume goes on from, its frozen weights
   /dev/shm/deadpool-*  (or nodeN in it) generations in memory
   a dump               what vaults wrote when a run ended for want of nodes (RUN/dump/...)
   a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
@@ -43,7 +44,7 @@ DIR may be
 _EXAMPLES = """\
 examples:
   deadpool verify /shared/run1
-  deadpool verify --json /dev/shm/deadpool-20261104-120000-ab12cd/node3
+  deadpool verify --json /dev/shm/deadpool-3f9c21ab/node3
   deadpool verify /shared/saves/iter_0001000
   srun --ntasks-per-node=1 deadpool verify RUN        the memory of all nodes
 
@@ -58,6 +59,7 @@ class What(StrEnum):
     DUMP = "dump"
     CHECKPOINT = "checkpoint"
     FROZEN = "frozen"
+    LATEST = "latest"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Target:
         match self.kind:
             case What.CHECKPOINT:
                 return checkpoint_files.checkpoint_bytes(self.path)
+            case What.LATEST:
+                return 0
             case What.FROZEN:
                 return sum(path.stat().st_size for path in frozen_folder.files_in(self.path))
             case What.MEMORY | What.DUMP:
@@ -87,6 +91,10 @@ class Target:
                     trouble = frozen_folder.trouble_with(path, progress)
                     verdict = Verdict.BAD if trouble else Verdict.GOOD
                     yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
+            case What.LATEST:
+                trouble = _trouble_with_latest(self.path)
+                verdict = Verdict.BAD if trouble else Verdict.GOOD
+                yield Finding(self.path, "what --resume goes on from", 0, verdict, trouble)
             case What.MEMORY | What.DUMP:
                 for path in segment_files(self.path):
                     yield from verify_segment(path, progress)
@@ -160,18 +168,40 @@ def _of_run(run: RunDirectory) -> Iterator[Target]:
     for path in dict.fromkeys(_durable(run)):
         if path.is_dir():
             yield Target(What.CHECKPOINT, path)
+    if run.latest.exists():
+        yield Target(What.LATEST, run.latest)
     if frozen_folder.files_in(run.frozen):
         yield Target(What.FROZEN, run.frozen)
 
 
 def _durable(run: RunDirectory) -> Iterator[Path]:
-    for event in read_events(run.events):
-        if event.kind is Kind.DURABLE:
-            yield Path(str(event.data["path"]))
-    if run.latest.exists():
+    """Those that were ever written. Older ones may have been removed since, by whoever trains."""
+    try:
+        for event in read_events(run.events):
+            if event.kind is Kind.DURABLE and "path" in event.data:
+                yield Path(str(event.data["path"]))
+    except OSError as error:
+        raise CommandError(f"{run.events}: {error.strerror}") from error
+    with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):  # said of the file
         newest = read_json(run.latest)
         if newest.get("kind") == "durable":
             yield Path(str(newest["path"]))
+
+
+def _trouble_with_latest(path: Path) -> str:
+    """Why no other run could go on from what it names; empty if one can."""
+    try:
+        newest = read_json(path)
+    except OSError as error:
+        return str(error.strerror)
+    except (ValueError, RecursionError) as error:
+        return f"cannot be read: {error}"
+    if newest.get("kind") not in ("durable", "dump"):
+        return ""
+    named = newest.get("path")
+    if not isinstance(named, str):
+        return "names no path"
+    return "" if Path(named).is_dir() else f"names {named}, which is not there"
 
 
 def _to_dict(target: Target, finding: Finding) -> dict[str, Any]:

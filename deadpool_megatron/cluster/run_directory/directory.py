@@ -22,6 +22,9 @@ from typing import Any
 from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
+# What comes of values in a file that are not those that were written there.
+_DAMAGE = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+
 # In the directory of a node in shared memory: what its processes print, before it is copied.
 LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
@@ -204,16 +207,39 @@ class RunDirectory:
             return RunInfo.from_dict(read_json(self.path / "run.json"))
         except FileNotFoundError as error:
             raise RunDirectoryError(f"{self.path} is not a run directory (no run.json)") from error
-        except (KeyError, TypeError, ValueError, SettingsError) as error:
+        except OSError as error:
+            raise RunDirectoryError(f"{self.path / 'run.json'}: {error.strerror}") from error
+        except (*_DAMAGE, SettingsError) as error:
             raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
+
+    def read_final(self) -> dict[str, Any]:
+        """How the run ended: all of ``final.json``, with ``exit_status``, ``reason`` and
+        ``iterations``. Raises RunDirectoryError when that cannot be read.
+        """
+        try:
+            values = read_json(self.final)
+            exit_status, reason, iterations = (
+                values[key] for key in ("exit_status", "reason", "iterations")
+            )
+            if not (isinstance(exit_status, int) and isinstance(reason, str)):
+                raise ValueError("no exit status, or no reason, in it")
+            return {**values, "iterations": int(iterations)}
+        except OSError as error:
+            raise RunDirectoryError(f"{self.final}: {error.strerror}") from error
+        except _DAMAGE as error:
+            raise RunDirectoryError(f"{self.final} is damaged: {error!r}") from error
 
     def node_listings(self) -> dict[int, dict[str, Any]]:
         """All process listings that can be read, by node id."""
         found = {}
         for path in sorted((self.path / "nodes").glob("*.json")):
             try:
-                found[int(path.stem)] = read_json(path)
-            except (OSError, ValueError):
+                values = read_json(path)
+                for pid, ticks in values.get("started", {}).items():
+                    int(pid), int(ticks or 0)
+                int(values.get("agent", 0))
+                found[int(path.stem)] = values
+            except (OSError, AttributeError, *_DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
         return found
 
@@ -223,7 +249,7 @@ def address_in(text: str) -> tuple[str, int] | None:
     try:
         values = json.loads(text)
         return str(values["host"]), int(values["port"])
-    except (ValueError, KeyError, TypeError):
+    except _DAMAGE:
         return None
 
 

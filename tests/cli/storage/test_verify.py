@@ -185,6 +185,29 @@ def test_frozen_weights_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "can be written by others" in str(findings(capsys, run.path, 1))
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"kind": "durable", "path": "PLACE/none"}', "names PLACE/none, which is not there"),
+        ('{"kind": "durable"}', "names no path"),
+        ("", "cannot be read"),
+        ("[]", "holds no JSON object"),
+    ],
+)
+def test_what_another_run_would_go_on_from_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
+    run.latest.write_text(text.replace("PLACE", str(tmp_path)))
+    (bad,) = findings(capsys, run.path, 1)
+    assert (bad["kind"], bad["path"]) == ("latest", str(run.latest))
+    assert reason.replace("PLACE", str(tmp_path)) in bad["reason"]
+    (tmp_path / "none").mkdir()
+    run.latest.write_text(json.dumps({"kind": "dump", "path": str(tmp_path / "none")}))
+    assert [found["verdict"] for found in findings(capsys, run.path, 0)] == ["good"]
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, ...]:
         return (os.mkdir, ("harmed",))

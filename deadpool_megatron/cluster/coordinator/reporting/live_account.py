@@ -31,7 +31,7 @@ _AT_ONCE = 200
 _PAUSE_SECONDS = 0.02
 # So many new events are kept while earlier ones are read; above that there is no account.
 _MOST_WAITING = 20_000
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class LiveAccount:

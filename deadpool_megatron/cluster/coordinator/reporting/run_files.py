@@ -101,7 +101,7 @@ class RunFiles:
         """
         if resume is not None:
             write_json(self._run.latest, resume.to_dict(), lasting=True)
-        write_json(self._run.final, result)
+        write_json(self._run.final, result, lasting=True)
 
     async def show_address(self, values: Mapping[str, Any]) -> None:
         """Write ``coordinator.json``, as soon as that is possible."""

@@ -1,0 +1,83 @@
+"""``deadpool status`` and a run directory in which something is damaged or cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli import main
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.settings import Settings
+
+FINAL = {"exit_status": 75, "reason": "no spare\x1b[31m", "iterations": 7}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
+    return directory
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(list(arguments))
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_the_verdict_is_one_line_in_which_no_character_acts(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.final.write_text(json.dumps(FINAL))
+    for arguments in (("status", "--verdict"), ("status",), ("stop", "--wait", "5")):
+        status, out, _ = said(capsys, *arguments, str(run.path))
+        assert status == (75 if "--verdict" in arguments else 0)
+        assert out == "over, exit status 75: no spare?[31m; 7 iterations\n"
+
+
+@pytest.mark.parametrize("text", ['{"exit', "", "{}", "[]", '{"exit_status": "a"}', "[" * 100_000])
+def test_a_verdict_that_is_damaged_is_none(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """Not the status 1 of a training that has failed: it would end a chain of jobs."""
+    run.final.write_text(text)
+    for arguments in (("status", "--verdict"), ("status",), ("stop", "--wait", "5")):
+        status, out, err = said(capsys, *arguments, str(run.path))
+        assert (status, out) == (2, "")
+        assert len(err.splitlines()) == 1
+        assert str(run.final) in err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"world_size": 1e999}', "{}"])
+def test_a_run_that_is_damaged(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (run.path / "run.json").write_text(text)
+    status, out, err = said(capsys, "status", str(run.path))
+    assert (status, out) == (2, "")
+    assert "run.json is damaged" in err
+
+
+def test_what_cannot_be_read(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run.path / "run.json"
+    told = f"deadpool status: {file / 'run.json'}: Not a directory\n"
+    assert said(capsys, "status", str(file))[::2] == (2, told)
+    file.unlink()
+    file.mkdir()
+    assert said(capsys, "status", str(run.path))[::2] == (
+        2,
+        f"deadpool status: {file}: Is a directory\n",
+    )
+
+
+def test_values_of_other_files_that_nobody_wrote(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.coordinator.write_text('{"host": "127.0.0.1", "port": 1e999}')
+    run.node(0).write_text('{"started": {"a": 1}}')
+    run.node(1).write_text('{"agent": null}')
+    assert run.node_listings() == {}
+    status, _, err = said(capsys, "status", str(run.path))
+    assert (status, len(err.splitlines())) == (2, 1)
