@@ -89,8 +89,8 @@ def ask(
             failure = error
     try:
         term = newest_term(open_journal(info.settings, info.run_id, run.journal))
-    except JournalError:
-        raise failure from None
+    except (JournalError, KeyError, TypeError, ValueError):
+        raise failure from None  # none, or a claim that is not understood: of another version
     if term is None or term.address == told or run.final.exists():
         raise failure
     return ask_at(term.address, run, info.run_id, message, info.settings, limit_seconds)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cluster.journal.entries import Journal, JournalError
+from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.settings import Settings
 
@@ -69,11 +69,7 @@ def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
     numbers = journal.numbers(_KIND)
     if not numbers or (known is not None and known.number == numbers[-1]):
         return known
-    values = journal.read(_KIND, numbers[-1])
-    try:
-        return Term.from_dict(numbers[-1], values)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise JournalError(f"the claim of term {numbers[-1]} is damaged: {error!r}") from error
+    return Term.from_dict(numbers[-1], journal.read(_KIND, numbers[-1]))
 
 
 def sign(term: int, count: int) -> str:

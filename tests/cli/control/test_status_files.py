@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli import main
+from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
 
@@ -79,5 +80,6 @@ def test_values_of_other_files_that_nobody_wrote(
     run.node(0).write_text('{"started": {"a": 1}}')
     run.node(1).write_text('{"agent": null}')
     assert run.node_listings() == {}
+    open_journal(Settings(), "0123abcd", run.journal).write("term", 1, {})
     status, _, err = said(capsys, "status", str(run.path))
     assert (status, len(err.splitlines())) == (2, 1)
