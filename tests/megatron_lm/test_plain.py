@@ -27,7 +27,7 @@ def test_protected_equals_stock_and_patches_are_inert(tmp_path: Path, patched: P
 
 
 def refused(folder: Path, program: Program) -> str:
-    """The one line with which ``deadpool run`` ends; torch may warn of the machine before it."""
+    """The one line with which ``deadpool run`` ends; torch and others may warn beside it."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "deadpool_megatron", "run", "--quiet", "--nodes", "2"),
@@ -40,7 +40,6 @@ def refused(folder: Path, program: Program) -> str:
     )
     assert done.returncode == 2, done.stderr
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("deadpool")]
-    assert done.stderr.splitlines()[-1] == line
     return line
 
 
