@@ -75,6 +75,7 @@ def test_shares_are_of_what_is_visible() -> None:
     ("arguments", "said"),
     [
         (("--shm-gb", "-1"), "--shm-gb must not be negative"),
+        (("--shm-gb", "nan"), "--shm-gb must not be negative"),
         (("--plan", "/nonexistent.yaml"), "--plan /nonexistent.yaml: No such file"),
         (("--interface", "none0"), "network interface 'none0' has no IPv4 address"),
     ],

@@ -39,12 +39,6 @@ def test_an_interpreter_of_the_user_runs_all_parts(python: Path) -> None:
     assert parts == ["groups:", "fast:", "demo:", "megatron:", "faults:"]
     ran = (python.parent / "ran").read_text().splitlines()
     assert len(ran) == len(parts)
-    assert " tests/megatron_lm -m not full " in ran[3]
-
-
-def test_whole_runs_all_of_megatron(python: Path) -> None:
-    assert compat(python, "--whole").returncode == 0
-    ran = (python.parent / "ran").read_text().splitlines()
     assert " tests/megatron_lm --full --deselect tests/megatron_lm/test_tags.py" in ran[3]
 
 

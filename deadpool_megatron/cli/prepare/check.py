@@ -41,7 +41,7 @@ exit status: 0 nothing is wrong, 1 this host has a problem, 2 bad input
 """
 _NOT_GOOD = 1
 _GB = 1e9
-_MOST_GB = 1e6
+_MOST_GB = 1e12
 
 
 def add_parser(subparsers: Any) -> None:
@@ -99,7 +99,9 @@ def _shm_bytes(args: argparse.Namespace) -> int:
     """Shared memory that a node needs, 0 if that is not known."""
     if args.plan is None:
         if not 0 <= args.shm_gb <= _MOST_GB:
-            raise CommandError(f"--shm-gb must be 0 to {_MOST_GB:g}, got {args.shm_gb:g}")
+            raise CommandError(
+                f"--shm-gb must not be negative, nor above {_MOST_GB:g}, got {args.shm_gb:g}"
+            )
         return int(args.shm_gb * _GB)
     try:
         found = assess(read_plan(args.plan))
