@@ -95,7 +95,16 @@ class Server:
                 self._channels.add(channel)
                 self._strangers[channel] = time.monotonic()
             name = f"serve-{next(self._numbers)}"
-            threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # a limit of processes: it passes, a vault must not end
+                log.warning("accept: %s", error)
+                with self._lock:
+                    self._channels.discard(channel)
+                    self._strangers.pop(channel, None)
+                channel.close()
+                self._stopping.wait(_PAUSE_SECONDS)
 
     def _has_room(self) -> bool:
         """Put out strangers who have had their time; False: too many of them are left."""

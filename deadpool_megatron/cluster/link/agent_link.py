@@ -274,6 +274,8 @@ class CoordinatorLink:
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:
             message = await asyncio.wait_for(framing.read_frame(session.reader), silence)
+            if self._session is not session:
+                return  # Python 3.11 forgets a cancellation that comes with the last byte
             if message.get("t") == "ack":
                 self._unacknowledged.acknowledge(int(message["n"]))
                 self._heard(float(message["beat"]), session.term)

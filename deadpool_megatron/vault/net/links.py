@@ -122,7 +122,13 @@ class LinkServer:
                 continue
             name = f"local-{next(self._numbers)}"
             link = Link(connection)
-            threading.Thread(target=self._run, args=(link,), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(link,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # a limit of processes: it passes, a vault must not end
+                log.warning("accept: %s", error)
+                link.close()
+                self._stopping.wait(0.1)
 
     def _run(self, link: Link) -> None:
         try:

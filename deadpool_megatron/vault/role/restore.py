@@ -95,7 +95,7 @@ class Obtainer:
                 layout = channel.receive()["layout"]
                 if layout is not None:
                     return RoleLayout.from_dict(layout)
-            except fetch.UNREACHABLE as error:
+            except (_Hopeless, *fetch.UNREACHABLE) as error:
                 log.info("describe role %d by node %d: %s", self._role, node, error)
                 self._forget(node)
         return None

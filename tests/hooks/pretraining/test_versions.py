@@ -202,9 +202,7 @@ def test_a_patched_tree_is_left_alone(loaded: dict[str, Any]) -> None:
 
 def test_a_tree_that_is_patched_in_part(loaded: dict[str, Any]) -> None:
     loaded[TRAIN].train = hookpoint(loaded[TRAIN].train)
-    with pytest.raises(
-        UntestedMegatron, match=r"run 'deadpool patch apply' or .*training.training"
-    ):
+    with pytest.raises(UntestedMegatron, match=r"'deadpool patch apply' or .*training.training"):
         versions.install_points()
     assert not is_marked(loaded[TRAIN].pretrain)
 
