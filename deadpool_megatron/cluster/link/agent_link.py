@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.link.outbox import Outbox
 from deadpool_megatron.cluster.link.pacing import Pace, answer_seconds, contact_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.ending import reset
 from deadpool_megatron.wire.framing import WireError
 
 _FIRST_PAUSE_SECONDS = 0.05
@@ -227,7 +228,10 @@ class CoordinatorLink:
         return {**self._join(), "term": self._term, "of": self._boot, "o": self._ordered}
 
     def _end_session(self) -> None:
-        self.close()
+        """It leads nowhere any more, which is not the end of this node."""
+        if self._session is not None:
+            reset(self._session.writer)
+            self._session = None
         self._reading, self._lost_at = None, time.monotonic()
         self._greetings.hurry()
 
@@ -273,12 +277,15 @@ class CoordinatorLink:
         # A silent coordinator (its host cut off) shows by missing acknowledgements of beats.
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:
-            message = await asyncio.wait_for(framing.read_frame(session.reader), silence)
-            if self._session is not session:
-                return  # Python 3.11 forgets a cancellation that comes with the last byte
+            # Not wait_for: in Python 3.11 it forgets a cancellation that comes with the last byte,
+            # and what is read then would be obeyed beside what the next session says.
+            async with asyncio.timeout(silence):
+                message = await framing.read_frame(session.reader)
             if message.get("t") == "ack":
                 self._unacknowledged.acknowledge(int(message["n"]))
                 self._heard(float(message["beat"]), session.term)
+            elif message.get("t") == "ping":
+                pass  # that it was received is its answer
             elif int(message.get("o", self._ordered + 1)) > self._ordered:
                 self._ordered = int(message.get("o", self._ordered))
                 self._on_message(message)

@@ -143,15 +143,16 @@ class Greetings:
 
     async def _open(self, greeting: _Greeting, limit_seconds: float) -> Session:
         tls = contexts(self._settings)
-        opening = open_stream(greeting.address, tls)
-        reader, writer = await asyncio.wait_for(opening, limit_seconds)
+        # Not wait_for: in Python 3.11 a greeting that was left could go on to its first message.
+        async with asyncio.timeout(limit_seconds):
+            reader, writer = await open_stream(greeting.address, tls)
         try:
-            handshake = connect_stream(reader, writer, self._secret, self._run_id)
-            await asyncio.wait_for(handshake, limit_seconds)
+            async with asyncio.timeout(limit_seconds):
+                await connect_stream(reader, writer, self._secret, self._run_id)
             greeting.writer, greeting.joined_at = writer, time.monotonic()
             writer.write(framing.encode({**self._join(), "greeting": greeting.number}))
-            answer = framing.read_frame(reader)
-            welcome = await asyncio.wait_for(answer, self._settings.connect_seconds)
+            async with asyncio.timeout(self._settings.connect_seconds):
+                welcome = await framing.read_frame(reader)
         except BaseException:
             writer.close()
             raise

@@ -33,6 +33,7 @@ from deadpool_megatron.cluster.link.outbox import Outbox
 from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing, large_json
+from deadpool_megatron.wire.ending import reset
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 from deadpool_megatron.wire.records import RecordReader
 
@@ -67,15 +68,17 @@ class AgentPeer:
     acknowledged: tuple[int, float] = (-1, 0.0)
     welcomed: bool = False
     dropped: bool = False
-    probed: bool = False
+    pinged: bool = False
     orders: Outbox = field(default_factory=lambda: Outbox(_MOST_ORDERS, MAXIMUM_PENDING_BYTES))
 
-    def probe(self) -> None:
+    def ping(self) -> None:
         """Send something to an agent that has been silent, once for each silence: whether it is
-        received there tells a node that is cut off from one whose agent does not run."""
-        if not self.probed and not self.dropped:
-            self.probed = True
-            self.send({"t": "probe"})
+        received there tells a node that is cut off from one whose agent does not run. The first
+        message that an agent gets is its welcome.
+        """
+        if self.welcomed and not self.pinged and not self.dropped:
+            self.pinged = True
+            self.send({"t": "ping"})
 
     def undelivered_bytes(self) -> int:
         """What was sent and is not acknowledged by the kernel of the other host."""
@@ -347,7 +350,8 @@ class Peers:
         try:
             await reader.listen(take)
         except OSError as error:
-            # Something between has cut it: an agent that lives comes again at once.
+            # Something between has cut or altered it. An agent that lives is told, and comes again.
+            reset(peer.writer)
             await asyncio.sleep(_RECONNECT_SECONDS)
             return f"connection lost: {error.strerror or error}"
         except ConnectionClosed:
@@ -380,7 +384,7 @@ class Peers:
 
     def _take(self, peer: AgentPeer, message: Message) -> None:
         peer.heard_at = time.monotonic()
-        peer.probed = False
+        peer.pinged = False
         if message.get("t") == "beat":
             if "members" in message:
                 peer.beats = {int(slot): beat for slot, beat in message["members"].items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -118,6 +119,7 @@ class _Writer:
         self._connection = connection
         self._end = end
         self._closed = False
+        self._lingers = True
         self.transport = self
 
     def write(self, data: bytes) -> None:
@@ -130,11 +132,21 @@ class _Writer:
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def get_extra_info(self, name: str) -> _Writer:
+        assert name == "socket"
+        return self
+
+    def setsockopt(self, level: int, option: int, _value: bytes) -> None:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_LINGER)
+        self._lingers = False
+
     def close(self) -> None:
         self._closed = True
         self._connection.end()
 
-    abort = close
+    def abort(self) -> None:
+        self._closed = True
+        self._connection.end(None if self._lingers else ConnectionResetError("reset"))
 
 
 class Office:
@@ -201,7 +213,7 @@ class Agent:
         )
 
     def _take(self, message: Mapping[str, Any]) -> None:
-        if message["t"] not in ("welcome", "probe"):
+        if message["t"] != "welcome":
             self.obeyed.append(dict(message))
 
 

@@ -51,7 +51,7 @@ class Watchdog:
         """
         limit = self._settings.node_silence_seconds if trusted else math.inf
         for peer in self._peers.silent(limit / 2, now):
-            peer.probe()
+            peer.ping()
         found = []
         for peer in self._peers.silent(limit, now):
             silent = now - peer.heard_at

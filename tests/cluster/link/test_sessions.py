@@ -1,0 +1,147 @@
+"""Connections of an agent that end, or are replaced, while something is on its way on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+
+from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
+from deadpool_megatron.cluster.link.greetings import Session
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.auth import TRANSLATED
+from deadpool_megatron.wire.ending import reset
+from tests.cluster.link.test_peers import SECONDS, SECRET, Events, connect, join, serve
+
+
+def made(
+    address: Callable[[], tuple[str, int]], obeyed: list[Mapping[str, Any]]
+) -> CoordinatorLink:
+    first = iter(range(1, 100))
+    return CoordinatorLink(
+        address, SECRET, "run", Settings(), lambda: join(0, greeting=next(first)), obeyed.append
+    )
+
+
+class Nowhere:
+    """Stands for a connection's sending half."""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def session(term: int) -> Session:
+    welcome = {"t": "welcome", "term": term, "boot": f"coordinator {term}", "seen": 0}
+    writer = cast(asyncio.StreamWriter, Nowhere())
+    return Session(asyncio.StreamReader(), writer, ("h", 1), 0.0, welcome)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_connection_that_was_replaced_is_obeyed_no_more(turns: int) -> None:
+    """Whenever the last bytes of it come: its orders would be taken for those of the next one."""
+    obeyed: list[Mapping[str, Any]] = []
+
+    async def run() -> None:
+        link = made(lambda: ("h", 1), obeyed)
+        first, second = session(1), session(2)
+        link._begin(first)
+        await asyncio.sleep(0.01)
+        for number in (50, 51):
+            first.reader.feed_data(framing.encode({"t": "close", "of": 1, "o": number}))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        link._begin(second)
+        second.reader.feed_data(framing.encode({"t": "start", "of": 2, "o": 1}))
+        await asyncio.sleep(0.05)
+        assert link._reading is not None
+        link._reading.cancel()
+
+    asyncio.run(run())
+    replaced = next(n for n, one in enumerate(obeyed) if one.get("term") == 2)
+    assert [one["of"] for one in obeyed[replaced + 1 :]] == [2]
+
+
+class Proxy:
+    """Between an agent and the coordinator. Of a direction that is in ``spoiled`` it alters the
+    next byte, and tells either side how the other one has ended.
+    """
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self.spoiled: set[str] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other_writer = await asyncio.open_connection(*self._address)
+        await asyncio.gather(
+            self._pump("up", reader, other_writer), self._pump("down", other_reader, writer)
+        )
+
+    async def _pump(
+        self, direction: str, source: asyncio.StreamReader, sink: asyncio.StreamWriter
+    ) -> None:
+        try:
+            while data := await source.read(1000):
+                if direction in self.spoiled:
+                    self.spoiled.remove(direction)
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                sink.write(data)
+        except OSError:
+            reset(sink)
+        else:
+            sink.close()
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_an_altered_record_costs_a_connection_and_no_node(
+    monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    monkeypatch.setenv(TRANSLATED, "1")
+
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        proxy = Proxy(address)
+        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+        link = made(lambda: server.sockets[0].getsockname(), [])
+        running = asyncio.ensure_future(link.run(SECONDS))
+        await events.until(lambda: events.joined)
+        async with asyncio.timeout(SECONDS):
+            while not link.connected:
+                await asyncio.sleep(0.01)
+        proxy.spoiled.add(direction)
+        link.send({"t": "report", "value": "while it happens"})
+        # Half a second is what a lost connection has to come back: nothing follows from it later.
+        until = asyncio.get_running_loop().time() + 1.5
+        while asyncio.get_running_loop().time() < until or not events.said:
+            link.beat()
+            await asyncio.sleep(0.05)
+        assert events.left == []
+        running.cancel()
+        server.close()
+
+    events = serve(scenario)
+    assert events.joined == [(0, False), (0, True)]
+    assert events.said == ["while it happens"]
+
+
+def test_nothing_comes_to_an_agent_before_its_welcome() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        events.is_slow = True
+        reader, writer = await connect(address)
+        writer.write(framing.encode(join(3)))
+        await events.until(lambda: events.joined)
+        assert events.peers is not None
+        peer = events.peers.agents[3]
+        peer.ping()
+        events.welcome(peer)
+        peer.ping()
+        peer.ping()
+        events.peers.order(3, {"t": "stop"})
+        said = [(await framing.read_frame(reader))["t"] for _ in range(3)]
+        assert said == ["welcome", "ping", "stop"]
+
+    serve(scenario)
