@@ -77,9 +77,7 @@ class FileWorker:
         self._readings.clear()
         self._writings.clear()
         if self._watch is not None:
-            self._watch.kill()
-            with contextlib.suppress(TimeoutError):  # the kernel may hold it: it dies later
-                await asyncio.wait_for(self._watch.ended.wait(), limit_seconds)
+            await self._watch.end(limit_seconds)
 
     def _next(self) -> None:
         """Begin with the next request, unless one is under way."""

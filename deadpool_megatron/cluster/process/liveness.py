@@ -77,6 +77,18 @@ class ChildWatch:
             posix.kill(self.pid)  # it may not have made its own group yet
             posix.kill_group(self.pid)
 
+    async def end(self, limit_seconds: float) -> bool:
+        """SIGKILL it and wait for its end; False where the kernel holds it for longer, as in a call
+        to a file system that hangs: it dies later.
+        """
+        self.kill()
+        try:
+            async with asyncio.timeout(limit_seconds):
+                await self.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def _gone(self) -> None:
         self._loop.remove_reader(self._handle)
         os.close(self._handle)

@@ -11,6 +11,7 @@ import pytest
 from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.service import Agent
+from deadpool_megatron.cluster.process.liveness import ChildWatch
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 from tests.cluster.link.line import VirtualLoop
@@ -18,6 +19,8 @@ from tests.cluster.link.line import VirtualLoop
 
 class Silent:
     """A vault that says nothing, and takes its time to die."""
+
+    end = ChildWatch.end
 
     def __init__(self, dies_after_seconds: float) -> None:
         self._dies_after_seconds = dies_after_seconds

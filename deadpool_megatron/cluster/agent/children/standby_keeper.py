@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 
 _RESTART_SECONDS = 1.0
+_END_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LINE_BYTES = 1 << 16
 
@@ -152,14 +153,12 @@ class StandbyKeeper:
         """End the standby; a coordinator gets its time to say good-bye to the other agents."""
         self._closing = True
         if self._watcher is not None:
-            self._watcher.kill()
-            await self._watcher.ended.wait()
+            await self._watcher.end(_END_SECONDS)
         for coordinator in self._coordinators:
             try:
                 await asyncio.wait_for(coordinator.ended.wait(), grace_seconds)
             except TimeoutError:
-                coordinator.kill()
-                await coordinator.ended.wait()
+                await coordinator.end(_END_SECONDS)
         os.close(self._log)
 
     def _readable(self) -> None:

@@ -298,14 +298,11 @@ class VaultKeeper:
         """Kill a vault and wait for its end. Raises VaultGivenUp: the kernel does not let it go,
         and another one on the same slots must not be started.
         """
-        watch.kill()
-        try:
-            await asyncio.wait_for(watch.ended.wait(), self._limits.reap_seconds)
-        except TimeoutError as error:
+        if not await watch.end(self._limits.reap_seconds):
             raise VaultGivenUp(
                 f"its vault (process {watch.pid}) was killed, as {why}, and did not end within"
                 f" {self._limits.reap_seconds:g} s"
-            ) from error
+            )
 
     def _ended(self, ending: Ending) -> None:
         self._ready.clear()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from deadpool_megatron.cluster.agent.children import standby_keeper
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
+from deadpool_megatron.cluster.process.liveness import ChildWatch
 from tests.common.waiting import until
 
 # Reports every line of its standard input as a sign of life.
@@ -77,3 +81,33 @@ def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Path) -> 
 
     asyncio.run(run())
     assert looks[0] == (2, "claimed", 5.0)
+
+
+def test_a_standby_that_the_kernel_holds_does_not_hold_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a call to a file system that hangs, where SIGKILL waits too."""
+    monkeypatch.setattr(standby_keeper, "_END_SECONDS", 0.05)
+
+    async def run() -> None:
+        claimed = asyncio.Event()
+        keeper = StandbyKeeper(
+            ("-c", _CLAIMS),
+            str(tmp_path),
+            "run",
+            tmp_path / "log",
+            on_look=lambda term, beat, at: claimed.set(),
+            on_over=lambda kept: None,
+        )
+        keeper.start()
+        await asyncio.wait_for(claimed.wait(), 20.0)
+        await until(lambda: keeper._watcher is not None)
+        held = [*keeper._coordinators, keeper._watcher]
+        with monkeypatch.context() as patched:
+            patched.setattr(ChildWatch, "kill", lambda _self: None)
+            await asyncio.wait_for(keeper.close(0.0), 20.0)
+        for one in held:
+            assert one is not None
+            assert await one.end(20.0)
+
+    asyncio.run(run())

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
-from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -32,6 +32,7 @@ class Watch:
     """Of a vault that does nothing; ``dies``: whether a kill ends it."""
 
     pid = 1 << 30
+    end = ChildWatch.end
 
     def __init__(self, dies: bool) -> None:
         self.ended = asyncio.Event()
