@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -26,6 +27,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import lacks_base
 from deadpool_megatron.vault.errors import NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
+from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
 from deadpool_megatron.vault.parity.maker import Makers
 from deadpool_megatron.vault.shm.segment import Segment
@@ -95,11 +97,7 @@ class Server:
                 self._channels.add(channel)
                 self._strangers[channel] = time.monotonic()
             name = f"serve-{next(self._numbers)}"
-            thread = threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # a limit of processes: it passes, a vault must not end
-                log.warning("accept: %s", error)
+            if not begin_thread(name, partial(self._serve, channel)):
                 with self._lock:
                     self._channels.discard(channel)
                     self._strangers.pop(channel, None)

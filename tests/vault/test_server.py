@@ -75,3 +75,16 @@ def test_while_all_are_busy_the_next_one_is_refused(
     with pytest.raises((ConnectionClosed, OSError)):
         ask(crowd.join())
     assert crowd.state.reports.counters == {"refused: too many connections": 1}
+
+
+def test_a_moment_without_threads_costs_one_connection(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "begin_thread", lambda name, target: False)
+        refused = crowd.join()
+        with pytest.raises((ConnectionClosed, OSError)):
+            ask(refused)
+    assert not crowd.server._channels
+    assert not crowd.server._strangers
+    ask(crowd.join())

@@ -14,9 +14,11 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 
@@ -122,11 +124,7 @@ class LinkServer:
                 continue
             name = f"local-{next(self._numbers)}"
             link = Link(connection)
-            thread = threading.Thread(target=self._run, args=(link,), name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # a limit of processes: it passes, a vault must not end
-                log.warning("accept: %s", error)
+            if not begin_thread(name, partial(self._run, link)):
                 link.close()
                 self._stopping.wait(0.1)
 
