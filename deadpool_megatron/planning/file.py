@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -17,7 +18,6 @@ _SHAPE = ("layers", "hidden", "ffn", "heads", "vocab")
 _SPEED = ("tflops_per_gpu", "efficiency", "tokens_per_step")
 # Beyond these nothing is meant, and formulas end in infinity.
 _SMALLEST, _LARGEST = 1e-9, 1e18
-_NO_NUMBERS = (float("inf"), float("-inf"))
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -147,7 +147,7 @@ def _converted(place: str, value: Any, kind: Any) -> Any:
             value = float(value)
         except ValueError:
             raise wrong from None
-    if not isinstance(value, int | float) or value in _NO_NUMBERS or value != value:
+    if not isinstance(value, int | float) or (isinstance(value, float) and not isfinite(value)):
         raise wrong
     if not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST):
         raise PlanError(

@@ -109,7 +109,7 @@ class Cluster:
 
     nodes: int = _key("nodes that train", least=1)
     gpus_per_node: int = _key("GPUs, and so roles, of a node", least=1)
-    spares: int = _key("nodes that wait, warm", 0, least=0, most=100_000)
+    spares: int = _key("nodes that wait, warm", 0, least=0, most=10_000)
     racks: int | None = _key(
         "failure domains of equal size; default: each node is one", None, least=1
     )

@@ -32,7 +32,7 @@ SHAPE = {"layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
         ("faults", {"repair_hours": float("nan")}, "faults.repair_hours: must be a number"),
         ("faults", {"node_mtbf_hours": 1e-300}, "must be between 1e-09 and 1e+18, got 1e-300"),
         ("parallel", {"tp": 10**400}, "must be between 1e-09 and 1e+18, got 1000"),
-        ("cluster", {"spares": 100_000_000}, "cluster.spares: must be at most 100000"),
+        ("cluster", {"spares": 100_000_000}, "cluster.spares: must be at most 10000"),
         ("goal", {"goodput": 1}, "goal.goodput: must be at most 0.9999"),
         ("cluster", {"node_order": "random"}, "must be one of by-rack, across-racks, got random"),
         ("cluster", {"domains_file": 3}, "cluster.domains_file: must be text, got 3"),

@@ -37,8 +37,8 @@ from deadpool_megatron.cluster.run_directory.cleanup import (
 )
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
+    RunDirectoryError,
     RunInfo,
-    read_json,
     slots_are_kept,
 )
 from deadpool_megatron.preflight.gpus import VISIBLE, share_of
@@ -244,8 +244,8 @@ class Launcher:
         if self.trouble:
             return EXIT_FAILED
         try:
-            final = read_json(self._run.final)
-        except (OSError, ValueError):
+            final = self._run.read_final()
+        except RunDirectoryError:
             return EXIT_INTERRUPTED if self._signals else EXIT_FAILED
         self._options.look()
         return int(final["exit_status"])

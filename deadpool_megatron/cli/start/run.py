@@ -19,7 +19,7 @@ from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.sizes import add_size, make_info
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.wire import tls
 
 _DESCRIPTION = """\
@@ -159,6 +159,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
     if not reason and directory.final.exists():
-        reason = str(directory.read_final()["reason"])
+        try:
+            reason = str(directory.read_final()["reason"])
+        except RunDirectoryError as error:
+            reason = str(error)
     if status != 0:
         print(f"deadpool run: exit status {status}: {reason or 'no reason known'}", file=sys.stderr)

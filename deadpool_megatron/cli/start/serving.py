@@ -16,7 +16,11 @@ from deadpool_megatron.cli.common import (
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+)
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout.places import domains
 from deadpool_megatron.settings import Settings
@@ -88,8 +92,8 @@ def serve(
             break
         node = None
     try:
-        ended = int(read_json(run.final)["exit_status"])
-    except (OSError, ValueError, KeyError):
+        ended = int(run.read_final()["exit_status"])
+    except RunDirectoryError:
         return status
     if ended == 0:  # else what agents that died have left may complete what was dumped
         remove_unclaimed(info.run_id)

@@ -218,12 +218,10 @@ class RunDirectory:
         """
         try:
             values = read_json(self.final)
-            exit_status, reason, iterations = (
-                values[key] for key in ("exit_status", "reason", "iterations")
-            )
-            if not (isinstance(exit_status, int) and isinstance(reason, str)):
-                raise ValueError("no exit status, or no reason, in it")
-            return {**values, "iterations": int(iterations)}
+            for name, kind in (("exit_status", int), ("reason", str), ("iterations", int)):
+                if not isinstance(values[name], kind):
+                    raise TypeError(f"{name} is {values[name]!r:.40}")
+            return values
         except OSError as error:
             raise RunDirectoryError(f"{self.final}: {error.strerror}") from error
         except _DAMAGE as error:
@@ -234,14 +232,20 @@ class RunDirectory:
         found = {}
         for path in sorted((self.path / "nodes").glob("*.json")):
             try:
-                values = read_json(path)
-                for pid, ticks in values.get("started", {}).items():
-                    int(pid), int(ticks or 0)
-                int(values.get("agent", 0))
-                found[int(path.stem)] = values
-            except (OSError, AttributeError, *_DAMAGE):
+                found[int(path.stem)] = _listing(path)
+            except (OSError, *_DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
         return found
+
+
+def _listing(path: Path) -> dict[str, Any]:
+    """Raises what :func:`read_json` raises, or TypeError where a number of a process is none."""
+    values = read_json(path)
+    started = values.get("started", {})
+    numbers = [values.get("agent", 0), *(ticks or 0 for ticks in dict(started).values())]
+    if not all(isinstance(one, int) for one in numbers) or not all(map(str.isdigit, started)):
+        raise TypeError(f"{path} names what is no process")
+    return values
 
 
 def address_in(text: str) -> tuple[str, int] | None:
