@@ -25,7 +25,7 @@ from typing import Any
 
 from deadpool_megatron import ownership
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireError
 from deadpool_megatron.wire.records import Direction, RecordReader, RecordSocket, RecordWriter
 from deadpool_megatron.wire.tls import Tls
 
@@ -147,6 +147,11 @@ class Handshake:
         self._check(challenge, "challenge", "accept")
         return {"t": "answer", "proof": self._proof("connect")}
 
+    @staticmethod
+    def other_version() -> dict[str, Any]:
+        """Second message to a peer whose first one has another form: our form tells it why."""
+        return {"t": "other-version"}
+
     def verify(self, answer: dict[str, Any]) -> None:
         """The accepting side's check of the third message."""
         self._check(answer, "answer", "connect")
@@ -205,7 +210,13 @@ def accept(connection: socket.socket, secret: bytes, realm: str) -> socket.socke
     to go on with: without TLS, one that speaks in records.
     """
     handshake = Handshake(secret, realm, address_of(connection.getsockname()))
-    framing.send(connection, handshake.challenge(framing.receive(connection, _HANDSHAKE_BYTES)))
+    try:
+        hello = framing.receive(connection, _HANDSHAKE_BYTES)
+    except OtherVersion:
+        framing.send(connection, Handshake.other_version())
+        connection.recv(_HANDSHAKE_BYTES)  # what is left unread would take our answer back: a reset
+        raise
+    framing.send(connection, handshake.challenge(hello))
     handshake.verify(framing.receive(connection, _HANDSHAKE_BYTES))
     if isinstance(connection, ssl.SSLSocket):
         return connection
@@ -239,7 +250,11 @@ async def accept_stream(
     Raises ConnectionClosed itself, no subclass, for somebody who left without a word.
     """
     handshake = Handshake(secret, realm, address_of(writer.get_extra_info("sockname")))
-    hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+    try:
+        hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+    except OtherVersion:
+        writer.write(framing.encode(Handshake.other_version()))
+        raise
     writer.write(framing.encode(handshake.challenge(hello)))
     greeted()
     await writer.drain()

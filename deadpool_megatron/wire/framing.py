@@ -24,6 +24,10 @@ class WireError(Exception):
     """The peer sent something that is not a frame of ours; the connection must be closed."""
 
 
+class OtherVersion(WireError):
+    """The peer is a deadpool whose frames have another form."""
+
+
 class ConnectionClosed(WireError):
     """The peer closed the connection at a frame boundary (or died)."""
 
@@ -46,10 +50,15 @@ def frame(text: str) -> bytes:
 
 
 def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
-    """Length of the JSON text. Raises WireError for a wrong magic or an oversized frame."""
+    """Length of the JSON text. Raises OtherVersion, or WireError for who is no deadpool at all and
+    for an oversized frame.
+    """
     magic, length = _HEADER.unpack(header)
     if magic != MAGIC:
-        raise WireError(f"not a deadpool frame of this version: starts with {magic!r}")
+        if magic[:3] == MAGIC[:3]:
+            versions = f"{magic.decode(errors='replace')!r}, this one {MAGIC.decode()!r}"
+            raise OtherVersion(f"the other end speaks {versions}: install one version on all nodes")
+        raise WireError(f"not a deadpool frame: starts with {magic!r}")
     if length > limit_bytes:
         raise WireError(f"frame of {length} bytes is over {limit_bytes}")
     return int(length)

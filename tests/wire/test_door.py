@@ -8,6 +8,7 @@ import errno
 import gc
 import resource
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,40 @@ def test_a_knock_is_no_refusal_but_half_a_word_is() -> None:
     assert inside.refusals == ["ConnectionCut: connection closed"]
 
 
+OLDER = b"DPM1\x00\x00\x00\x0d" + b'{"t":"hello"}'
+
+
+def test_who_speaks_another_version_hears_so() -> None:
+    """In a form that tells it, whatever its own is: the first bytes say the version."""
+
+    async def scenario(inside: Recorder, address: Address) -> None:
+        reader, writer = await open_stream(address, None)
+        writer.write(OLDER)
+        assert (await framing.read_frame(reader))["t"] == "other-version"
+        assert await reader.read() == b""
+        writer.close()
+        await inside.until(lambda: inside.refusals)
+
+    (why,) = behind(scenario, most_strangers=4).refusals
+    assert "the other end speaks 'DPM1', this one 'DPM2': install one version" in why
+
+
+def test_who_dials_another_version_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                framing.receive(connection)
+                connection.sendall(OLDER)
+
+        accepting = threading.Thread(target=answer)
+        accepting.start()
+        with pytest.raises(framing.OtherVersion, match="speaks 'DPM1'"):
+            auth.connect(listener.getsockname(), SECRET, "run", SECONDS)
+        accepting.join()
+
+
 def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
     """As many as all agents of a large run that come back at once: none of them is put out."""
 
@@ -252,6 +287,14 @@ def test_strangers_at_a_vault(tmp_path: Path) -> None:
         for connection in silent:
             connection.close()
         wait_until(lambda: node.count("refused: connection") == len(silent), "they are counted")
+
+
+def test_a_vault_answers_another_version(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as running:
+        with socket.create_connection(("127.0.0.1", running.nodes[0].port), SECONDS) as dialled:
+            dialled.sendall(OLDER)
+            assert framing.receive(dialled)["t"] == "other-version"
+        wait_until(lambda: running.nodes[0].count("refused: connection"), "it is counted")
 
 
 @pytest.mark.parametrize("realm", ["run", "other/vault"])

@@ -137,7 +137,6 @@ async def greet(address: tuple[str, int], secret: bytes, run_id: str) -> None:
     ("data", "why"),
     [
         (b"GET / HTTP/1.0\r\n\r\n", "not a deadpool frame"),
-        (b"DPM1\x00\x00\x00\x02{}", "not a deadpool frame of this version: starts with b'DPM1'"),
         (framing.MAGIC + b"\x7f\xff\xff\xff", "is over 4096"),
         (framing.MAGIC + b"\x00\x00\x00\x02[]", "not a JSON object"),
         (framing.MAGIC + b"\x00\x00\x00\x05\x80\x04N.x", "not JSON"),

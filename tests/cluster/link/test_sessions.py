@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
-from deadpool_megatron.cluster.link.greetings import Session
+from deadpool_megatron.cluster.link.greetings import Greetings, Session
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED
@@ -126,6 +126,28 @@ def test_an_altered_record_costs_a_connection_and_no_node(
     events = serve(scenario)
     assert events.joined == [(0, False), (0, True)]
     assert events.said == ["while it happens"]
+
+
+def test_a_greeting_that_was_left_says_nothing_any_more() -> None:
+    """Whatever it waits for then: the coordinator would take it for the agent's newest."""
+    said: list[None] = []
+
+    def first() -> Mapping[str, Any]:
+        said.append(None)
+        return join(0)
+
+    async def scenario(_: Events, address: tuple[str, int]) -> None:
+        for turns in range(60):
+            greetings = Greetings(SECRET, "run", Settings(), first)
+            greetings.begin(address, SECONDS)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            tasks, before = greetings.tasks, len(said)
+            greetings.close()
+            await asyncio.wait(tasks, timeout=SECONDS)
+            assert len(said) == before, f"left after {turns} turns"
+
+    serve(scenario)
 
 
 def test_nothing_comes_to_an_agent_before_its_welcome() -> None:

@@ -318,6 +318,17 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
     assert set(tmp_path.glob("*.seg")) == before
 
 
+def test_a_source_that_is_gone_from_the_record_says_nothing_of_a_role(state: VaultState) -> None:
+    """It ends nothing: the member tells its layout itself, later."""
+    assert state.record is not None
+    gone = 7
+    assert gone not in state.record.nodes
+    restore = Restore("memory", RESTORED, sources={0: {"shard": (Source(gone, 0),)}})
+    record = replace(state.record, restore=restore)
+    obtainer = Obtainer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
+    assert obtainer.describe() is None
+
+
 def test_memory_is_given_back_without_the_lock(
     state: VaultState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
