@@ -95,6 +95,7 @@ def victim(member: Member, epoch: int) -> None:
     communicate(member)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_many_kills() -> None:
     epochs = 8

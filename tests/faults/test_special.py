@@ -94,6 +94,7 @@ def test_then_a_node_dies_whose_copy_the_first_one_held(
     assert max(recomputed(outcome)) <= 1
 
 
+@pytest.mark.full
 def test_two_nodes_at_once_then_a_crash(tmp_path: Path) -> None:
     """Nodes 0 and 3 hold no copy for each other. A crashed process is replaced on its node."""
     plan = [

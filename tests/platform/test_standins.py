@@ -56,6 +56,7 @@ except RuntimeError as error:
     assert "before megatron.core is imported" in refused
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_they_answer() -> None:
     answers = json.loads(_run(_PROGRAM))

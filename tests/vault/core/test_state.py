@@ -147,6 +147,7 @@ def test_what_is_remembered_of_acknowledgements_is_what_slots_hold(state: VaultS
     assert {g.iteration for _, g, _ in state.ledger._acknowledged} == {58, 59}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_month_of_generations_takes_no_memory(state: VaultState) -> None:
     """10^6 of them, in the books of a vault that are kept by generation."""

@@ -79,6 +79,7 @@ def ways(chains: Steps, layout: RoleLayout, count: int, first: int = 0) -> list[
     return [chains.follows(0, g(it)) is not None for it in range(first, first + count)]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_month_of_steps_takes_no_memory() -> None:
     """How 10^6 generations travel is remembered of those that slots still hold."""
