@@ -15,6 +15,7 @@ from deadpool_megatron.cli.common import (
     shown,
 )
 from deadpool_megatron.cli.control.asking import add_wait, final_line, request
+from deadpool_megatron.cli.tables import count
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Request, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -213,7 +214,7 @@ def _rpo_line(known: dict[str, Any]) -> str:
     seconds = known["most_lost_seconds"]
     about = "" if seconds is None else f", about {seconds:.3g} s"
     wanted = f"; becomes {known['wanted']}" if known["wanted"] else ""
-    return f"  RPO: at most {known['most_lost']} iterations{about}{wanted}"
+    return f"  RPO: at most {count(known['most_lost'], 'iteration')}{about}{wanted}"
 
 
 def _drain(args: argparse.Namespace) -> int:
