@@ -285,6 +285,41 @@ def test_a_save_does_not_fall_back_to_the_checkpoint_of_another_run(tmp_path: Pa
     assert not list(folder.glob(".iter_*"))
 
 
+def unfinished_save(folder: Path, iteration: int, epoch: int) -> tuple[Path, Path, Restore]:
+    final = folder / f"iter_{iteration:07d}"
+    temporary = folder / f".{final.name}.epoch{epoch}"
+    temporary.mkdir(parents=True)
+    (temporary / "rank0").touch()
+    return temporary, final, Restore("durable", Generation(epoch, iteration), "save", str(final))
+
+
+def test_a_late_worker_of_a_closed_epoch_leaves_the_save_of_the_open_one_alone(
+    tmp_path: Path,
+) -> None:
+    run, folder = RunDirectory(tmp_path), tmp_path / "checkpoints"
+    interrupted, _, _ = unfinished_save(folder, 4, epoch=1)
+    late, under_way = unfinished_save(folder, 8, epoch=2), unfinished_save(folder, 12, epoch=3)
+    make_valid(*late, run, "run")
+    assert not interrupted.exists()
+    assert (under_way[0] / "rank0").exists()
+    make_valid(*under_way, run, "run")
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000008", "iter_0000012"]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(
+    tmp_path: Path, in_place: bool
+) -> None:
+    run = RunDirectory(tmp_path)
+    temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
+    place = temporary if in_place else final
+    with pytest.raises(DurableError, match="its epoch was closed"):
+        make_valid(temporary, place, restore, run, "run", counts=lambda: False)
+    assert not final.exists()
+    assert not run.latest.exists()
+    assert not run.named.exists()
+
+
 @pytest.mark.parametrize(
     ("saves", "exports", "said"),
     [

@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -90,11 +91,17 @@ def _resolved(path: Path) -> Path:
 
 
 def make_valid(
-    temporary: Path, final: Path, restore: Restore, run: RunDirectory, run_id: str
+    temporary: Path,
+    final: Path,
+    restore: Restore,
+    run: RunDirectory,
+    run_id: str,
+    counts: Callable[[], bool] = lambda: True,
 ) -> None:
     """Sync the files, rename the directory, then point ``latest.json`` at it, unless something
     newer is there: an export may have overtaken a save that was asynchronous.
 
+    ``counts()``: whether its epoch is still the open one, asked when all is on the disk.
     ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint of
     the same name is left alone if this run gave it the name: an earlier request made it valid, and
     the one at hand repeats it after a recovery. Anybody else's is set aside, as
@@ -104,21 +111,24 @@ def make_valid(
         check_save(temporary, final)
         if temporary == final:
             _sync(final)  # its writer has synced the files
+            _require(counts())
             _note(run, _SAVED, final)
         elif final.exists() and _is_named(run, final):
             _note(run, _SAVED, final)
             shutil.rmtree(temporary, ignore_errors=True)
         elif temporary.is_dir():
+            _sync_all(temporary)
+            _require(counts())
             if final.exists():
                 final.rename(final.with_name(f"{final.name}.before-{run_id}"))
             _note(run, _SAVED, final)
-            _sync_all(temporary)
             _rename(temporary, final)
         else:
             raise DurableError(f"{temporary} is not a directory")
         for leftover in final.parent.glob(".iter_*.epoch*"):
-            # Of saves that a failure interrupted; this one is the only save of the open epoch.
-            if leftover != temporary:
+            # Of saves that a failure interrupted. Those of this epoch and of later ones may be
+            # under way: it may have been closed meanwhile.
+            if _epoch_of(leftover) < restore.generation.lineage:
                 shutil.rmtree(leftover, ignore_errors=True)
         if _newest_in(run.latest) <= restore.generation.iteration:
             write_json(run.latest, restore.to_dict(), lasting=True)
@@ -256,6 +266,17 @@ def _newest_in(latest: Path) -> int:
         return int(values["generation"][1]) if Path(str(values["path"])).is_dir() else -1
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return -1
+
+
+def _require(counts: bool) -> None:
+    if not counts:
+        raise DurableError("its epoch was closed before all of it was on the disk")
+
+
+def _epoch_of(unfinished: Path) -> int:
+    """Of the epoch that it was saved in; no name of ours is of none that ever ends."""
+    number = unfinished.suffix.removeprefix(".epoch")
+    return int(number) if number.isdecimal() else sys.maxsize
 
 
 def _sync_all(temporary: Path) -> None:

@@ -43,8 +43,13 @@ class Saves:
         restore = Restore("durable", Generation(epoch, iteration), "save", str(final))
         loop = asyncio.get_running_loop()
         place = (Path(str(m["temporary"])), final, restore, self._run, self._run_id)
+
+        def counts() -> bool:
+            # A failure may have ended the epoch while the files were synced.
+            return self._desk.state().open_epoch == epoch
+
         try:
-            await loop.run_in_executor(None, make_valid, *place)
+            await loop.run_in_executor(None, make_valid, *place, counts)
         except DurableError as error:
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             self._desk.emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
