@@ -26,8 +26,8 @@ def park(
 
     ``memory_node``: NUMA node that they are to lie on. Raises NoRoom.
     """
-    for left in directory.glob(f".parked-{seat.node}.{seat.slot}.*"):
-        left.unlink(missing_ok=True)  # of an earlier process on this place
+    for left in _parked_on_place(directory, seat):
+        left.unlink(missing_ok=True)
     return _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget, memory_node)
 
 
@@ -47,6 +47,9 @@ def make_own(
 ) -> None:
     """Make ``path``, the segment of a role: of what its process has parked, if that is laid out as
     the role needs it, else of new memory. By the vault alone. Raises NoRoom."""
+    for left in _parked_on_place(path.parent, seat):
+        if not left.name.lstrip(".").startswith(_parked(seat).lstrip(".")):
+            left.unlink(missing_ok=True)  # its process is gone: this one has come after it
     for parked in path.parent.glob(f"{_parked(seat)}*"):
         with contextlib.suppress(SegmentError, FileNotFoundError):
             if _open_parked(parked, seat, budget).become(path, layout):
@@ -63,6 +66,12 @@ def _open_parked(path: Path, seat: Seat, budget: Budget) -> Segment:
         os.close(file)
         raise
     return Segment(path, layout, seat, file, geometry, budget=budget)
+
+
+def _parked_on_place(directory: Path, seat: Seat) -> list[Path]:
+    """What any process on this place has parked, and what one that was killed has not finished."""
+    place = f"parked-{seat.node}.{seat.slot}.*"
+    return [*directory.glob(f".{place}"), *directory.glob(f"..{place}")]
 
 
 def _parked(seat: Seat) -> str:

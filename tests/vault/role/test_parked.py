@@ -6,8 +6,9 @@ from pathlib import Path
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.memory.budget import allocated_bytes
+from deadpool_megatron.vault.memory.budget import Budget, allocated_bytes
 from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.shm.own_slots import make_own, park
 from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import Member, cluster, make_layout
 
@@ -73,3 +74,25 @@ def test_what_an_earlier_process_on_the_place_has_left_goes(tmp_path: Path) -> N
     assert left.name.startswith(".parked-0.3.1.")
     client.close()
     assert _parked(tmp_path) == []
+
+
+def _left_by_the_first(directory: Path) -> None:
+    """Slots that the first process on the place has parked, and some that it was killed over."""
+    park(directory, make_layout(7, nbytes=NBYTES), Seat(0, 3, 0), Budget(directory), None)
+    (directory / "..parked-0.3.0.seg.7.7").touch()
+
+
+def test_what_a_process_was_killed_over_goes_with_the_next_on_its_place(tmp_path: Path) -> None:
+    _left_by_the_first(tmp_path)
+    later = park(tmp_path, make_layout(7, nbytes=NBYTES), Seat(0, 3, 1), Budget(tmp_path), None)
+    assert list(tmp_path.iterdir()) == [later.path]
+
+
+def test_a_process_that_gets_a_role_before_it_parks_has_no_slots_of_others_beside_it(
+    tmp_path: Path,
+) -> None:
+    _left_by_the_first(tmp_path)
+    other = park(tmp_path, make_layout(7, nbytes=NBYTES), Seat(0, 4, 0), Budget(tmp_path), None)
+    own = tmp_path / own_name(7, Seat(0, 3, 1))
+    make_own(own, make_layout(7, nbytes=NBYTES), Seat(0, 3, 1), Budget(tmp_path), None)
+    assert sorted(tmp_path.iterdir()) == sorted([other.path, own])
