@@ -102,6 +102,15 @@ class SegmentError(VaultError):
     """The file is no segment of this version, or was cut off or damaged."""
 
 
+class DamagedSegment(SegmentError):
+    """The file is one of this version, but what it says of itself is not what was written."""
+
+    def __init__(self, text: str, expected: int, found: int) -> None:
+        super().__init__(text)
+        self.expected = expected
+        self.found = found
+
+
 class RestoreUnavailable(VaultError):
     """A part could not be produced from any source.
 

@@ -40,6 +40,7 @@ from deadpool_megatron.vault.parity.decoder import load_code
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.server import Server
+from deadpool_megatron.vault.shm.names import parse_name
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.wire.framing import WireError
 
@@ -86,6 +87,10 @@ class Vault:
         with self._state.lock:
             found = self._state.table.scan()
             self._state.table.require_read()
+        for name, damage in self._state.table.dropped.items():
+            self._state.reports.counters["corruption"] += 1
+            about = (parse_name(name)[0], Generation(0, 0), "description", name)
+            self._state.reports.corruption(*about, damage.expected, damage.found)
         self._report_damage()
         data = {"pid": os.getpid(), "slots_found": found}
         self._emit(Event(Kind.VAULT_STARTED, node=self._state.node, data=data))

@@ -14,7 +14,7 @@ import xxhash
 
 from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import RoleLayout, Seat
-from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 
 MAGIC = 0x3230_4745_5350_4D44  # "DMPSEG02", little endian
 FIRST_BYTES = 4096  # of the file, whatever a page is: the words below; then the description
@@ -69,14 +69,16 @@ def is_torn(path: Path) -> bool:
 
 
 def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayout, Geometry]:
-    """What an open segment file says of itself. Raises SegmentError."""
+    """What an open segment file says of itself. Raises SegmentError, DamagedSegment for one whose
+    bytes are not those that were written."""
     words = memoryview(os.pread(file, FIRST_BYTES, 0).ljust(FIRST_BYTES, b"\0")).cast("Q")
     length = min(words[W_LENGTH], 64 << 20)
     text = os.pread(file, length, FIRST_BYTES)
     if words[W_MAGIC] != MAGIC:
         raise SegmentError(f"{path} is no segment of this version")
-    if xxhash.xxh3_64_intdigest(text) != words[W_CHECKSUM]:
-        raise SegmentError(f"{path} is not a whole segment: its description is damaged")
+    if (digest := xxhash.xxh3_64_intdigest(text)) != words[W_CHECKSUM]:
+        why = f"{path} is not a whole segment: its description is damaged"
+        raise DamagedSegment(why, words[W_CHECKSUM], digest)
     try:
         described = json.loads(text)
         layout = RoleLayout.from_dict(described["layout"])

@@ -18,11 +18,11 @@ import xxhash
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.records import Generation, Holding, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
-from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.shm.barriers import fence
 from deadpool_megatron.vault.shm.geometry import is_torn
-from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.shm.names import own_name, parse_name
 from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState
 
 
@@ -84,6 +84,7 @@ class Table:
         self._promised: list[SealedSlot] | None = None
         self._seats: Mapping[int, Seat] = {}
         self._unread: list[str] = []
+        self.dropped: dict[str, DamagedSegment] = {}
         self.removed: list[Segment] = []
 
     # Which segments there are.
@@ -92,14 +93,19 @@ class Table:
         """Map every whole segment file and remove pieces of unfinished ones; answers sealed slots.
 
         For a vault that was just (re)started; members may be writing meanwhile. A segment that is
-        not understood stays where it is, for whoever does: see :meth:`require_read`.
+        not understood stays where it is, for whoever does: see :meth:`require_read`. A copy whose
+        description is damaged goes, into ``dropped``: what it is of is held elsewhere as well, and
+        this node has more than it.
         """
         for path in sorted(self.directory.iterdir()):
             if path.suffix == ".seg" and not path.name.startswith("."):
                 try:
                     self.attach(path.name)
                 except SegmentError as error:
-                    if is_torn(path):
+                    if isinstance(error, DamagedSegment) and parse_name(path.name)[1] is None:
+                        self.dropped[path.name] = error
+                        path.unlink()
+                    elif is_torn(path):
                         path.unlink()
                     else:
                         self._unread.append(str(error))

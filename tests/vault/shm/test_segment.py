@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,6 +195,36 @@ def test_files_that_are_no_segments(tmp_path: Path) -> None:
         parse_name("own-3.seg")
 
 
+def of_other_records(whole: bytes) -> bytes:
+    """A whole segment whose description has a field of another name."""
+    text = whole.replace(b'"layout"', b'"fields"')
+    length = int.from_bytes(text[16:24], "little")
+    digest = xxhash.xxh3_64_intdigest(text[4096 : 4096 + length])
+    return text[:24] + digest.to_bytes(8, "little") + text[32:]
+
+
+def test_a_copy_whose_description_is_damaged_goes_and_nothing_else(tmp_path: Path) -> None:
+    """A vault that would not start over it costs the node, and all that is intact there."""
+    for role in (3, 4):
+        Segment.create(tmp_path / copy_name(role), make_layout(role), None, NAMES)
+    damaged = tmp_path / copy_name(3)
+    contents = bytearray(damaged.read_bytes())
+    contents[4116] ^= 1
+    damaged.write_bytes(contents)
+    events: list[Event] = []
+    network = FakeNetwork().transport("here", 1, 1.0)
+    with socket.socket(socket.AF_UNIX) as local:
+        vault = Vault(0, tmp_path, Settings(), network, local)
+        vault._state.reports.send = events.append
+        vault.start()
+        assert [path.name for path in tmp_path.iterdir()] == [copy_name(4)]
+        assert vault.status()["counters"]["corruption"] == 1
+        vault.ended_by_signal = True
+        vault.wait()
+    (event,) = (event for event in events if event.kind is Kind.CORRUPTION)
+    assert (event.role, event.data["where"]) == (3, copy_name(3))
+
+
 def test_what_a_scan_does_not_understand_stays(tmp_path: Path) -> None:
     """Only what no version has finished goes: nothing in it can ever be restored."""
     path = tmp_path / copy_name(3)
@@ -206,7 +237,7 @@ def test_what_a_scan_does_not_understand_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
     kept = {
-        copy_name(3): whole.replace(b'"layout"', b'"fields"'),  # of other records
+        copy_name(3): of_other_records(whole),
         copy_name(4): b"DMPSEG99" + whole[8:],  # of another version
         own_name(3, SEAT): whole[:5000],
     }
