@@ -25,6 +25,7 @@ class FailureKind(StrEnum):
 
     PROCESS_CRASH = "process-crash"  # ended by itself, or killed by somebody outside of the run
     DEVICE_ERROR = "device-error"  # the accelerator, its memory or its driver
+    NO_ROOM = "no-room"  # the host has no shared memory for the slots of a process
     COMMUNICATOR_ERROR = "communicator-error"  # an operation between roles failed
     NODE_LOST = "node-lost"  # the connection of its agent ended
     NODE_CUT = "node-cut"  # connected, but nothing is heard, nor is anything received there
@@ -46,6 +47,7 @@ class FailureKind(StrEnum):
 IN_WORDS: dict[FailureKind, str] = {
     FailureKind.PROCESS_CRASH: "a process crashed",
     FailureKind.DEVICE_ERROR: "a device failed",
+    FailureKind.NO_ROOM: "a node had no memory left",
     FailureKind.COMMUNICATOR_ERROR: "communication failed",
     FailureKind.NODE_LOST: "a node was lost",
     FailureKind.NODE_CUT: "a node was cut off",
@@ -62,6 +64,10 @@ IN_WORDS: dict[FailureKind, str] = {
     FailureKind.COORDINATOR: "the coordinator was replaced",
     FailureKind.RESTART: "all processes were started again",
 }
+
+
+# Ends of a process that its host is most likely to blame for: on another one it may go on.
+OF_THE_HOST = frozenset({FailureKind.DEVICE_ERROR, FailureKind.NO_ROOM})
 
 
 def in_words(kind: str) -> str:
@@ -84,6 +90,7 @@ def _mark(text: str, kind: FailureKind) -> _Mark:
 
 # The first that matches counts, so what is more special stands first.
 _MARKS: tuple[_Mark, ...] = (
+    _mark(r"\bno room for (own|\.parked)-\S+: \d+ bytes needed", FailureKind.NO_ROOM),
     # A program that wants too much memory wants it on any device.
     _mark(r"out of memory|OutOfMemoryError", FailureKind.PROCESS_CRASH),
     # A program's own fault (Xid 13 or 31): its node can do nothing about it.

@@ -25,6 +25,10 @@ ADVICE: dict[FailureKind, Advice] = {
         "its process ended with an error of the device",
         "look at the host: deadpool gpu-health, nvidia-smi -q, dmesg",
     ),
+    FailureKind.NO_ROOM: Advice(
+        "its process found no room for its slots and ended with status 2",
+        "look what fills /dev/shm there (deadpool clean, ls -l /dev/shm), or enlarge it",
+    ),
     FailureKind.COMMUNICATOR_ERROR: Advice(
         "an operation between roles failed, and nothing better was heard within half a second",
         "if it repeats between the same hosts, look at their network",

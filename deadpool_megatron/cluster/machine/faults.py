@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind, is_broken_for_good
+from deadpool_megatron.cluster.failures import (
+    EXIT_DIVERGENCE,
+    OF_THE_HOST,
+    FailureKind,
+    is_broken_for_good,
+)
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent, NoteWrong
 from deadpool_megatron.cluster.machine.epoch.closing import close, drop_node, save_and_end
@@ -18,8 +23,9 @@ from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import recomputes, without_recompute
 
-# A device that failed once may have been hit by a stray particle; one that fails again is broken.
-_DEVICE_ERRORS = 2
+# A device that failed once may have been hit by a stray particle, and memory may have been short
+# for a moment; what fails again is broken.
+_HOST_ERRORS = 2
 
 
 def fault_reported(turn: Turn, event: ev.MemberFault) -> None:
@@ -82,16 +88,16 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
     if turn.state.phase in LAST_PHASES or node not in turn.state.fleet.nodes:
         return
     known = turn.state.fleet.nodes[node]
-    broken = failure.kind is FailureKind.DEVICE_ERROR
+    of_host = failure.kind in OF_THE_HOST
     times = (*_recent(turn, known.crashed_at), turn.now)
-    known = replace(known, crashed_at=times, device_errors=known.device_errors + broken)
+    known = replace(known, crashed_at=times, host_errors=known.host_errors + of_host)
     turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(node, known))
     settings = turn.config.settings
     if is_broken_for_good(failure.cause):
         _never_again(turn, node, failure)
         return
-    if broken and known.device_errors >= _DEVICE_ERRORS:
-        why = f"{known.device_errors} device errors"
+    if of_host and known.host_errors >= _HOST_ERRORS:
+        why = f"{known.host_errors} errors of its device or memory"
     elif len(known.crashed_at) >= settings.node_crashes:
         count, window = len(known.crashed_at), settings.node_crash_window_seconds
         why = f"{count} crashes within {window:g} s"

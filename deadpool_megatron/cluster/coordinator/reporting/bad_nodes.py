@@ -24,7 +24,8 @@ from deadpool_megatron.ownership import OwnershipError
 # What the command finds in its environment, beside the JSON on its standard input.
 HOST_VARIABLE, KIND_VARIABLE = "DEADPOOL_BAD_NODE", "DEADPOOL_BAD_NODE_KIND"
 TEXT_VARIABLE = "DEADPOOL_BAD_NODE_TEXT"
-# Losses that say something about the host; a node that was put aside, as a slow one, always does. A
+# Losses that say something about the host; a node that was put aside, as a slow one, does so, too,
+# but for want of memory: the next run looks how much there is then. A
 # connection that ends does not: that is also what a cancelled job looks like, and then every node
 # of it would be left out of the next one.
 _HOST_IS_TO_BLAME = (
@@ -40,8 +41,10 @@ def is_bad(event: Event) -> bool:
     """Whether the event says that its node should not be used by the next run."""
     if event.node is None:
         return False
-    lost_by_host = event.kind is Kind.NODE_LOST and event.data.get("kind") in _HOST_IS_TO_BLAME
-    return lost_by_host or event.kind is Kind.NODE_ASIDE
+    kind = event.data.get("kind")
+    if event.kind is Kind.NODE_ASIDE:
+        return kind != FailureKind.NO_ROOM
+    return event.kind is Kind.NODE_LOST and kind in _HOST_IS_TO_BLAME
 
 
 class BadNodes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import OF_THE_HOST, FailureKind
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import Generation, Inventory, Restore
 
@@ -174,7 +174,7 @@ class Blame:
 
 def _is_repeated(same: list[Failure], failure: Failure) -> bool:
     """Whether failures with one signature since the last new iteration are the program's fault."""
-    if failure.kind is FailureKind.DEVICE_ERROR:
-        # A device that fails again is left for another; where that fails alike, it is no device's.
+    if failure.kind in OF_THE_HOST:
+        # A host that fails again is left for another; where that fails alike, it is no host's.
         return len({known.node for known in same}) > 1 or len(same) >= _SAME_FAILURES
     return len(same) >= (_SAME_EXITS if failure.exited else _SAME_FAILURES)

@@ -42,7 +42,7 @@ class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it.
 
     ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
-    crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
+    crashes are those that ended an epoch. ``host_errors``: in the whole run. ``memory_bytes``:
     for generations, 0 when it is not known. ``facts``: what it has said about its host last, None
     for nothing; ``judged``: what it is good for. ``returns``: see :class:`.inputs.NodeJoined`.
     """
@@ -55,7 +55,7 @@ class NodeState:
     restarts: int = 0
     restarted_at: tuple[float, ...] = ()
     crashed_at: tuple[float, ...] = ()
-    device_errors: int = 0
+    host_errors: int = 0
     facts: HostFacts | None = None
     judged: Judgement = field(default_factory=Judgement)
 

@@ -14,6 +14,7 @@ from tests.cluster.machine.epoch.test_wrong_nodes import reap
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
 CUDA = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+FULL = "no room for own-1-1.0.4.seg: 4096 bytes needed on /dev/shm/deadpool-1/node1 (shared memory"
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 
@@ -63,15 +64,16 @@ def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
     assert EpochRecord.from_dict(rig.record.to_dict()) == rig.record
 
 
-def test_second_device_error_on_a_node_moves_its_roles_to_a_spare() -> None:
+@pytest.mark.parametrize(("line", "kind"), [(CUDA, "device-error"), (FULL, "no-room")])
+def test_second_error_of_a_host_moves_its_roles_to_a_spare(line: str, kind: str) -> None:
     rig = Rig().run()
     rig.steps(3)
     for _ in range(2):
         assert nodes_of(rig.record) == {0: 0, 1: 1}
-        rig.feed(ended(rig, 1, CUDA))
+        rig.feed(ended(rig, 1, line))
         recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
-    assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
+    assert kinds(rig, Kind.NODE_ASIDE) == [kind]
     assert rig.state.fleet.avoid == {1}
 
 
