@@ -28,9 +28,11 @@ _MESSAGE_SECONDS = 20.0
 
 
 class Link:
-    """One local connection. :meth:`send` and :meth:`close` from any thread."""
+    """One local connection. :meth:`send` and :meth:`close` from any thread. Of two, the one with
+    the higher ``number`` came later."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, number: int = 0) -> None:
+        self.number = number
         self._socket = connection
         self._socket.settimeout(_MESSAGE_SECONDS)
         # A time-out belongs to the Python object: the reader waits, the senders never do.
@@ -114,17 +116,19 @@ class LinkServer:
     def _accept(self) -> None:
         self._listener.settimeout(0.5)
         while not self._stopping.is_set():
+            connection: socket.socket | None = None
             try:
                 connection, _ = self._listener.accept()
+                link = Link(connection, next(self._numbers))  # takes a second descriptor
             except TimeoutError:
                 continue
             except OSError as error:  # no file descriptor left, for one
                 log.warning("accept: %s", error)
+                if connection is not None:
+                    connection.close()
                 self._stopping.wait(0.1)
                 continue
-            name = f"local-{next(self._numbers)}"
-            link = Link(connection)
-            if not begin_thread(name, partial(self._run, link)):
+            if not begin_thread(f"local-{link.number}", partial(self._run, link)):
                 link.close()
                 self._stopping.wait(0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 
@@ -34,6 +35,42 @@ def test_a_moment_without_threads_does_not_end_the_vault(monkeypatch: pytest.Mon
         assert short.is_set()
         with socket.create_connection(listener.getsockname()):
             assert served.wait(10.0)
+    finally:
+        server.stop()
+        listener.close()
+
+
+def test_a_moment_without_descriptors_does_not_end_the_vault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connection takes two of them."""
+    links: list[Link] = []
+    served, short = threading.Semaphore(0), threading.Event()
+    dup = socket.socket.dup
+
+    def dup_or_not(connection: socket.socket) -> socket.socket:
+        if not short.is_set():
+            short.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return dup(connection)
+
+    def dialogue(link: Link, _stopping: threading.Event) -> None:
+        links.append(link)
+        served.release()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = LinkServer(listener, dialogue)
+    server.start()
+    monkeypatch.setattr(socket.socket, "dup", dup_or_not)
+    try:
+        with socket.create_connection(listener.getsockname()) as refused:
+            refused.settimeout(10.0)
+            assert refused.recv(1) == b"", "told at once, to come again"
+        assert short.is_set()
+        for _ in range(2):
+            with socket.create_connection(listener.getsockname()):
+                assert served.acquire(timeout=10.0)
+        assert links[0].number < links[1].number, "who has come later is known"
     finally:
         server.stop()
         listener.close()
