@@ -10,8 +10,9 @@ from deadpool_megatron.settings import Settings
 @dataclass(frozen=True)
 class CloseLimits:
     """``vault``: until it has stopped sealing. ``drain``: until the members have left the epoch.
-    ``inventory``: for each of two tries. ``reap``: until what was killed at the end of one of
-    these has ended; a vault unmaps all its slots in that time.
+    ``inventory``: for each of two answers; a vault that starts may take all that is left of both,
+    and of what it takes to reap two. ``reap``: until what was killed at the end of one of these has
+    ended; a vault unmaps all its slots in that time.
     """
 
     vault_seconds: float

@@ -58,7 +58,7 @@ from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.errors import Frozen, Interrupted
+from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
 from deadpool_megatron.vault.member.client import GateAnswer, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum
 
@@ -121,13 +121,10 @@ class Protection:
         self._closed_epoch = closed_epoch
         self._report_wait = report_wait
         self._steps = steps
-        self._epoch = 0
-        self._every = 1
-        self._upcoming = Generation(0, 0)
+        self._epoch, self._every = 0, 1
+        self._upcoming = self._newest_due = self._handed_over = Generation(0, 0)
         self._upcoming_is_due = True
-        self._newest_due = Generation(0, 0)
         self._owes = False
-        self._handed_over = Generation(0, 0)
         # Whose state the coming updates begin from; None until there is one in this epoch.
         self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
@@ -151,13 +148,10 @@ class Protection:
         ``every``: the cadence of the epoch's record; ``with_steps``: gradients are kept, which
         needs a cadence of 1. The vault may have to make the slots first.
         """
-        self._epoch = epoch
-        self._every = every
-        self._owes = False
-        self._previous = None
+        self._epoch, self._every = epoch, every
+        self._owes, self._previous, self._failure = False, None, None
         if self._steps is not None:
             self._steps.begin(wanted=with_steps)
-        self._failure = None
         self._pending.clear()
         try:
             self._vault.register(self.layout, epoch, self._interrupt_fd)
@@ -365,21 +359,27 @@ class Protection:
         """Call ``action``, which writes into a slot.
 
         The vault freezes its slots before the member hears of the close. But one that was just
-        restarted freezes them as well, until its agent has told it which epoch is open. So look
-        again until it is clear which of the two it is.
+        restarted freezes them as well, until the agent has told it, or the vault after it, which
+        epoch is open. Look again as long as peers wait; then it is the vault's fault (VaultError).
         """
-        limit = time.monotonic() + self._settings.close_seconds
+        settings, started, waited = self._settings, time.monotonic(), 0.0
+        limit, report_at = settings.operation_timeout_seconds, settings.gate_report_seconds
         while True:
             try:
-                return action()
+                answer = action()
             except Frozen as error:
+                waited = time.monotonic() - started
                 if self._interrupted():
                     raise EpochClosed(self._epoch, operation) from error
-                if time.monotonic() > limit:
-                    raise ProtectionError(
-                        f"{operation}: the vault has frozen the slots of the open epoch"
-                        f" {self._epoch} for {self._settings.close_seconds:g} s"
-                    ) from error
+                if waited > limit:
+                    why = f"{operation}: frozen for {limit:g} s, though epoch {self._epoch} is open"
+                    raise VaultError(why) from error
+                if waited > report_at:  # else it would look like a hang of this role
+                    self._report_wait(self._upcoming, waited, False)
+                    report_at = waited + settings.gate_report_seconds
+            else:
+                self._count_stall(self._upcoming, waited)
+                return answer
             time.sleep(_FROZEN_PAUSE_SECONDS)
 
     def _check_room(self, extras: bytes, boundary: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.generations.protection import ProtectionError
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.vault.errors import Frozen, VaultError
+from tests.common.waiting import wait_for
 from tests.hooks.generations import protection_rig
 from tests.hooks.generations.protection_rig import EPOCH, SECONDS, Rig, SlowPlatform, generation
 
@@ -123,13 +125,41 @@ def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Callable[...
     assert rig.settled() == [generation(0), generation(1)]
 
 
-def test_a_vault_that_stays_frozen_in_an_open_epoch_is_named(make: Callable[..., Rig]) -> None:
-    rig = make(close_seconds=0.2)
+def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(
+    make: Callable[..., Rig],
+) -> None:
+    """Told of in time: the role does not wait by its own fault, so that this is no hang of it."""
+    rig = make(close_seconds=0.05, gate_report_seconds=0.2)
+    rig.start()
+    rig.protection.gate()
+    rig.waits.clear()
+    rig.vault.frozen = True
+
+    def thaw() -> None:
+        wait_for("a report of the wait", lambda: rig.waits, SECONDS)
+        rig.vault.frozen = False
+
+    thread = threading.Thread(target=thaw)
+    thread.start()
+    rig.step(1)
+    thread.join(SECONDS)
+    assert rig.settled() == [generation(0), generation(1)]
+    assert (generation(1), False) in rig.waits
+    assert rig.waits[-1] == (generation(1), True)
+    assert rig.protection.stall_seconds > 0.2
+
+
+def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(
+    make: Callable[..., Rig],
+) -> None:
+    """And not the process, which has no part in it."""
+    rig = make(close_seconds=0.05, operation_timeout_seconds=0.2)
     rig.start()
     rig.protection.gate()
     rig.vault.frozen = True
-    with pytest.raises(ProtectionError, match=r"frozen the slots of the open epoch 3 for 0\.2 s"):
+    with pytest.raises(VaultError, match=r"frozen for 0\.2 s, though epoch 3 is open") as caught:
         rig.protection.updated(0)
+    assert not isinstance(caught.value, Frozen)
 
 
 @pytest.mark.parametrize("when", ["before the copy ends", "before extras are complete"])

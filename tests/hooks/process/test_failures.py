@@ -141,6 +141,22 @@ def test_failures_that_lead_to_a_new_decision(
     assert len(rig.said("fault") + rig.said("restore-failed")) == 1
 
 
+def test_a_vault_that_fails_in_a_step_costs_the_epoch_and_no_process(rig: Rig) -> None:
+    def step() -> None:
+        raise VaultError("the choice of a slot: frozen")
+
+    rig.entry.loop.acts[1] = step
+    rig.record(1)
+    said = rig.expect("fault")
+    assert (said["epoch"], said["group"]) == (1, "vault")
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    rig.entry.loop.acts.clear()
+    rig.record(2)
+    rig.expect("done")
+    assert rig.end() is None
+
+
 def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> None:
     def step() -> None:
         raise EpochClosed(1, "allreduce")

@@ -175,14 +175,31 @@ class VaultKeeper:
             await self._kill(f"epoch {epoch} was not closed: {error}")
 
     async def inventory(self, epoch: int) -> Inventory:
-        """What the node holds, after a close. Empty if two vaults in a row cannot say."""
+        """What the node holds, after a close. Empty if two vaults in a row cannot say, or none
+        comes up in time.
+
+        Only a vault that was up is killed: after one that is slow to start the next one would be as
+        slow, and begin anew.
+        """
+        clock, limits = asyncio.get_running_loop().time, self._limits
+        deadline = clock() + 2 * (limits.inventory_seconds + limits.reap_seconds)
+        why = f"no inventory of epoch {epoch}"
         for _ in range(2):
             try:
-                async with asyncio.timeout(self._limits.inventory_seconds):
-                    control = await self._connected()
-                    return await control.inventory(self._limits.inventory_seconds)
+                async with asyncio.timeout_at(deadline):
+                    await self._ready.wait()
+            except TimeoutError:
+                self._log(f"{why}: vault of node {self._node} is still starting")
+                break
+            assert self._control is not None
+            limit = min(limits.inventory_seconds, deadline - clock())
+            try:
+                return await self._control.inventory(limit)
             except _ERRORS as error:
-                await self._kill(f"no inventory of epoch {epoch}: {error}")
+                if deadline - clock() < limits.reap_seconds:
+                    self._log(f"{why}: {error}")
+                    break  # too late to wait for its end, and for another one
+                await self._kill(f"{why}: {error}")
         return Inventory(self._node, epoch)
 
     async def adopt(self, record: EpochRecord) -> None:

@@ -1,11 +1,13 @@
-"""A vault that cannot be had, or not be reaped, gives its node up in one clear report."""
+"""A vault that cannot be had, or not be reaped, gives its node up in one clear report; one that is
+slow to come up is waited for."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.layout.records import Generation, Holding, Inventory
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.control import VaultControl
+from tests.cluster.link.line import VirtualLoop
 
 SECONDS = 20.0
 
@@ -147,6 +152,87 @@ def test_a_vault_that_the_kernel_does_not_let_go(
         assert watch.kills == 2
 
     asyncio.run(run())
+
+
+EPOCH = 3
+HELD = Inventory(0, EPOCH, (Holding(0, Generation(1, 7), frozenset({"shard0"})),))
+NOTHING = Inventory(0, EPOCH)
+
+
+class Up:
+    """The control connection of a vault that is up; ``tells``: whether it says what it holds."""
+
+    def __init__(self, tells: bool) -> None:
+        self._tells = tells
+
+    async def close_epoch(self, *_: object) -> None:
+        pass
+
+    async def status(self, _: float) -> dict[str, object]:
+        return {}
+
+    async def inventory(self, limit_seconds: float) -> Inventory:
+        if not self._tells:
+            await asyncio.sleep(limit_seconds)
+            raise TimeoutError("no answer")
+        return HELD
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("vaults", "told", "kills", "seconds"),
+    [
+        ([(14.0, True)], HELD, [0], 14.0),
+        ([(0.0, False), (8.0, True)], HELD, [1, 0], 13.0),
+        ([(9.0, False), (0.0, True)], HELD, [1, 0], 14.0),
+        ([(0.0, False), (0.0, False), (0.0, True)], NOTHING, [1, 1, 0], 10.0),
+        ([(19.0, False)], NOTHING, [0], 20.0),
+        ([(100.0, True)], NOTHING, [0], 20.0),
+    ],
+    ids=["slow", "slow-second", "slow-and-silent", "two-silent", "silent-at-the-end", "too-slow"],
+)
+def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
+    keeper: VaultKeeper,
+    monkeypatch: pytest.MonkeyPatch,
+    vaults: Sequence[tuple[float, bool]],
+    told: Inventory,
+    kills: list[int],
+    seconds: float,
+) -> None:
+    """``vaults``: one after the other, how long each takes to come up, whether it answers then."""
+    keeper._settings = replace(keeper._settings, connect_seconds=200.0)
+    assert keeper._limits == CloseLimits(5.0, 10.0, 5.0, 5.0)
+    started: list[Watch] = []
+
+    def start(*_: object) -> Watch:
+        started.append(Watch(True))
+        return started[-1]
+
+    async def connect(*_: object) -> Any:
+        comes_up_seconds, tells = vaults[len(started) - 1]
+        await asyncio.sleep(comes_up_seconds)
+        return Up(tells)
+
+    async def run() -> tuple[Inventory, float]:
+        await keeper.start()
+        supervising = asyncio.create_task(keeper.supervise())
+        await keeper.close_epoch(EPOCH)
+        began = asyncio.get_running_loop().time()
+        found = await keeper.inventory(EPOCH)
+        took = asyncio.get_running_loop().time() - began
+        await asyncio.sleep(1.0)  # the vault after the last kill is started
+        supervising.cancel()
+        return found, took
+
+    monkeypatch.setattr(vault_keeper, "start_child", start)
+    monkeypatch.setattr(VaultControl, "connect", connect)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        found, took = runner.run(run())
+    assert found == told
+    assert [watch.kills for watch in started] == kills
+    assert took == pytest.approx(seconds, abs=0.5)
 
 
 def test_the_agent_says_so_and_ends(
