@@ -165,6 +165,25 @@ def test_checkpoints_that_are_asked_for_come_one_after_the_other() -> None:
     assert outcome(rig, 2) == (Stage.REFUSED, "no checkpoint of iteration 10: no room")
 
 
+def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same() -> None:
+    rig = begun()
+    ask(rig, Verb.PERSIST, 1, directory="/a")
+    ask(rig, Verb.PERSIST, 2, directory="/b")
+    rig.feed(ev.DumpRequested("time limit", 100.0))
+    assert outcome(rig, 1)[0] is Stage.UNDER_WAY
+    assert outcome(rig, 2) == (Stage.REFUSED, "the run is ending"), "it has not begun"
+    rig.feed(ev.Exported(1, 9, "/a/iter_9"))
+    assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
+
+
+def test_a_checkpoint_that_nobody_has_answered_at_the_end_is_refused() -> None:
+    rig = begun()
+    ask(rig, Verb.PERSIST, directory="/a")
+    rig.feed(ev.DumpRequested("time limit", 100.0))
+    rig.feed(ev.UserStop())
+    assert outcome(rig) == (Stage.REFUSED, "the run is ending")
+
+
 def test_a_checkpoint_waits_until_the_run_trains_and_is_begun_again_after_a_takeover() -> None:
     old = begun()
     ask(old, Verb.PERSIST, directory="/a")
