@@ -200,7 +200,8 @@ def _kill(turn: Turn, request: Request) -> Request:
         if [seat.node, seat.slot, seat.incarnation] != request.what["seat"]:
             where = f"node {seat.node} slot {seat.slot}, process {seat.incarnation}"
             return request.at(Stage.DONE, f"role {number} is played by {where}")
-    if part in ("node", "agent") and number not in state.fleet.nodes:
+    # A vault that goes with its node is told of by nobody.
+    if part in ("node", "agent", "vault") and number not in state.fleet.nodes:
         if state.phase is Phase.RUNNING:
             return request.at(Stage.DONE, _fate(turn, number, "is lost"))
         return replace(request, why=f"node {number} is lost")

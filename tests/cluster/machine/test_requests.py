@@ -256,6 +256,17 @@ def test_a_vault_that_is_killed_is_done_when_its_end_is_told() -> None:
     assert outcome(rig) == (Stage.DONE, "the vault of node 1 is replaced")
 
 
+def test_a_vault_that_is_lost_with_its_node_is_waited_for_no_longer() -> None:
+    rig = begun()
+    ask(rig, Verb.KILL, part="vault", number=1, signal="KILL")
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    assert outcome(rig) == (Stage.DONE, "node 1: connection closed")
+
+
 def test_a_coordinator_that_is_killed_is_done_when_there_is_another() -> None:
     old = begun()
     ask(old, Verb.KILL, part="coordinator", number=None, signal="KILL")
