@@ -32,6 +32,10 @@ class RunNotReachable(CommandError):
     """There is no coordinator to talk to."""
 
 
+class NotNow(RunNotReachable):
+    """The coordinator cannot take the request as long as the journal does not work."""
+
+
 class Refused(CommandError):
     """The coordinator does not take the request; why."""
 
@@ -78,7 +82,7 @@ def ask(
     """Send one command to the run's coordinator: to the one that has said where it listens, and if
     that does not answer within the limit to the one that the journal names.
 
-    Raises RunNotReachable when there is none, CommandError when it declines.
+    Raises RunNotReachable when there is none that can take it now, CommandError when it declines.
     """
     info = run.read_run()
     told, failure = coordinator_address(run), RunNotReachable(f"{run.path} has no coordinator yet")
@@ -121,6 +125,8 @@ def ask_at(
         ) from error
     if "refused" in answer:
         raise Refused(str(answer["refused"]))
+    if answer.get("again"):
+        raise NotNow(str(answer["error"]))
     if not answer.get("ok"):
         raise CommandError(str(answer.get("error", "the coordinator declined")))
     return answer

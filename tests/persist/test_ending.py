@@ -217,6 +217,17 @@ def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: P
     assert told(world) == [DurableValid(4, path), DUMP]
 
 
+def test_who_asked_before_a_failure_ended_the_run_is_answered(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.state.phase = Phase.CLOSING
+    world.exports.carry_out(BeginExport(5, str(tmp_path)))
+    world.exports.tick()
+    assert world.fed == [], "a recovery goes by"
+    world.state.phase = Phase.DUMPING
+    world.exports.tick()
+    assert world.fed == [Exported(5, 0, "", "the run is over")]
+
+
 def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=40)
     world.exports.carry_out(BeginExport(5, str(tmp_path / "elsewhere")))

@@ -1,7 +1,7 @@
 """Requests to a run: sent until a coordinator has taken them, and waited for with ``--wait``.
 
-Exit status: 0 done (without ``--wait``: taken), 1 refused, 2 bad input or no coordinator, 3 not
-done within the seconds of ``--wait``.
+Exit status: 0 done (without ``--wait``: taken), 1 refused, 2 bad input or no coordinator that can
+take it, 3 not done within the seconds of ``--wait``.
 """
 
 from __future__ import annotations

@@ -7,12 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cli.common import (
-    CommandError,
-    RunNotReachable,
-    ask,
-    ask_at,
-)
+from deadpool_megatron.cli.common import CommandError, Refused, ask, ask_at
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
@@ -23,10 +18,15 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout.places import domains
+from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.wire.auth import AuthenticationError
 
 _ATTACH_PAUSE_SECONDS = 1.0
+# Of a coordinator that is not there or whose journal fails, and of a run directory that is away for
+# a moment: it was all looked at when this process started.
+_PASSING = (CommandError, RunDirectoryError, OwnershipError, AuthenticationError, OSError)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _standby_command(run: RunDirectory, host: str, node: int, port: int) -> tupl
 
 
 def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:
-    """A node id that no node has had. Raises CommandError when there is no coordinator in time."""
+    """A node id that no node has had. Raises CommandError when no coordinator gives one in time."""
     limit = time.monotonic() + info.settings.spare_timeout_seconds
     message = {"command": "attach", "hostname": socket.gethostname()}
     while True:
@@ -126,7 +126,9 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             else:
                 answer = ask(run, message)
             return int(answer["node"])
-        except (RunNotReachable, OSError) as error:
+        except Refused:
+            raise
+        except _PASSING as error:
             # A node that was cut off may be without the shared run directory for as long.
             if _is_over(run) or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error

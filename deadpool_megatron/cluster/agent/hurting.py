@@ -11,8 +11,8 @@ from typing import Any
 from deadpool_megatron.cluster.agent.members.members import Member
 
 
-def hurt(message: Mapping[str, Any], vault: int, members: Mapping[int, Member]) -> None:
-    """Carry out the order. ``vault``: its process id; ``members``: by slot."""
+def hurt(message: Mapping[str, Any], vault: int | None, members: Mapping[int, Member]) -> None:
+    """Carry out the order. ``vault``: its process id, None between two; ``members``: by slot."""
     number = signal.Signals[f"SIG{message['signal']}"]
     part = message["part"]
     if part == "role":
@@ -20,7 +20,7 @@ def hurt(message: Mapping[str, Any], vault: int, members: Mapping[int, Member]) 
         if member is not None and member.incarnation == int(message["incarnation"]):
             os.kill(member.pid, number)
         return
-    pids = [] if part == "agent" else [vault]
+    pids = [] if part == "agent" or vault is None else [vault]
     if part == "node":
         pids += [member.pid for member in members.values()]
     if part in ("agent", "node"):  # last, and at once: nothing of the others is reported

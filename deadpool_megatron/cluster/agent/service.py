@@ -211,7 +211,7 @@ class Agent:
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
         elif kind == "hurt":
-            hurt(message, self._vault.pid, self._members.by_slot)
+            hurt(message, self._vault.living_pid, self._members.by_slot)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":

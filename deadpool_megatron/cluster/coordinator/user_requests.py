@@ -101,11 +101,12 @@ class UserRequests:
         async with self._asking:
             limit = time.monotonic() + patience
             is_known = await self.wait_until_known(patience)
-            error = "" if is_known else "the journal cannot be read"
             taken = (*self._desk.state().requests, *self._coming)
             known = next((one for one in taken if one.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
+            if not is_known and verb is not Verb.STOP:  # an earlier one may have taken it
+                return _not_now("the journal cannot be read")
             began = time.monotonic()
             wanted = await self._reckoned(what) if verb is Verb.PROTECT else what()
             limit += time.monotonic() - began
@@ -113,11 +114,9 @@ class UserRequests:
             if isinstance(wanted, str) or why:
                 return {"ok": False, "refused": why, "error": why}
             request = self._new(verb, wanted, token, seconds)
-            if not error:
-                error = await self._note(request, limit - time.monotonic())
+            error = await self._note(request, limit - time.monotonic()) if is_known else ""
             if error and verb is not Verb.STOP:
-                why = f"{error}: nothing was taken on{_UNLESS}, ask again"
-                return {"ok": False, "refused": why, "error": why}
+                return _not_now(error)
             failpoints.hit("coordinator.request")
             if verb is Verb.KILL:  # it may be this very process: the answer goes first
                 asyncio.get_running_loop().call_later(_KILL_SECONDS, self._take, request)
@@ -220,6 +219,13 @@ class UserRequests:
                 raise
             return False
         return True
+
+
+def _not_now(error: str) -> dict[str, Any]:
+    """What is answered in trouble with the journal: no refusal, the same request may be taken yet,
+    or has been."""
+    why = f"{error}: nothing was taken on{_UNLESS}, ask again"
+    return {"ok": False, "again": True, "error": why}
 
 
 def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:

@@ -167,11 +167,13 @@ def _protect(turn: Turn, request: Request) -> Request:
 
 def _persist(turn: Turn, request: Request) -> Request:
     state = turn.state
+    if request.stage is Stage.UNDER_WAY:
+        return request  # one that is being published is not called back: its course answers
     if state.phase in LAST_PHASES or state.last_words is not None:
         return request.at(Stage.REFUSED, _ENDING)
     others = (one for one in state.requests if one.verb is Verb.PERSIST)
     is_busy = any(one.stage is Stage.UNDER_WAY for one in others)
-    if request.stage is Stage.ASKED and state.phase is Phase.RUNNING and not is_busy:
+    if state.phase is Phase.RUNNING and not is_busy:
         turn.act(BeginExport(request.number, str(request.what["directory"])))
         return request.at(Stage.UNDER_WAY)
     return request
@@ -198,7 +200,8 @@ def _kill(turn: Turn, request: Request) -> Request:
         if [seat.node, seat.slot, seat.incarnation] != request.what["seat"]:
             where = f"node {seat.node} slot {seat.slot}, process {seat.incarnation}"
             return request.at(Stage.DONE, f"role {number} is played by {where}")
-    if part in ("node", "agent") and number not in state.fleet.nodes:
+    # A vault that goes with its node is told of by nobody.
+    if part in ("node", "agent", "vault") and number not in state.fleet.nodes:
         if state.phase is Phase.RUNNING:
             return request.at(Stage.DONE, _fate(turn, number, "is lost"))
         return replace(request, why=f"node {number} is lost")

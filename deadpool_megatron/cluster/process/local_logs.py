@@ -6,6 +6,7 @@ here is copied to the run directory by the process that does file operations (fi
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from pathlib import Path
@@ -32,9 +33,15 @@ class LocalLogs:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _TRIM_SECONDS
-        for path in self.directory.glob("*.log"):
-            found = path.stat()
-            surplus = (found.st_size - _MOST_BYTES) // mmap.ALLOCATIONGRANULARITY
-            if surplus > 0 and found.st_blocks * 512 > 2 * _MOST_BYTES:
-                with open(path, "r+b") as file, mmap.mmap(file.fileno(), found.st_size) as mapped:
-                    mapped.madvise(mmap.MADV_REMOVE, 0, surplus * mmap.ALLOCATIONGRANULARITY)
+        # A host that is out of descriptors or memory for a moment: the next turn does it.
+        with contextlib.suppress(OSError):
+            for path in self.directory.glob("*.log"):
+                _trim(path)
+
+
+def _trim(path: Path) -> None:
+    found = path.stat()
+    surplus = (found.st_size - _MOST_BYTES) // mmap.ALLOCATIONGRANULARITY
+    if surplus > 0 and found.st_blocks * 512 > 2 * _MOST_BYTES:
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), found.st_size) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE, 0, surplus * mmap.ALLOCATIONGRANULARITY)

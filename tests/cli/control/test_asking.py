@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.common import Refused, RunNotReachable
+from deadpool_megatron.cli.common import NotNow, Refused, RunNotReachable
 from deadpool_megatron.cli.control import asking
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
@@ -108,6 +108,17 @@ def test_nobody_there(command: Any, wait: tuple[str, ...]) -> None:
     status, said = command(Coordinator(NOBODY), "kill", "--coordinator", *wait)
     assert status == 2
     assert "no coordinator" in said
+
+
+def test_a_journal_that_does_not_work_is_waited_for(command: Any) -> None:
+    trouble = NotNow("the journal cannot be read: nothing was taken on, ask again")
+    coordinator = Coordinator(trouble, UNDER_WAY, trouble, (Stage.DONE, ""))
+    status, said = command(coordinator, "drain", "--node", "1", "--wait")
+    assert (status, said) == (0, "drain of node 1: done\n")
+    assert len({message["token"] for message in coordinator.asked}) == 1
+    status, said = command(Coordinator(trouble), "drain", "--node", "1")
+    assert status == 2
+    assert f"{trouble}\n" in said
 
 
 def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deadpool_megatron.cli import common
 from deadpool_megatron.cli.common import CommandError, RunNotReachable
 from deadpool_megatron.cli.control import follow_slurm
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from deadpool_megatron.settings import Settings
 
 WAITS = "waits for a spare node"
 
@@ -64,6 +67,35 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
         "the run does not know yet that Slurm drains a2: nobody answers",
         f"Slurm drains a2: node 1 is drained: {WAITS}",
         "Slurm drains a2: node 1 is drained: done",
+    ]
+
+
+def test_a_journal_that_does_not_work_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path / "r")
+    (run.path / "nodes").mkdir(parents=True)
+    write_json(run.node(1), {"hostname": "a2"})
+    waits = Request(1, "a", Verb.DRAIN, {"node": 1}, Stage.ASKED, WAITS)
+    answers = [
+        {"ok": False, "again": True, "error": "the journal cannot be read"},
+        {"ok": True, "request": waits.to_dict()},
+    ]
+    monkeypatch.setenv("DEADPOOL_SECRET", "0123456789abcdef")
+    monkeypatch.setattr(common.auth, "connect", lambda *_: nullcontext())
+    monkeypatch.setattr(common.framing, "send", lambda *_: None)
+    monkeypatch.setattr(common.framing, "receive", lambda _: answers.pop(0))
+
+    def tell(message: dict[str, Any]) -> dict[str, Any]:
+        return common.ask_at(("127.0.0.1", 1), run, "0123abcd", message, Settings())
+
+    follower = follow_slurm.Follower(run, lambda: frozenset({"a2"}), tell)
+    follower.look()
+    follower.look()
+    assert answers == [], "it asks again"
+    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
+        "the run does not know yet that Slurm drains a2: the journal cannot be read",
+        f"Slurm drains a2: node 1 is drained: {WAITS}",
     ]
 
 

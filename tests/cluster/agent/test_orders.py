@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.agent import hurting
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
+from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
 from deadpool_megatron.cluster.agent.service import Agent
+from deadpool_megatron.cluster.process.liveness import Ending
 
 
 def test_what_is_closed_is_told_while_a_dump_is_written() -> None:
@@ -63,3 +67,19 @@ def test_what_a_run_leaves_in_memory_stays_though_the_order_to_stop_was_lost(kep
     keeper._on_over = agent._run_over
     keeper._take({"over": True, "kept": kept})
     assert ended == [("the run is over", not kept)]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_process_id_of_a_vault_that_has_ended_is_sent_nothing(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """It may be that of any other process by now."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(hurting.os, "kill", lambda *one: sent.append(one))
+    keeper: Any = object.__new__(VaultKeeper)
+    ending = Ending(signal_name="SIGKILL") if ended else None
+    keeper._watch = SimpleNamespace(pid=1 << 30, ending=ending)
+    agent: Any = object.__new__(Agent)
+    agent._vault, agent._members = keeper, SimpleNamespace(by_slot={})
+    agent._on_order({"t": "hurt", "part": "vault", "number": 0, "signal": "KILL"})
+    assert sent == ([] if ended else [(1 << 30, signal.SIGKILL)])

@@ -176,6 +176,44 @@ def test_who_asks_again_before_the_journal_is_read_is_answered_from_it(
     asyncio.run(story())
 
 
+class Gated(DirectoryJournal):
+    """Cannot be read until the gate is open."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.gate = threading.Event()
+
+    def numbers(self, kind: str) -> list[int]:
+        assert self.gate.wait(10.0)
+        return super().numbers(kind)
+
+
+def test_a_journal_that_cannot_be_read_yet_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator before may have taken it, and what can be is not known."""
+    monkeypatch.setattr(user_requests, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(user_requests, "_STOP_SECONDS", 0.05)
+
+    async def story() -> None:
+        one = await Coordinator(DirectoryJournal(tmp_path / "journal"), 1).begun()
+        await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+        gated = Gated(tmp_path / "journal")
+        following = Coordinator(gated, 2)
+        beginning = asyncio.ensure_future(following.begun())
+        for what in (DRAIN, {"node": 7}):
+            answer = await following.desk.ask(Verb.DRAIN, lambda what=what: what, "a")
+            assert (answer["ok"], answer["again"]) == (False, True)
+            assert "refused" not in answer
+            assert "the journal cannot be read: nothing was taken on (unless" in answer["error"]
+        assert (await following.desk.ask(Verb.STOP, lambda: STOP, "b"))["ok"]
+        gated.gate.set()
+        await beginning
+        assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["request"]["number"] == 1
+
+    asyncio.run(story())
+
+
 def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
     async def story() -> None:
         one = await Coordinator(journal, 1).begun()
@@ -222,7 +260,8 @@ def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
     async def story() -> None:
         one = await Coordinator(Broken(tmp_path / "journal"), 1).begun()
         answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert "no space left: nothing was taken on (unless" in answer["refused"]
+        assert "no space left: nothing was taken on (unless" in answer["error"]
+        assert answer["again"]
         answer = await one.desk.ask(Verb.STOP, lambda: STOP, "b")
         assert answer["ok"]
         assert [item.request.verb for item in one.fed] == [Verb.STOP]
@@ -260,7 +299,8 @@ def test_what_was_refused_is_not_found_by_the_next_coordinator(
         slow.lies = lies
         await one.begun()
         answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert "the journal does not answer: nothing was taken on (unless" in answer["refused"]
+        assert "the journal does not answer: nothing was taken on (unless" in answer["error"]
+        assert answer["again"]
         slow.works.set()
         await asyncio.gather(*one.tasks)
         assert one.stepped_down == []
@@ -282,7 +322,8 @@ def test_one_whose_journal_failed_writes_no_entry_behind_that_of_the_next_coordi
         following = await Coordinator(journal, 2).begun()
         one.desk._journal = journal
         answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
-        assert "another coordinator has taken over" in answer["refused"]
+        assert "another coordinator has taken over" in answer["error"]
+        assert answer["again"]
         assert one.stepped_down == ["another coordinator takes the requests"]
         assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "c"))["ok"]
         assert following.stepped_down == []

@@ -165,6 +165,25 @@ def test_checkpoints_that_are_asked_for_come_one_after_the_other() -> None:
     assert outcome(rig, 2) == (Stage.REFUSED, "no checkpoint of iteration 10: no room")
 
 
+def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_the_same() -> None:
+    rig = begun()
+    ask(rig, Verb.PERSIST, 1, directory="/a")
+    ask(rig, Verb.PERSIST, 2, directory="/b")
+    rig.feed(ev.DumpRequested("time limit", 100.0))
+    assert outcome(rig, 1)[0] is Stage.UNDER_WAY
+    assert outcome(rig, 2) == (Stage.REFUSED, "the run is ending"), "it has not begun"
+    rig.feed(ev.Exported(1, 9, "/a/iter_9"))
+    assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
+
+
+def test_a_checkpoint_that_nobody_has_answered_at_the_end_is_refused() -> None:
+    rig = begun()
+    ask(rig, Verb.PERSIST, directory="/a")
+    rig.feed(ev.DumpRequested("time limit", 100.0))
+    rig.feed(ev.UserStop())
+    assert outcome(rig) == (Stage.REFUSED, "the run is ending")
+
+
 def test_a_checkpoint_waits_until_the_run_trains_and_is_begun_again_after_a_takeover() -> None:
     old = begun()
     ask(old, Verb.PERSIST, directory="/a")
@@ -235,6 +254,17 @@ def test_a_vault_that_is_killed_is_done_when_its_end_is_told() -> None:
     assert outcome(rig)[0] is Stage.UNDER_WAY
     rig.feed(ev.VaultLost(1))
     assert outcome(rig) == (Stage.DONE, "the vault of node 1 is replaced")
+
+
+def test_a_vault_that_is_lost_with_its_node_is_waited_for_no_longer() -> None:
+    rig = begun()
+    ask(rig, Verb.KILL, part="vault", number=1, signal="KILL")
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    assert outcome(rig) == (Stage.DONE, "node 1: connection closed")
 
 
 def test_a_coordinator_that_is_killed_is_done_when_there_is_another() -> None:

@@ -109,6 +109,11 @@ class VaultKeeper:
         assert self._watch is not None
         return self._watch.pid
 
+    @property
+    def living_pid(self) -> int | None:
+        """None between two vaults: the number of the last one may be that of any process by now."""
+        return None if self._watch is None or self._watch.ending is not None else self._watch.pid
+
     async def start(self) -> None:
         """Start the first vault, or the next one. Raises VaultGivenUp."""
         try:

@@ -241,6 +241,8 @@ class ExportCourse:
 
     def _begin_if_due(self, state: State, now: float) -> None:
         interval = self._settings.persist_interval
+        if state.phase in LAST_PHASES:
+            self._unwish("the run is over")
         if self._dumped is not None and state.phase is Phase.DUMPING:
             self._begin_dump(self._dumped, now)
             return

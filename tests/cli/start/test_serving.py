@@ -1,0 +1,73 @@
+"""A node without a number asks until it has one: what goes wrong for a moment does not end it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable
+from deadpool_megatron.cli.start import serving
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+    write_json,
+)
+from deadpool_megatron.ownership import OwnershipError
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.auth import AuthenticationError
+
+
+class Coordinator:
+    """Fails twice, then gives a number."""
+
+    def __init__(self, failure: Exception) -> None:
+        self.failures = [failure, failure]
+
+    def __call__(self, *_: object) -> dict[str, Any]:
+        if self.failures:
+            raise self.failures.pop()
+        return {"ok": True, "node": 7}
+
+
+def attach(run: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator) -> int:
+    monkeypatch.setattr(serving, "ask", coordinator)
+    monkeypatch.setattr(serving, "_ATTACH_PAUSE_SECONDS", 0.0)
+    settings = Settings(spare_timeout_seconds=60.0)
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings, "/dev/shm/x")
+    return serving._attach(RunDirectory(run), info, None)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RunNotReachable("no coordinator"),
+        CommandError("cannot read journal: Input/output error"),
+        RunDirectoryError("run.json: Stale file handle"),
+        OwnershipError("run cannot be looked at: Input/output error"),
+        AuthenticationError("no run secret"),
+        OSError("Stale file handle"),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_what_passes_is_sat_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    assert attach(tmp_path, monkeypatch, Coordinator(failure)) == 7
+
+
+def test_a_refusal_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = Coordinator(Refused("not this one"))
+    with pytest.raises(Refused, match="not this one"):
+        attach(tmp_path, monkeypatch, coordinator)
+    assert len(coordinator.failures) == 1
+
+
+def test_a_run_that_is_over_takes_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(RunDirectory(tmp_path).final, {"exit_status": 0})
+    coordinator = Coordinator(CommandError("cannot read journal: Input/output error"))
+    with pytest.raises(CommandError, match="cannot attach: cannot read journal"):
+        attach(tmp_path, monkeypatch, coordinator)
+    assert len(coordinator.failures) == 1
