@@ -183,6 +183,26 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
     assert read_json(world.run.latest)["path"] == exported.path
 
 
+def test_a_save_that_is_asked_for_again_is_made_valid_once(tmp_path: Path) -> None:
+    """A coordinator that takes over hears of it as what the agent said last, and once more as what
+    its members have said."""
+    world, done = World(tmp_path), list[int]()
+    requests = Saves(world.desk, refused=lambda what, why: None, done=done.append)
+    saved = tmp_path / "saves" / "iter_0000003"
+    saved.mkdir(parents=True)
+    place = {"temporary": str(saved), "final": str(saved)}
+
+    async def ask_twice() -> None:
+        asked = (requests.handle({"epoch": 1, "iteration": 3, **place}) for _ in range(2))
+        await asyncio.gather(*asked)
+
+    asyncio.run(ask_twice())
+    assert done == [3]
+    assert [event.kind for event in world.events] == [Kind.DURABLE]
+    asyncio.run(requests.handle({"epoch": 1, "iteration": 3, **place}))
+    assert done == [3, 3], "who asks later has not heard the answer"
+
+
 def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.exports.tick()

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.cluster.coordinator.checkpoints import durable
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     DurableError,
     make_valid,
@@ -373,3 +374,53 @@ def test_links_in_a_circle_are_refused_in_one_line(tmp_path: Path) -> None:
     circle = tmp_path / "circle"
     circle.symlink_to(circle)
     assert "--save" in saves_refusal(circle, {"DEADPOOL_RUN_DIR": str(tmp_path)})
+
+
+@pytest.mark.parametrize("moment", ["begins", "synced", "waits"])
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_save_that_two_coordinators_make_valid_is_there_once(
+    tmp_path: Path, moment: str, *, is_foreign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has taken over while the other one's files were synced, which then goes on."""
+    run, folder = RunDirectory(tmp_path), tmp_path / "checkpoints"
+    temporary, final, restore = unfinished_save(folder, 4, epoch=1)
+    if is_foreign:
+        final.mkdir()
+        (final / "of another run").touch()
+    sync_all = durable._sync_all
+
+    def other() -> None:
+        monkeypatch.setattr(durable, "_sync_all", sync_all)
+        make_valid(temporary, final, restore, run, "run")
+
+    def sync(directory: Path) -> None:
+        if moment == "begins":
+            other()
+        sync_all(directory)
+        if moment == "synced":
+            other()
+
+    def counts() -> bool:
+        if moment == "waits":
+            other()
+        return True
+
+    monkeypatch.setattr(durable, "_sync_all", sync)
+    make_valid(temporary, final, restore, run, "run", counts)
+    assert [path.name for path in final.iterdir()] == ["rank0"]
+    assert read_json(run.latest)["path"] == str(final)
+    set_aside = ["iter_0000004.before-run"] if is_foreign else []
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", *set_aside]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_save_that_is_made_valid_again_stays_as_it_is(tmp_path: Path, in_place: bool) -> None:
+    run = RunDirectory(tmp_path)
+    temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
+    if in_place:
+        final = temporary.rename(final)
+        temporary = final
+    for _ in range(2):
+        make_valid(temporary, final, restore, run, "run")
+    assert [path.name for path in final.iterdir()] == ["rank0"]
+    assert read_json(run.latest)["path"] == str(final)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -112,12 +113,15 @@ class Commands:
         try:
             known = {*taken, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
+            # A journal takes an entry that is there already for our own: two agents of one host
+            # that ask at the same time must not write the same.
+            entry = {"hostname": hostname, "token": secrets.token_hex(8)}
             while True:
                 number += 1
                 try:
-                    self._journal.write("node", number, {"hostname": hostname})
+                    self._journal.write("node", number, entry)
                 except LostRace:
-                    continue  # an earlier coordinator handed it out
+                    continue  # it was handed out meanwhile, or by an earlier coordinator
                 return {"ok": True, "node": number}
         except JournalError as error:
             return {"ok": False, "error": str(error)}

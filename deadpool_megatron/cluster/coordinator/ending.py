@@ -8,6 +8,7 @@ memory is all there is to go on from.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -78,6 +79,8 @@ class RunEnd:
         result = self._files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
         error = await self._write(finish, result, limit)
+        if error is None or await self._is_superseded():
+            return
         if error:
             text = (
                 f"the result of the run (status {result['exit_status']}: {result['reason']}) was"
@@ -95,14 +98,19 @@ class RunEnd:
                 await asyncio.sleep(_LOOK_SECONDS)
             self._end(self._status)
 
-    async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str:
-        """Why it could not be written, empty if it was. ``limit``: monotonic seconds."""
+    async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str | None:
+        """Why it could not be written, empty if it was; None when another coordinator has taken
+        over, which writes its own. ``limit``: monotonic seconds.
+        """
         known = ""
         while True:
             try:
                 async with asyncio.timeout_at(_loop_time(limit)):
-                    await asyncio.to_thread(self._files.write_result, finish.resume, result)
-                return ""
+                    newest = await asyncio.to_thread(self._write_unless_followed, finish, result)
+                if newest <= self._term:
+                    return ""
+                self._desk.step_down(f"term {newest} has begun")
+                return None
             except TimeoutError:
                 return known or f"it did not answer for {self._patience_seconds:g} s"
             except OSError as error:
@@ -116,6 +124,19 @@ class RunEnd:
                     f" tried again for {self._patience_seconds:g} s"
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _write_unless_followed(self, finish: Finish, result: dict[str, Any]) -> int:
+        """Write the result if no newer term has begun; returns the newest. Blocks; raises OSError.
+
+        The look belongs to each try: a file system that comes back after minutes may have let a
+        standby in before.
+        """
+        newest = self._term
+        with contextlib.suppress(JournalError):  # told by the first look
+            newest = self._newest_term()
+        if newest <= self._term:
+            self._files.write_result(finish.resume, result)
+        return newest
 
     async def _is_superseded(self) -> bool:
         """A last look before something that another coordinator could do as well."""

@@ -175,10 +175,19 @@ class Peers:
         frame = framing.encode({**message, "o": self._ordered})
         for peer in peers:
             peer.orders.add(self._ordered, frame)
-            if peer.orders.is_over_full:
-                self.forget(peer)
-                self._events.agent_left(peer, f"it leaves {len(peer.orders)} orders unanswered")
         self.in_turn([p for p in peers if p.welcomed], lambda peer: peer.send_frame(frame))
+        # What is ordered because of a loss has a higher number, so it must not overtake this order.
+        for peer in peers:
+            if peer.orders.is_over_full and self.agents.get(peer.node) is peer:
+                self._give_up(peer, f"it leaves {len(peer.orders)} orders unanswered")
+
+    def _give_up(self, peer: AgentPeer, cause: str) -> None:
+        """Report the end of an agent's connection, and close it."""
+        del self.agents[peer.node]
+        try:
+            self._events.agent_left(peer, cause)
+        finally:
+            self.forget(peer)  # not before: the end of one that is dropped says nothing
 
     def in_turn(self, peers: list[AgentPeer], send: Callable[[AgentPeer], None]) -> None:
         """Send something to each of these, a part of thousands at a time; what is sent to anybody

@@ -276,7 +276,7 @@ class Asked(Input):
 @dataclass(frozen=True)
 class RequestsFound(Input):
     """What earlier coordinators were asked. ``restarted``: all processes of the run had ended, so
-    what was open is over."""
+    what was open is over, unless agents come that were there before."""
 
     requests: tuple[Request, ...]
     restarted: bool = False

@@ -6,7 +6,7 @@ takes over, which goes on with what is open as soon as the agents are back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,31 +16,46 @@ from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, Hurt
 from deadpool_megatron.cluster.machine.epoch import ending
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Pausing, Phase
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Pausing, Phase, Rejoining
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_in_words
 
 _ENDING = "the run is ending"
+_STARTED_AGAIN = "all processes of the run were started again"
 
 
 def found(turn: Turn, event: ev.RequestsFound) -> None:
     """Requests that earlier coordinators were asked; what they had begun is begun again, except
-    where that could hurt twice."""
-    again = []
+    where that could hurt twice. After a restart of all processes what was open is over; where that
+    is only assumed, it waits for what agents say.
+    """
+    again, doing = [], turn.state.doing
+    restarted = event.restarted and not turn.state.survived
+    assumed = restarted and isinstance(doing, Rejoining) and not turn.config.begins_anew
     for request in event.requests:
-        if request.is_open and event.restarted:
-            request = request.at(Stage.REFUSED, "all processes of the run were started again")
+        if request.is_open and restarted and not assumed:
+            request = request.at(Stage.REFUSED, _STARTED_AGAIN)
         elif request.is_open and request.verb is Verb.KILL:
             request = _kill_found(request)
         elif request.is_open:
             request = request.at(Stage.ASKED)
         again.append(request)
+    if assumed and isinstance(doing, Rejoining):
+        waiting = frozenset(request.number for request in again if request.is_open)
+        turn.enter(replace(doing, requests=waiting))
     # A stop that could not wait for the journal was counted without them.
     highest = max((request.number for request in again), default=0)
     ours = [replace(one, number=highest + n) for n, one in enumerate(turn.state.requests, 1)]
     turn.state = turn.state._replace(requests=kept((*again, *ours)))
+
+
+def end_with_processes(turn: Turn, numbers: Collection[int]) -> None:
+    """No process is left of those that were there when these were asked."""
+    for request in turn.state.requests:
+        if request.number in numbers and request.is_open:
+            _change(turn, request.at(Stage.REFUSED, _STARTED_AGAIN))
 
 
 def take(turn: Turn, event: ev.Asked) -> None:
@@ -84,6 +99,8 @@ def _settle_each(turn: Turn) -> None:
         if state.phase in (Phase.ENDING, Phase.ENDED):
             done = request.verb is Verb.STOP
             _change(turn, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
+        elif isinstance(state.doing, Rejoining) and request.number in state.doing.requests:
+            continue
         elif is_known or _needs_nobody(request):
             _change(turn, _MOVES[request.verb](turn, request))
 

@@ -14,8 +14,10 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator import ending
 from deadpool_megatron.cluster.coordinator.reporting import run_files
-from deadpool_megatron.cluster.coordinator.service import Coordinator
+from deadpool_megatron.cluster.coordinator.service import EXIT_SUPERSEDED, Coordinator
 from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
@@ -104,6 +106,28 @@ def test_a_full_disk_only_delays_the_result(
     assert read_json(tmp_path / "run" / FINAL)["reason"] == "enough"
     assert (status, removes) == (130, [True])
     assert lines(tmp_path).count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("first_good_try", [1, 4])
+def test_a_coordinator_that_is_followed_while_it_writes_the_result_steps_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_good_try: int
+) -> None:
+    """The next one goes on with the run, and with the agents."""
+    tries, removes = list[bool](), list[bool]()
+
+    def trouble() -> None:
+        tries.append(True)
+        if len(tries) == 1:
+            claim_term(DirectoryJournal(tmp_path / "journal"), 2, "other", 1, 1)
+        if len(tries) < first_good_try:
+            raise OSError(errno.EIO, "Input/output error")
+
+    replace_writes(monkeypatch, trouble)
+    status, _ = end(tmp_path, monkeypatch, removes)
+    assert (status, removes) == (EXIT_SUPERSEDED, [])
+    assert len(tries) == 1
+    # A write that has begun cannot be called back.
+    assert (tmp_path / "run" / FINAL).exists() == (first_good_try == 1)
 
 
 @pytest.mark.parametrize("hangs", [False, True])

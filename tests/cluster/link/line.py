@@ -179,7 +179,8 @@ class Office:
         del peer
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
-        self.left.add(peer.node)
+        if not peer.dropped:  # as the coordinator's service does
+            self.left.add(peer.node)
         del cause
 
     def superseded(self, why: str) -> None:

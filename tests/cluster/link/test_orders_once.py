@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.coordinator.orders import Orders
+from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.layout.records import Generation
 from tests.cluster.link.line import NODE, Agent, How, Line, play
@@ -228,3 +229,28 @@ def test_an_agent_that_leaves_orders_unanswered_is_given_up() -> None:
         assert line.office.peers.agents == {}
 
     play({}, scenario)
+
+
+def test_what_follows_from_unanswered_orders_overtakes_no_order() -> None:
+    """The others drop an order that comes after one with a higher number."""
+
+    async def scenario(line: Line) -> None:
+        office, (first, last) = line.office, sorted(line.agents)
+        await line.until("two agents", lambda: len(office.peers.agents) == 2)
+        await line.until("welcomes", lambda: len(office.peers.listening()) == 2)
+        for number in range(10_000):
+            office.orders.send(first, {"t": "export-take", "iteration": number})
+        left = office.agent_left
+
+        def lose(peer: AgentPeer, cause: str) -> None:
+            left(peer, cause)
+            office.orders.give(actions.CloseEpoch(1, cause))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(office, "agent_left", lose)
+            office.orders.durable_done(7)
+            assert office.left == {first}
+            await line.until("both orders", lambda: len(line.agents[last].obeyed) == 2)
+        assert obeyed(line.agents[last]) == [("durable-done", 7), ("close", 1)]
+
+    play({}, scenario, nodes=(3, 4))

@@ -77,7 +77,7 @@ def test_a_drain_that_a_failure_overtakes_is_done_all_the_same() -> None:
 def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
     """The next coordinator has the requests from the journal before the agents are back."""
     known = tuple(Request.from_dict(one.to_dict()) for one in old.state.requests)
-    rig = successor(old)
+    rig = successor(old, restarted=restarted)
     rig.feed(ev.RequestsFound(known, restarted))
     return rig
 
@@ -113,11 +113,45 @@ def test_a_takeover_finds_what_the_one_before_had_done() -> None:
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
 
 
+STARTED_AGAIN = (Stage.REFUSED, "all processes of the run were started again")
+OPEN = (
+    Request(1, "token1", Verb.DRAIN, {"node": 1}),
+    Request(2, "token2", Verb.STOP, {"dump": False, "reason": "enough"}),
+)
+
+
 def test_a_restart_of_all_processes_ends_what_was_open() -> None:
     old = begun()
-    ask(old, Verb.DRAIN, node=1)
-    rig = taken_over(old, restarted=True)
-    assert outcome(rig) == (Stage.REFUSED, "all processes of the run were started again")
+    rig = successor(old, restarted=True)
+    rig.feed(ev.RequestsFound(OPEN, restarted=True))
+    rig.join(0, 1)
+    assert outcome(rig, 1)[0] is Stage.ASKED
+    assert not rig.of(act.Finish, rig.log)
+    rig.join(2)
+    assert rig.of(act.CloseEpoch)
+    assert (outcome(rig, 1), outcome(rig, 2)) == (STARTED_AGAIN, STARTED_AGAIN)
+    assert not rig.of(act.Finish, rig.log)
+
+
+def test_a_new_start_ends_what_was_open_at_once() -> None:
+    old = begun()
+    rig = successor(old, restarted=True, begins_anew=True)
+    rig.feed(ev.RequestsFound(OPEN, restarted=True))
+    assert (outcome(rig, 1), outcome(rig, 2)) == (STARTED_AGAIN, STARTED_AGAIN)
+
+
+@pytest.mark.parametrize("found_first", [True, False])
+def test_what_was_only_taken_for_a_restart_ends_no_request(*, found_first: bool) -> None:
+    old = begun()
+    rig = successor(old, restarted=True)
+    if not found_first:
+        rejoin(rig, old, 0)
+    rig.feed(ev.RequestsFound(OPEN[:1], restarted=True))
+    if found_first:
+        rejoin(rig, old, 0)
+    rejoin(rig, old, 1, 2)
+    repeat(rig)
+    assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
 
 
 def plan(rig: Rig, every: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _RECEIVE_BYTES = 1 << 16
 # What a coordinator that has just started must hear again, newest of each kind.
 STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
-    *("paused", "fault", "restore-failed"),
+    *("paused", "fault", "restore-failed", "durable-request"),
 )
 
 
@@ -157,7 +157,10 @@ class Member:
         self._freeze = FreezeDetector(started.pid, settings.freeze_seconds, self.started_at)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send one order."""
+        """Send one order; a request that it answers is not told again."""
+        asked = self.said.get("durable-request", {})
+        if message.get("t") == "durable-done" and message["iteration"] == asked.get("iteration"):
+            del self.said["durable-request"]
         self._pipe.send(message)
 
     def drained(self, epoch: int) -> bool | None:

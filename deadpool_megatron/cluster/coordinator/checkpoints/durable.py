@@ -106,6 +106,8 @@ def make_valid(
     the same name is left alone if this run gave it the name: an earlier request made it valid, and
     the one at hand repeats it after a recovery. Anybody else's is set aside, as
     ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
+
+    A coordinator that takes over is asked again, and the one before may still be at it.
     """
     try:
         check_save(temporary, final)
@@ -113,18 +115,12 @@ def make_valid(
             _sync(final)  # its writer has synced the files
             _require(counts())
             _note(run, _SAVED, final)
-        elif final.exists() and _is_named(run, final):
-            _note(run, _SAVED, final)
-            shutil.rmtree(temporary, ignore_errors=True)
-        elif temporary.is_dir():
-            _sync_all(temporary)
-            _require(counts())
-            if final.exists():
-                final.rename(final.with_name(f"{final.name}.before-{run_id}"))
-            _note(run, _SAVED, final)
-            _rename(temporary, final)
         else:
-            raise DurableError(f"{temporary} is not a directory")
+            if not _has_named(run, final):
+                _give_name(temporary, final, run, run_id, counts)
+            _note(run, _SAVED, final)
+            _sync(final.parent)
+            shutil.rmtree(temporary, ignore_errors=True)
         for leftover in final.parent.glob(".iter_*.epoch*"):
             # Of saves that a failure interrupted. Those of this epoch and of later ones may be
             # under way: it may have been closed meanwhile.
@@ -136,6 +132,25 @@ def make_valid(
         raise DurableError(str(error)) from error
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+def _give_name(
+    temporary: Path, final: Path, run: RunDirectory, run_id: str, counts: Callable[[], bool]
+) -> None:
+    if not temporary.is_dir() and not _has_named(run, final):
+        raise DurableError(f"{temporary} is not a directory")
+    try:
+        _sync_all(temporary)
+        _require(counts())
+        # Asked after the sync: what another coordinator has made valid meanwhile stays. It notes
+        # the name before it gives it.
+        if final.exists() and not _is_named(run, final):
+            final.rename(final.with_name(f"{final.name}.before-{run_id}"))
+        _note(run, _SAVED, final)
+        temporary.rename(final)
+    except OSError:
+        if not _has_named(run, final):
+            raise
 
 
 def publish_export(
@@ -243,6 +258,11 @@ def _note(run: RunDirectory, who: str, final: Path) -> None:
 def _is_named(run: RunDirectory, final: Path) -> bool:
     """Whether this run has given the name, for whomever."""
     return not _named(run).isdisjoint({f"{_SAVED} {final}", f"{_EXPORTED} {final}"})
+
+
+def _has_named(run: RunDirectory, final: Path) -> bool:
+    """Whether the checkpoint is there, and has its name from this run."""
+    return final.exists() and _is_named(run, final)
 
 
 def _named(run: RunDirectory) -> frozenset[str]:

@@ -28,10 +28,21 @@ class Saves:
         self._desk = desk
         self._refused = refused
         self._done = done
+        self._under_way: set[tuple[int, int]] = set()
 
     async def handle(self, m: Mapping[str, Any]) -> None:
-        """All files are written: make the checkpoint valid, if its epoch is still the open one."""
-        epoch, iteration = int(m["epoch"]), int(m["iteration"])
+        """All files are written: make the checkpoint valid, if its epoch is still the open one.
+        After a takeover it is asked again, by agents that have heard of no end.
+        """
+        which = int(m["epoch"]), int(m["iteration"])
+        if which not in self._under_way:
+            self._under_way.add(which)
+            try:
+                await self._make_valid(m, *which)
+            finally:
+                self._under_way.remove(which)
+
+    async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
         while self._desk.state().phase is Phase.GATHERING:
             # After a takeover it is not known yet whether the epoch stays open; that phase ends.
             await asyncio.sleep(self._beat_seconds)

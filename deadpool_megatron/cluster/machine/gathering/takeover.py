@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import requests
 from deadpool_megatron.cluster.machine.epoch.closing import close, give_up, matters
 from deadpool_megatron.cluster.machine.epoch.opening import check_opened, opening_seconds
 from deadpool_megatron.cluster.machine.gathering import checkup
@@ -43,8 +44,13 @@ def note_join(turn: Turn, event: ev.NodeJoined) -> None:
             restored = restored.with_item(role)
     # Members without an epoch: theirs have died with the agent before it.
     came_anew = event.node in record.nodes and not event.epoch and not event.members
+    # A spare that came after the newest record has members, and no epoch.
+    is_old = bool(event.epoch or event.members)
     doing, restarted = replace(state.doing, restored=restored), state.restarted or came_anew
-    turn.state = state._replace(doing=doing, restarted=restarted)
+    survived = state.survived or is_old
+    if survived:
+        doing = replace(doing, requests=frozenset())
+    turn.state = state._replace(doing=doing, restarted=restarted, survived=survived)
     if event.closed >= record.epoch:
         cause = f"epoch {record.epoch} was closed before the coordinator changed"
         close(turn, Failure(cause, FailureKind.COORDINATOR))
@@ -54,17 +60,21 @@ def check_all_back(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> Non
     """Go on when every node of the newest record is back or lost.
 
     After a restart there is nothing to lose by waiting: lost nodes may come under other numbers,
-    with their slots, so that as many nodes are awaited as at the start of a run.
+    with their slots, so that as many nodes are awaited as at the start of a run. Where an agent of
+    before has come back, others may still train, and nobody is lost before ``rejoin_seconds``.
     """
     state, config = turn.state, turn.config
-    if state.restarted:
-        began = rejoining.deadline - patience_seconds(config)
+    began = rejoining.deadline - patience_seconds(config)
+    is_late = turn.now >= began + config.settings.rejoin_seconds
+    if state.restarted and (is_late or not state.survived):
         patient = turn.now < began + config.settings.connect_seconds
         if len(state.fleet.nodes) >= config.nodes + (config.spares if patient else 0):
             time_is_over(turn, rejoining, record)
-    elif (
+            return
+    if (
+        (state.survived or not state.restarted)
         # The counts are looked at first: this is asked for every join and every hello.
-        len(state.fleet.nodes) + len(state.fleet.gone) >= len(record.nodes)
+        and len(state.fleet.nodes) + len(state.fleet.gone) >= len(record.nodes)
         and not state.fleet.absent(record.nodes)
         and (rejoining.missed is not None or not _is_unclear(turn, record))
     ):
@@ -101,6 +111,7 @@ def time_is_over(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
 def _go_on(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
     checkup.agree_again(turn)
+    requests.end_with_processes(turn, rejoining.requests)
     failure = rejoining.missed or _happened(turn, record)
     deadline = turn.now + opening_seconds(turn, record)
     turn.enter(Opening(deadline, rejoining.restored, rejoining.done, rejoining.pause))

@@ -59,6 +59,7 @@ class Rejoining:
 
     ``missed``: why it must be closed as soon as all are back. ``restored``, ``done``: roles that
     have their state, or have completed their last iteration. ``pause``: ordered earlier.
+    ``requests``: numbers of those that are over if it turns out that no process is left of before.
     """
 
     phase: ClassVar = Phase.GATHERING
@@ -67,6 +68,7 @@ class Rejoining:
     restored: PersistentSet[int] = field(default_factory=PersistentSet)
     done: PersistentSet[int] = field(default_factory=PersistentSet)
     pause: PauseOrder | None = None
+    requests: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

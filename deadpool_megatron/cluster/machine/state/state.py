@@ -57,7 +57,8 @@ class State(NamedTuple):
 
     ``seats``: of the last announced record, before that the wished ones. ``epoch``: highest number
     given to a record. ``record``: the last announced. ``restarted``: new agents have come to an
-    epoch that was open. ``last_words``: the run ends with them when its state is saved.
+    epoch that was open; ``survived``: so have agents that were there before this coordinator.
+    ``last_words``: the run ends with them when its state is saved.
     ``requests``: of users, open or just ended. ``agreed``: what the nodes have in common, None
     until they are judged.
     """
@@ -73,6 +74,7 @@ class State(NamedTuple):
     protection: ChosenProtection = ChosenProtection()
     recoveries: Recoveries = Recoveries()
     restarted: bool = False
+    survived: bool = False
     last_words: LastWords | None = None
     requests: tuple[Request, ...] = ()
     agreed: Agreed | None = None

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.machine import NOBODY
+from deadpool_megatron.cluster.machine.machine import NOBODY, Machine
 from deadpool_megatron.events import Kind
+from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import Phase, Rig, g, killed, layout, nodes_of
 
 CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
 
 
-def successor(old: Rig, *, landed: bool = True, gone: Mapping[int, str] = NOBODY) -> Rig:
+def successor(
+    old: Rig,
+    *,
+    landed: bool = True,
+    gone: Mapping[int, str] = NOBODY,
+    restarted: bool = False,
+    begins_anew: bool = False,
+) -> Rig:
     """The next coordinator. ``landed``: the record that was being written is durable. ``gone``:
-    nodes that the journal says were given up since."""
+    nodes that the journal says were given up since. ``restarted``: its standby takes all
+    processes for new; ``begins_anew``: they were started by a new command.
+    """
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     if old.state.phase is Phase.DECIDING and not landed:
         records.pop()
     rig = copy.copy(old)
+    rig.config = replace(old.config, restarted=restarted, begins_anew=begins_anew)
+    rig.machine = Machine(rig.config, plan)
     rig.state = rig.machine.resume(records[-1], None, rig.now, gone=gone)
     rig.last, rig.log = [], []
     return rig
@@ -142,6 +155,35 @@ def test_node_that_does_not_come_back_is_lost(node: int) -> None:
         assert_untouched(rig)  # a spare that owes no copy
     rejoin(rig, old, node)
     assert rig.one(act.DropNode).node == node
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("taken_for", ["restart", "takeover"])
+def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(
+    taken_for: str, *, comes: bool
+) -> None:
+    """The standby's own agent never met the coordinator before, or an agent was started again."""
+    old = Rig(nodes=2, spares=1).run()
+    old.join(3)
+    rig = successor(old, restarted=taken_for == "restart")
+    rejoin(rig, old, 3, epoch=0, restored=False)
+    if taken_for == "restart":
+        rejoin(rig, old, 2)
+    else:
+        rig.feed(ev.NodeJoined(2, "host", 1002, "node2"))
+        assert rig.state.restarted
+    rejoin(rig, old, 0)
+    rig.tick(rig.settings.rejoin_seconds - 0.1)
+    assert rig.state.phase is Phase.GATHERING
+    assert not rig.state.fleet.gone
+    if comes:
+        rejoin(rig, old, 1)
+        assert rig.state.phase is Phase.RUNNING
+        assert not rig.of(act.CloseEpoch, rig.log)
+    else:
+        rig.tick(0.1)
+        assert dict(rig.state.fleet.gone) == {1: "did not join again in time"}
+        assert rig.one(act.CloseEpoch).epoch == 1
 
 
 @pytest.mark.parametrize("lost", ["member", "node", "suspected", "fault", "inventory"])

@@ -1,0 +1,73 @@
+"""Answers of a coordinator that need no run: numbers for agents that come later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.coordinator.options import Desk
+from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal, Journal
+from deadpool_megatron.settings import Settings
+
+NODES, SPARES = 2, 1
+AT_START = range(NODES + SPARES)
+
+
+class InStep(DirectoryJournal):
+    """Whoever lists it waits until another one has listed it as well."""
+
+    def __init__(self, directory: Path, both: threading.Barrier) -> None:
+        super().__init__(directory)
+        self._both = both
+
+    def numbers(self, kind: str) -> list[int]:
+        found = super().numbers(kind)
+        self._both.wait(20.0)
+        return found
+
+
+def commands(journal: Journal, directory: Path) -> Commands:
+    """Those of a coordinator of NODES + SPARES nodes."""
+    info = SimpleNamespace(nodes=NODES, spares=SPARES, settings=Settings())
+    run = SimpleNamespace(exports=directory / "exports")
+    options = SimpleNamespace(info=info, term=None, journal=journal, run=run)
+    desk = SimpleNamespace(options=options, state=lambda: None)
+
+    async def status() -> dict[str, Any]:
+        return {}
+
+    return Commands(cast(Desk, desk), cast(UserRequests, None), status)
+
+
+def attach(one: Commands, taken: Collection[int] = AT_START) -> int:
+    answer = one._attach("host", taken)
+    assert answer["ok"]
+    return int(answer["node"])
+
+
+@pytest.mark.parametrize("coordinators", [1, 2])
+def test_two_agents_of_one_host_that_come_together_are_two_nodes(
+    tmp_path: Path, coordinators: int
+) -> None:
+    """An old coordinator and the next one may both be asked."""
+    both = threading.Barrier(2)
+    asked = [commands(InStep(tmp_path / "journal", both), tmp_path) for _ in range(coordinators)]
+    with ThreadPoolExecutor(2) as threads:
+        given = [threads.submit(attach, asked[n % coordinators]) for n in range(2)]
+    assert sorted(number.result() for number in given) == [3, 4]
+
+
+def test_a_number_that_was_handed_out_is_not_given_again(tmp_path: Path) -> None:
+    journal = DirectoryJournal(tmp_path / "journal")
+    one = commands(journal, tmp_path)
+    assert [attach(one), attach(one)] == [3, 4]
+    assert attach(one, (*AT_START, 7)) == 8
+    assert {entry["hostname"] for entry in journal.entries("node").values()} == {"host"}
