@@ -6,7 +6,7 @@ takes over, which goes on with what is open as soon as the agents are back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, Hurt
 from deadpool_megatron.cluster.machine.epoch import ending
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
+from deadpool_megatron.cluster.machine.gathering.takeover import STARTED_AGAIN
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Pausing, Phase, Rejoining
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
@@ -23,7 +24,6 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_in_words
 
 _ENDING = "the run is ending"
-_STARTED_AGAIN = "all processes of the run were started again"
 
 
 def found(turn: Turn, event: ev.RequestsFound) -> None:
@@ -36,7 +36,7 @@ def found(turn: Turn, event: ev.RequestsFound) -> None:
     assumed = restarted and isinstance(doing, Rejoining) and not turn.config.begins_anew
     for request in event.requests:
         if request.is_open and restarted and not assumed:
-            request = request.at(Stage.REFUSED, _STARTED_AGAIN)
+            request = request.at(Stage.REFUSED, STARTED_AGAIN)
         elif request.is_open and request.verb is Verb.KILL:
             request = _kill_found(request)
         elif request.is_open:
@@ -49,13 +49,6 @@ def found(turn: Turn, event: ev.RequestsFound) -> None:
     highest = max((request.number for request in again), default=0)
     ours = [replace(one, number=highest + n) for n, one in enumerate(turn.state.requests, 1)]
     turn.state = turn.state._replace(requests=kept((*again, *ours)))
-
-
-def end_with_processes(turn: Turn, numbers: Collection[int]) -> None:
-    """No process is left of those that were there when these were asked."""
-    for request in turn.state.requests:
-        if request.number in numbers and request.is_open:
-            _change(turn, request.at(Stage.REFUSED, _STARTED_AGAIN))
 
 
 def take(turn: Turn, event: ev.Asked) -> None:
@@ -71,7 +64,7 @@ def exported(turn: Turn, event: ev.Exported) -> None:
             if not event.path:
                 what = f"no checkpoint of iteration {event.iteration}: {event.error}"
                 stage = Stage.REFUSED
-            _change(turn, request.at(stage, what))
+            turn.change(request.at(stage, what))
 
 
 def vault_lost(turn: Turn, node: int) -> None:
@@ -79,7 +72,7 @@ def vault_lost(turn: Turn, node: int) -> None:
     for request in turn.state.requests:
         is_meant = request.what.get("part") == "vault" and request.what.get("number") == node
         if is_meant and request.stage is Stage.UNDER_WAY:
-            _change(turn, request.at(Stage.DONE, f"the vault of node {node} is replaced"))
+            turn.change(request.at(Stage.DONE, f"the vault of node {node} is replaced"))
 
 
 def settle(turn: Turn) -> None:
@@ -98,11 +91,11 @@ def _settle_each(turn: Turn) -> None:
         is_known = state.phase is not Phase.GATHERING or state.record is None
         if state.phase in (Phase.ENDING, Phase.ENDED):
             done = request.verb is Verb.STOP
-            _change(turn, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
+            turn.change(request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
         elif isinstance(state.doing, Rejoining) and request.number in state.doing.requests:
             continue
         elif is_known or _needs_nobody(request):
-            _change(turn, _MOVES[request.verb](turn, request))
+            turn.change(_MOVES[request.verb](turn, request))
 
 
 def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
@@ -125,20 +118,6 @@ def _needs_nobody(request: Request) -> bool:
     """Whether it does not matter which agents are here."""
     at_once = request.verb is Verb.STOP and not request.what["dump"]
     return at_once or request.what.get("part") == "coordinator"
-
-
-def _change(turn: Turn, request: Request) -> None:
-    known = turn.state.requests
-    before = next(one for one in known if one.number == request.number)
-    if before == request:
-        return
-    requests = tuple(request if one is before else one for one in known)
-    turn.state = turn.state._replace(requests=requests)
-    if before.stage is not request.stage:
-        why = f": {request.why}" if request.why else ""
-        text = f"request {request.number}, {request.in_words()}: {request.stage}{why}"
-        level = "warning" if request.stage is Stage.REFUSED else "info"
-        turn.log(level, text)
 
 
 def _drain(turn: Turn, request: Request) -> Request:

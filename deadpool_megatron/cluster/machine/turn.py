@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from deadpool_megatron.cluster.journal.requests import Request, Stage
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
 from deadpool_megatron.cluster.machine.inputs import OfMember, OfPlayer
 from deadpool_megatron.cluster.machine.state.blame import Failure
@@ -49,6 +50,19 @@ class Turn:
         if epoch is None:
             epoch = self.state.record.epoch if self.state.record else 0
         self.act(EmitEvent(kind, epoch, node=node, role=role, data=data))
+
+    def change(self, request: Request) -> None:
+        """Have a user's request in the place of the one with its number; tells of a new stage."""
+        known = self.state.requests
+        before = next(one for one in known if one.number == request.number)
+        if before == request:
+            return
+        requests = tuple(request if one is before else one for one in known)
+        self.state = self.state._replace(requests=requests)
+        if before.stage is not request.stage:
+            why = f": {request.why}" if request.why else ""
+            text = f"request {request.number}, {request.in_words()}: {request.stage}{why}"
+            self.log("warning" if request.stage is Stage.REFUSED else "info", text)
 
     def log(self, level: str, text: str, node: int | None = None) -> None:
         """Append a line for people."""

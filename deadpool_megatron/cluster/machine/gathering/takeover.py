@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.requests import Stage
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import requests
 from deadpool_megatron.cluster.machine.epoch.closing import close, give_up, matters
 from deadpool_megatron.cluster.machine.epoch.opening import check_opened, opening_seconds
 from deadpool_megatron.cluster.machine.gathering import checkup
@@ -22,6 +22,8 @@ from deadpool_megatron.cluster.machine.state.phases import Opening, Rejoining
 from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout.records import EpochRecord
+
+STARTED_AGAIN = "all processes of the run were started again"
 
 
 def left_behind(turn: Turn, event: ev.NodeJoined) -> str:
@@ -111,7 +113,9 @@ def time_is_over(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
 def _go_on(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
     checkup.agree_again(turn)
-    requests.end_with_processes(turn, rejoining.requests)
+    for request in turn.state.requests:
+        if request.number in rejoining.requests and request.is_open:
+            turn.change(request.at(Stage.REFUSED, STARTED_AGAIN))
     failure = rejoining.missed or _happened(turn, record)
     deadline = turn.now + opening_seconds(turn, record)
     turn.enter(Opening(deadline, rejoining.restored, rejoining.done, rejoining.pause))
