@@ -185,50 +185,6 @@ def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path: Path) -> 
         assert held[0, Generation(1, 1)] == {"shard", "tail", "extras@step"}
 
 
-def test_damage_that_a_killed_vault_has_told_is_told_by_the_next_one(tmp_path: Path) -> None:
-    """Its member had not read it, and loses it when it connects again at the gate."""
-    damage = {
-        "id": "damage",
-        "point": "vault.sealed",
-        "match": {"role": 0, "iteration": 1},
-        "action": "mark",
-    }
-    with cluster(tmp_path, 2, faults=[damage]) as running:
-        members = begin(running)
-        members[0].write(Generation(1, 1))
-        running.nodes[0].told(Kind.CORRUPTION)
-        running.nodes[0].kill()
-        running.nodes[0].start()
-        assert members[0].wait(Generation(1, 1), seconds=0.3) == "shut"
-        running.nodes[0].adopt(running.record(1))  # its member has registered before
-        with pytest.raises(VaultError, match="damaged"):
-            members[0].wait(Generation(1, 1))
-
-
-def test_a_restored_part_that_rots_and_is_nowhere_else_is_told_after_a_restart(
-    tmp_path: Path,
-) -> None:
-    """Nobody asks for it any more, but the gate waits for it: another epoch is needed."""
-    with cluster(tmp_path, 3, roles=2, restore_seconds=1.0) as running:
-        begin(running)
-        record = swap(running, running.close(1), FIRST)
-        running.nodes[1].die()
-        for node in (running.nodes[0], running.nodes[2]):
-            node.adopt(record)
-        fresh = Member(running.nodes[2], LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
-        fresh.check(record)
-        running.nodes[2].kill()
-        running.nodes[0].die()
-        own = Segment.open(running.nodes[2].directory / own_name(1, fresh.seat))
-        (slot,) = (s for s in range(own.slots) if own.generation(s) == FIRST)
-        own.invalidate_part(slot, "shard", PartState.BAD)
-        running.nodes[2].start()
-        running.nodes[2].adopt(record)
-        with pytest.raises(VaultError, match="damaged"):
-            fresh.wait(FIRST)
-
-
 def test_no_damaged_byte_is_restored(tmp_path: Path) -> None:
     """Rule 4: the only source is damaged, the member is told what was tried."""
     with cluster(tmp_path, 3, roles=2) as running:

@@ -306,7 +306,6 @@ class VaultClient:
             raise RestoreUnavailable(str(answer["part"]), tried)
         if answer["t"] != "restored":
             raise VaultError(f"vault: {answer.get('text', answer['t'])}")
-        self._bad = None  # a part that was lost before it was asked for is here now
         return RestoredParts(self.tell, self.directory, answer["parts"], self._segment)
 
     def close(self) -> None:
@@ -428,12 +427,10 @@ class VaultClient:
             # A vault that was restarted finds out about older ones first.
             if self._commit is None or news >= self._commit[:2]:
                 self._commit = (*news, message["boundary"], message["released"])
-        elif message.get("epoch", self._epoch) != self._epoch:
-            pass  # requests of older epochs were given up; a newer one says again what is bad
         elif kind == "bad":
             self._bad = (
                 f"part {message['part']} of generation {message['generation']} was damaged in the"
                 " member's own slot"
             )
-        else:
-            self._reply = message
+        elif message.get("epoch", self._epoch) == self._epoch:
+            self._reply = message  # to a request of this epoch; older ones were given up

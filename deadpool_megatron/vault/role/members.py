@@ -45,15 +45,10 @@ class Members:
         with self._lock:
             return self._workers.get(role)
 
-    def enter(self, dialogue: MemberDialogue) -> bool:
-        """A member has registered; the newest connection of a role counts. False when this is an
-        older one: a dead connection of the backlog, whose thread comes last."""
+    def enter(self, dialogue: MemberDialogue) -> None:
+        """A member has registered; the newest connection of a role counts."""
         with self._lock:
-            held = self._dialogues.get(dialogue.role)
-            if held is not None and held.link.number > dialogue.link.number:
-                return False
             self._dialogues[dialogue.role] = dialogue
-            return True
 
     def leave(self, dialogue: MemberDialogue) -> None:
         """Its connection has ended."""
@@ -71,7 +66,7 @@ class Members:
         with self._lock:
             dialogue = self._dialogues.get(role)
         if dialogue is not None:
-            dialogue.push_bad(generation, part)
+            dialogue.link.send({"t": "bad", "generation": generation.to_list(), "part": part})
 
 
 class MemberDialogue:
@@ -96,8 +91,7 @@ class MemberDialogue:
 
     def run(self, stopping: threading.Event) -> None:
         """Until the member closes. Raises WireError or OSError at the end of the stream."""
-        if not self._members.enter(self):
-            return
+        self._members.enter(self)
         self._trust(self._trusted)
         try:
             if self._attach():
@@ -119,17 +113,6 @@ class MemberDialogue:
                 "generation": generation.to_list(),
                 "boundary": boundary,
                 "released": released,
-            }
-        )
-
-    def push_bad(self, generation: Generation, part: str) -> None:
-        """Tell the member that a part of its slot is damaged, so that its gate stays shut."""
-        self.link.send(
-            {
-                "t": "bad",
-                "epoch": self._state.open_epoch,
-                "generation": generation.to_list(),
-                "part": part,
             }
         )
 

@@ -152,7 +152,7 @@ class RoleWorker(threading.Thread):
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
                 if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
-                    self._tell_bad(self._record.restore.generation, rotten)
+                    self._state.on_bad(self._role, self._record.restore.generation, rotten)
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
@@ -256,28 +256,8 @@ class RoleWorker(threading.Thread):
             segment.invalidate_part(slot, name, PartState.BAD)
         if wrong:
             self._state.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
-            self._tell_bad(generation, wrong[0])
+            self._state.on_bad(self._role, generation, wrong[0])
         return not wrong
-
-    def _tell_bad(self, generation: Generation, name: str) -> None:
-        """Tell the member that a part of its slot is damaged."""
-        with self._state.lock:
-            if self._state.is_open(self.epoch):
-                self._state.on_bad(self._role, generation, name)
-
-    def _is_lost(self, generation: Generation, name: str, epoch: int) -> bool:
-        """Whether nobody brings a BAD part of the member's slot again, filled or sealed in
-        ``epoch``, and its gate may wait for it."""
-        committed = self._state.committed.get(self._role)
-        if committed is not None and generation < committed[0]:
-            return False
-        if generation == self._record.restore.generation and isinstance(self._outcome, VaultError):
-            return True  # it was not to be had
-        if epoch != self.epoch:
-            return False
-        # Of an older generation it is lost if the member has made it: what was restored is fetched.
-        by_member = isinstance(self._outcome, dict) and name not in self._outcome
-        return generation.lineage == self.epoch or by_member
 
     def _filled(self, segment: Segment, slot: int) -> list[str]:
         """Parts that the member has finished in this epoch and nobody has sealed yet."""
@@ -298,14 +278,10 @@ class RoleWorker(threading.Thread):
         names = []
         for part in segment.layout.parts:
             entry = segment.entry(slot, part.name)
-            if entry.state is PartState.BAD:
-                # At each look: what was said when it was found is lost with the connection.
-                if self._is_lost(generation, part.name, entry.epoch):
-                    self._tell_bad(generation, part.name)
-            elif entry.state is PartState.FILLED and entry.checksum:
+            if entry.state is PartState.FILLED and entry.checksum:
                 # Of another generation: the header is damaged, if it has not just been taken anew.
                 if segment.entry(slot, part.name) == entry:
-                    self._tell_bad(generation, part.name)
+                    self._state.on_bad(self._role, generation, part.name)
             elif entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
                 names.append(part.name)
         return names

@@ -199,48 +199,6 @@ def test_a_restarted_vault_does_not_restore_what_its_member_has_left_behind(
     assert answers == [{}]
 
 
-def test_damage_is_told_at_each_look_as_long_as_the_gate_may_wait_for_it(
-    state: VaultState,
-) -> None:
-    """Who is told once may have lost the connection by then."""
-    told: list[tuple[Generation, str]] = []
-    state.on_bad = lambda role, generation, part: told.append((generation, part))
-    worker, _ = restarted(state)
-    segment = next(iter(state.table.segments.values()))
-    newest = segment.generation(1)
-    for slot in range(2):
-        segment.invalidate_part(slot, "shard", PartState.BAD)
-    state.committed[0] = newest, "step"
-    for looks in (1, 2):
-        worker.seal()
-        assert told == [(newest, "shard")] * looks, "nobody waits for an older one"
-    state.close(1)
-    worker.seal()
-    assert len(told) == 2, "of a closed epoch"
-
-
-def test_damage_of_what_was_restored_is_told_when_nobody_brings_it_again(
-    state: VaultState,
-) -> None:
-    told: list[tuple[Generation, str]] = []
-    state.on_bad = lambda role, generation, part: told.append((generation, part))
-    worker, _ = restarted(state)
-    segment = next(iter(state.table.segments.values()))
-    sealed(segment, 0, RESTORED)
-    (place,) = state.table.find(0, RESTORED, "shard")
-    segment.invalidate_part(0, "shard", PartState.BAD)
-    for outcome in (None, {"shard": place}):
-        worker._outcome = outcome
-        worker.seal()
-        assert not told, "it is fetched"
-    worker._outcome = {}
-    worker.seal()
-    assert told == [(RESTORED, "shard")], "its member has recomputed it"
-    worker._outcome = VaultError("nowhere")
-    worker.seal()
-    assert told == [(RESTORED, "shard")] * 2
-
-
 def test_slots_that_were_never_used_are_restored_to_at_once(state: VaultState) -> None:
     path = next(iter(state.table.segments))
     state.table.remove(state.table.segments[path])

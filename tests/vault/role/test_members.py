@@ -23,7 +23,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Interrupted, VaultError
+from deadpool_megatron.vault.errors import Interrupted
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
@@ -129,76 +129,6 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path
         dialogue.link.close()
         theirs.close()
     assert asked == [LAYOUT]
-
-
-def test_a_dead_connection_whose_thread_comes_last_does_not_replace_the_newer_one(
-    tmp_path: Path,
-) -> None:
-    """A vault that was restarted finds both in its backlog; what is committed would go nowhere."""
-    state = VaultState(0, tmp_path, Settings(), lambda _: None)
-    members = Members(state)
-    hello = {
-        "layout": LAYOUT.to_dict(),
-        "seat": Seat(0, 0, 0).to_list(),
-        "rehearsed": False,
-        "has_slots": True,
-        "memory_node": None,
-    }
-    pairs = [socket.socketpair() for _ in range(2)]
-    old, new = (
-        MemberDialogue(state, members, Link(pair[0], number), hello)
-        for number, pair in enumerate(pairs)
-    )
-    pairs[0][1].close()
-    members.enter(new)
-    with contextlib.suppress(ConnectionClosed, OSError):
-        old.run(threading.Event())
-    state.on_committed(LAYOUT.role, Generation(1, 4), "step", False)
-    pairs[1][1].settimeout(10.0)
-    assert framing.receive(pairs[1][1])["t"] == "committed"
-    members.leave(new)
-    for dialogue in (old, new):
-        dialogue.link.close()
-    pairs[1][1].close()
-
-
-def test_damage_of_another_epoch_and_of_what_was_restored_since_does_not_shut_the_gate(
-    tmp_path: Path,
-) -> None:
-    """A vault says it at each look, to a member that may enter the next epoch before it reads."""
-    ours, theirs = socket.socketpair()
-    client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
-    client._layout, client._link = LAYOUT, ours
-    client._enter(2)
-    restored = Generation(1, 4)
-    bad = {"t": "bad", "generation": restored.to_list(), "part": "shard"}
-    framing.send(theirs, bad | {"epoch": 2})  # before it was asked for
-    framing.send(theirs, {"t": "restored", "epoch": 2, "parts": {}})
-    interrupt = os.eventfd(0, os.EFD_CLOEXEC)
-    client.restore(LAYOUT, 2, restored, "step", deadline_seconds=10.0, interrupted=interrupt)
-
-    def wait() -> None:
-        def stop(_seconds: float) -> None:
-            raise TimeoutError
-
-        client.wait_committed(
-            restored,
-            "step",
-            deadline_seconds=0.0,
-            interrupted=interrupt,
-            on_wait=stop,
-            report_every_seconds=10.0,
-        )
-
-    framing.send(theirs, bad | {"epoch": 1})
-    with pytest.raises(TimeoutError):
-        wait()
-    framing.send(theirs, bad | {"epoch": 2})
-    with pytest.raises(VaultError, match="damaged"):
-        wait()
-    client.close()
-    os.close(interrupt)
-    theirs.close()
 
 
 def test_a_close_ends_the_wait_for_the_slots_of_a_role(tmp_path: Path) -> None:
