@@ -26,7 +26,7 @@ FILE_LIMITS: Mapping[str, float] = {
 _LEAST_SECONDS = 120.0
 # More than this between two looks is a change of the working size: a spare has got a role, a vault
 # another plan. A leak comes little by little.
-_STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 4.0, "threads": 3.0}
+_STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 4.0, "threads": 4.0}
 # A process that was not seen for longer has ended, and another one has its number.
 _GONE_SECONDS = 60.0
 _SHOWN_SECONDS = 60.0
@@ -108,21 +108,24 @@ def _slope(looks: Sequence[tuple[float, float]]) -> float:
 
 def judge(samples: Iterable[Sample], least_seconds: float) -> dict[str, Any]:
     """Returns for each part the most that one of its processes gained in an hour, of those that
-    lived for ``least_seconds`` after they were warm, and ``flat``: whether all are within LIMITS.
+    lived for ``least_seconds`` after they were warm; ``flat``: whether all are within LIMITS; and
+    every look at each process that is not, for whoever has to find out why.
     """
     parts: dict[str, dict[str, float]] = {}
-    flat = True
+    grown: list[Sample] = []
     for found in lives(samples):
         warm = [one for one in found if one.seconds >= found[0].seconds + _WARM_SECONDS]
         if len(warm) < 3 or warm[-1].seconds - warm[0].seconds < least_seconds:
             continue
         known = parts.setdefault(found[0].part, {"lives": 0, **dict.fromkeys(LIMITS, 0.0)})
         known["lives"] += 1
-        for name, limit in LIMITS.items():
-            gained = gained_per_hour(warm, name)
-            known[name] = max(known[name], gained)
-            flat = flat and gained <= limit
-    return {"parts": parts, "limits_per_hour": dict(LIMITS), "flat": flat}
+        gained = {name: gained_per_hour(warm, name) for name in LIMITS}
+        for name, value in gained.items():
+            known[name] = max(known[name], value)
+        if any(gained[name] > limit for name, limit in LIMITS.items()):
+            grown += found
+    limits = dict(LIMITS)
+    return {"parts": parts, "limits_per_hour": limits, "flat": not grown, "grown": as_dicts(grown)}
 
 
 def files_verdict(files: Sequence[Files]) -> dict[str, Any]:

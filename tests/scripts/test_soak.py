@@ -32,6 +32,9 @@ def test_a_leak_is_found_and_a_working_size_is_none() -> None:
     assert not leaking["flat"]
     assert 55 < leaking["parts"]["coordinator"]["rss_mb"] < 65
     assert leaking["parts"]["vault"]["lives"] == 1
+    assert {look["pid"] for look in leaking["grown"]} == {2}
+    assert len(leaking["grown"]) == len(life("coordinator", 2, 60.0)), "every look at it"
+    assert steady["grown"] == []
 
 
 def test_what_changes_at_once_is_a_working_size_and_a_number_may_be_given_again() -> None:

@@ -28,11 +28,9 @@ _MESSAGE_SECONDS = 20.0
 
 
 class Link:
-    """One local connection. :meth:`send` and :meth:`close` from any thread. Of two, the one with
-    the higher ``number`` came later."""
+    """One local connection. :meth:`send` and :meth:`close` from any thread."""
 
-    def __init__(self, connection: socket.socket, number: int = 0) -> None:
-        self.number = number
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._socket.settimeout(_MESSAGE_SECONDS)
         # A time-out belongs to the Python object: the reader waits, the senders never do.
@@ -119,7 +117,7 @@ class LinkServer:
             connection: socket.socket | None = None
             try:
                 connection, _ = self._listener.accept()
-                link = Link(connection, next(self._numbers))  # takes a second descriptor
+                link = Link(connection)  # takes a second descriptor
             except TimeoutError:
                 continue
             except OSError as error:  # no file descriptor left, for one
@@ -128,7 +126,7 @@ class LinkServer:
                     connection.close()
                 self._stopping.wait(0.1)
                 continue
-            if not begin_thread(f"local-{link.number}", partial(self._run, link)):
+            if not begin_thread(f"local-{next(self._numbers)}", partial(self._run, link)):
                 link.close()
                 self._stopping.wait(0.1)
 

@@ -8,6 +8,7 @@ that was stopped just before a store and wakes up now can change it.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from deadpool_megatron.vault.shm.barriers import fence
 from deadpool_megatron.vault.shm.geometry import is_torn
 from deadpool_megatron.vault.shm.names import own_name, parse_name
 from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ class Table:
 
         For a vault that was just (re)started; members may be writing meanwhile. A segment that is
         not understood stays where it is, for whoever does: see :meth:`require_read`. A copy whose
-        description is damaged goes, into ``dropped``: what it is of is held elsewhere as well, and
-        this node has more than it.
+        description is damaged goes, into ``dropped``: nothing can be read of it, and this node has
+        more than it.
         """
         for path in sorted(self.directory.iterdir()):
             if path.suffix == ".seg" and not path.name.startswith("."):
@@ -103,6 +106,7 @@ class Table:
                     self.attach(path.name)
                 except SegmentError as error:
                     if isinstance(error, DamagedSegment) and parse_name(path.name)[1] is None:
+                        log.error("%s: this copy goes", error)
                         self.dropped[path.name] = error
                         path.unlink()
                     elif is_torn(path):

@@ -106,6 +106,20 @@ def test_the_vault_freezes_before_the_member_hears_of_the_close(
     assert rig.vault.appended == []
 
 
+def steps_until_thawed(rig: Rig, wait: Callable[[], object]) -> None:
+    """Take a step into frozen slots, which thaw once ``wait`` has seen what it waits for."""
+
+    def thaw() -> None:
+        assert wait()
+        rig.vault.frozen = False
+
+    thread = threading.Thread(target=thaw)
+    thread.start()
+    rig.step(1)
+    thread.join(SECONDS)
+    assert rig.settled() == [generation(0), generation(1)]
+
+
 def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Callable[..., Rig]) -> None:
     """It is told of the last closed epoch before it is told of the open one."""
     rig = make()
@@ -114,15 +128,7 @@ def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Callable[...
     rig.vault.frozen = True
     rig.vault.waiting.clear()
 
-    def thaw() -> None:
-        assert rig.vault.waiting.wait(SECONDS)
-        rig.vault.frozen = False
-
-    thread = threading.Thread(target=thaw)
-    thread.start()
-    rig.step(1)
-    thread.join(SECONDS)
-    assert rig.settled() == [generation(0), generation(1)]
+    steps_until_thawed(rig, lambda: rig.vault.waiting.wait(SECONDS))
 
 
 def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(
@@ -135,15 +141,7 @@ def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(
     rig.waits.clear()
     rig.vault.frozen = True
 
-    def thaw() -> None:
-        wait_for("a report of the wait", lambda: rig.waits, SECONDS)
-        rig.vault.frozen = False
-
-    thread = threading.Thread(target=thaw)
-    thread.start()
-    rig.step(1)
-    thread.join(SECONDS)
-    assert rig.settled() == [generation(0), generation(1)]
+    steps_until_thawed(rig, lambda: wait_for("a report of the wait", lambda: rig.waits, SECONDS))
     assert (generation(1), False) in rig.waits
     assert rig.waits[-1] == (generation(1), True)
     assert rig.protection.stall_seconds > 0.2
