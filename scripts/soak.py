@@ -13,7 +13,7 @@ As root the soak gives itself a network and a mount namespace (unshare), in whic
 connections (nft) and fills the disk of the run directory; else these faults are left out.
 
 Exit status: 0 nothing found; 1 a wrong state, a hang, a run that ended, or growth: the last lines
-and the JSON say what; 2 bad arguments.
+and the JSON say what; 2 bad arguments; 143 told to end (SIGTERM): nothing of it is left.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
+from common.ending import ending_in_order  # noqa: E402
 from common.machine import machine_facts, write_facts  # noqa: E402
 from soaking import faults, growth, rounds  # noqa: E402
 
@@ -42,6 +43,7 @@ _INSIDE = "DEADPOOL_SOAK_ISOLATED"
 _DISK_MB = 400
 
 
+@ending_in_order()
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -74,7 +76,7 @@ def main() -> int:
     isolated = os.environ.get(_INSIDE) == "1"
     if not isolated and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("nft"):
         again = ["unshare", "--net", "--mount", "--", sys.executable, *sys.argv]
-        return subprocess.run(again, env={**os.environ, _INSIDE: "1"}).returncode
+        os.execvpe(again[0], again, {**os.environ, _INSIDE: "1"})
     base = Path(tempfile.mkdtemp(prefix="deadpool-soak-", dir=args.keep))
     try:
         if isolated:
@@ -135,9 +137,9 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
         struck += getattr(error, "struck", [])
         print(f"FOUND: {found}", file=sys.stderr)
         keep_evidence(done[-1], args)
-        rounds.end(done[-1])
-        cleanup.clean_run(done[-1].run, done[-1].run.read_run().run_id)
     finally:
+        if done:
+            leave_nothing(done[-1])
         for one in busy:
             one.kill()
             one.wait()
@@ -167,6 +169,13 @@ def clean(one: rounds.Round) -> None:
         time.sleep(0.2)
     shutil.rmtree(left, ignore_errors=True)
     shutil.rmtree(one.directory)
+
+
+def leave_nothing(one: rounds.Round) -> None:
+    """End a round wherever it is, with all that is left of it."""
+    rounds.end(one)
+    if (one.directory / "run.json").exists():  # else it has not begun, or is clean already
+        cleanup.clean_run(one.run, one.run.read_run().run_id)
 
 
 def reap() -> None:

@@ -38,6 +38,13 @@ take_device("auto", int(os.environ["LOCAL_RANK"]))
 """
 
 
+@pytest.fixture(autouse=True)
+def a_user_has_set_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test may have imported the trainer here, which sets some as Megatron-LM asks."""
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+
+
 def environments(
     folder: Path, *options: str, nodes: int = 2, spares: int = 0, nproc: int = 1, **extra: str
 ) -> dict[str, dict[str, str]]:

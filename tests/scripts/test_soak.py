@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -121,3 +124,21 @@ def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     facts = json.loads(out.read_text())
     assert facts["hashes_compared"] > 0
     assert plot.stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_soak_that_is_told_to_end_takes_its_runs_along(tmp_path: Path) -> None:
+    def runs() -> list[str]:
+        command = ["pgrep", "-f", f"run --run-dir {tmp_path}"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--minutes", "9"]
+    soaking = subprocess.Popen([*command, "--keep", str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        wait_for("agents of the soak's first run", lambda: len(runs()) > 4)
+    finally:
+        soaking.terminate()
+    assert soaking.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
+    assert not runs()
+    assert not list(tmp_path.iterdir())
