@@ -141,7 +141,7 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -
 
 @pytest.mark.full
 def test_standbys_that_claim_at_the_same_time_make_one_term(tmp_path: Path) -> None:
-    """The first two in order stop right before their claim until both are there: one of all wins."""
+    """The first two in order stop right before their claim until both are there: one wins."""
     faults = [
         {
             "id": f"claim-{node}",
