@@ -20,6 +20,7 @@ from typing import Any
 
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -157,6 +158,12 @@ class Round:
         record = EpochRecord.from_dict(found[1])
         return {role: (seat.node, seat.slot) for role, seat in record.seats.items()}
 
+    def has_a_living_node_for_each_role(self) -> bool:
+        """Whether the agents of all nodes with roles in the newest record are alive."""
+        listings = self.run.node_listings()
+        nodes = {node for node, _ in self.seats().values()}
+        return all(n in listings and posix.is_alive(int(listings[n]["agent"])) for n in nodes)
+
 
 def start(directory: Path, iterations: int, began: float, reference: Hashes | None) -> Round:
     """Start ``deadpool run``, in a process group of its own."""
@@ -273,9 +280,19 @@ def pause(round_: Round, seconds: float) -> None:
 
 
 def await_progress(round_: Round, seconds: float, what: str) -> None:
-    """Until an iteration is finished that was not before. Raises SoakError as :func:`follow`."""
+    """Until an iteration is finished that was not before, and no role is left with a dead node: it
+    is protected against one loss at a time. An iteration may still end right after a node's death,
+    and where the coordinator has died with it, its loss is decided only seconds later.
+
+    Raises SoakError as :func:`follow`.
+    """
     before = round_.newest
-    follow(round_, lambda: round_.newest > before, seconds, f"life after: {what}")
+    follow(
+        round_,
+        lambda: round_.newest > before and round_.has_a_living_node_for_each_role(),
+        seconds,
+        f"life after: {what}",
+    )
 
 
 def finish(round_: Round, iterations: int) -> None:

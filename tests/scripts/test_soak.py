@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import soak  # noqa: E402
-from soaking import growth  # noqa: E402
+from soaking import growth, rounds  # noqa: E402
 from soaking.growth import Sample, judge  # noqa: E402
 
 
@@ -106,6 +107,24 @@ def test_a_soak_passes_only_if_nothing_grew(grown: str) -> None:
     facts = soak.summary([], [one, one], "", 1.0)
     assert facts["passed"] == (not grown)
     assert ("passed" if facts["passed"] else "FAILED") in soak.verdict(facts)
+
+
+def test_a_fault_is_not_over_while_a_role_is_with_a_dead_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is struck next could be the only other holder of its state."""
+    (tmp_path / "nodes").mkdir()
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    for node, pid in enumerate((os.getpid(), dead.pid, os.getpid())):
+        (tmp_path / "nodes" / f"{node}.json").write_text(json.dumps({"agent": pid}))
+    one = rounds.Round(tmp_path, 0.0, dead, None)
+    monkeypatch.setattr(one, "seats", lambda: {0: (0, 0), 1: (1, 0)})
+    assert not one.has_a_living_node_for_each_role()
+    monkeypatch.setattr(one, "seats", lambda: {0: (0, 0), 1: (2, 0)})
+    assert one.has_a_living_node_for_each_role()
+    monkeypatch.setattr(one, "seats", lambda: {0: (0, 0), 1: (7, 0)})
+    assert not one.has_a_living_node_for_each_role(), "not listed any more"
 
 
 @pytest.mark.slow
