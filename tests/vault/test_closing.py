@@ -13,7 +13,7 @@ import pytest
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
 from deadpool_megatron.vault.errors import Frozen, Interrupted
 from deadpool_megatron.vault.shm.segment import Segment, SlotState
-from tests.vault.harness import Member, cluster, make_layout, sources_from
+from tests.vault.harness import Member, Node, cluster, make_layout, sources_from, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin, swap
 
 
@@ -51,7 +51,10 @@ def test_closing_races_with_a_busy_member(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as running:
         members = begin(running, layouts)
         kept = FIRST
+        after_two: dict[int, tuple[int, int]] = {}
         for epoch in range(1, 11):
+            if epoch == 3:
+                after_two = {node.number: has(node) for node in running.nodes}
             everybody = threading.Barrier(len(members))
             threads = [
                 threading.Thread(
@@ -80,6 +83,21 @@ def test_closing_races_with_a_busy_member(tmp_path: Path) -> None:
             for member in members:
                 assert member.wait(kept) == "committed"
         assert kept.iteration > 0
+        for node in running.nodes:  # what belonged to earlier epochs has ended
+            threads, descriptors = after_two[node.number]
+            wait_until(
+                lambda node=node, most=(threads, descriptors): all(
+                    now <= then for now, then in zip(has(node), most, strict=True)
+                ),
+                f"vault {node.number} to have no more than after two epochs",
+            )
+
+
+def has(node: Node) -> tuple[int, int]:
+    """How many threads and descriptors its vault has."""
+    assert node.process is not None
+    base = Path(f"/proc/{node.process.pid}")
+    return len(list((base / "task").iterdir())), len(list((base / "fd").iterdir()))
 
 
 def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
