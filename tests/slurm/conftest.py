@@ -13,11 +13,17 @@ from tests.slurm.jobs import Jobs
 NODES = 6
 
 
-@pytest.fixture(scope="module")
-def running_cluster() -> Iterator[Cluster]:
+@pytest.fixture(scope="module", autouse=True)
+def slurm() -> None:
+    """Every test of this folder is skipped, with the reason, where there can be no cluster."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def running_cluster(slurm: None) -> Iterator[Cluster]:
+    del slurm
     with Cluster(NODES) as cluster:
         yield cluster
 

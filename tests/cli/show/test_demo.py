@@ -100,7 +100,7 @@ def test_a_silent_run_is_interrupted_and_may_clean_up(
     directory = tmp_path / "run"
     command = demo.launch_command(directory, 12)
     with pytest.raises(RunFailedError, match="no news from the run for"):
-        watch_run(command, os.environ, directory, PlainDisplay(), silence_seconds=0.5)
+        watch_run(command, os.environ, directory, PlainDisplay(), silence_seconds=3.0)
     assert (directory / "interrupted").exists()
 
 
