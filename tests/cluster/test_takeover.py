@@ -124,10 +124,12 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -
     options = ("--leave-seconds", "60", *_SOON)
     with Agents(tmp_path / "r", spares=0, options=options) as run:
         run.wait_iteration(5)
-        os.kill(read_json(run.run.node(1))["agent"], signal.SIGTERM)
+        node = run.term().node
+        assert node is not None
+        os.kill(read_json(run.run.node(node))["agent"], signal.SIGTERM)
         wait_for("its drain", lambda: run.events(Kind.DRAIN))
         run.start("late", "--attach")
-        assert run.agents["1"].wait(PATIENCE_SECONDS) == 143
+        assert run.agents[str(node)].wait(PATIENCE_SECONDS) == 143
         run.wait_term(2)
         status = json.loads(deadpool("status", str(run.run.path), "--json").stdout)
         assert [(one["verb"], one["stage"]) for one in status["requests"]] == [("drain", "done")]
@@ -135,7 +137,7 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -
         final = run.finish()
     recovery = final["recoveries"][0]
     assert recovery["kind"] == "drained"
-    assert recovery["seats_changed"]["1"][1][0] == 2
+    assert recovery["seats_changed"][str(node)][1][0] == 2
     assert sum(one["steps_recomputed"] for one in final["recoveries"]) == 0
 
 
