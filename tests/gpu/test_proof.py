@@ -31,6 +31,7 @@ def results(out: Path, device: str) -> Mapping[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.full
+@pytest.mark.timeout(900)  # two minutes on two idle cores, more than five on busy ones
 def test_all_parts_pass_in_a_rehearsal_and_are_run_once_for_a_commit(tmp_path: Path) -> None:
     rehearsal = ("--device", "cpu")
     done = prove(tmp_path, "one", *rehearsal)
