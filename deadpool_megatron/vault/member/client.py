@@ -326,6 +326,7 @@ class VaultClient:
                 self._link.settimeout(_SEND_SECONDS)
                 framing.send(self._link, message)
             except OSError:
+                self._pump()  # its last words: that a part is damaged is said once
                 self._reconnect()
 
     def _own(self) -> Segment:

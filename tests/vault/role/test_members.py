@@ -23,7 +23,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Interrupted
+from deadpool_megatron.vault.errors import Interrupted, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
@@ -138,6 +138,27 @@ def test_a_close_ends_the_wait_for_the_slots_of_a_role(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="register"):
         client.register(LAYOUT, 1, closed)
     os.close(closed)
+
+
+def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
+    tmp_path: Path,
+) -> None:
+    """Damage in the member's own slot is said once; the next vault has nothing to seal there."""
+    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+    client._link, vault = socket.socketpair()
+    framing.send(vault, {"t": "bad", "generation": [1, 4], "part": "shard"})
+    vault.close()
+    interrupted = os.eventfd(0, os.EFD_CLOEXEC)
+    with pytest.raises(VaultError, match="part shard"):
+        client.wait_committed(
+            Generation(1, 4),
+            "step",
+            deadline_seconds=10.0,
+            interrupted=interrupted,
+            on_wait=lambda _: pytest.fail("it waits"),
+            report_every_seconds=5.0,
+        )
+    os.close(interrupted)
 
 
 def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path: Path) -> None:
