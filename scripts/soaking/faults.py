@@ -258,7 +258,7 @@ def _deadpool(target: Target, command: str, *arguments: str) -> None:
         timeout=_COMMAND_SECONDS,
     )
     if done.returncode:
-        raise NotNow(f"deadpool {command}: {(done.stderr or done.stdout).strip()[-200:]}")
+        raise NotNow((done.stderr or done.stdout).strip()[-200:])
 
 
 KINDS: Mapping[str, Callable[[Target], str]] = {

@@ -60,6 +60,9 @@ from deadpool_megatron.wire.tls import contexts
 EXIT_SUPERSEDED = 71
 # So many new objects are looked through in some milliseconds, all of them almost never.
 _GARBAGE_THRESHOLDS = (4_000, 3, 700)
+# The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
+# that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
+_SWITCH_SECONDS = 0.0005
 _URGENT_PHASES = frozenset({Phase.GATHERING, Phase.CLOSING, Phase.DECIDING, Phase.OPENING})
 
 
@@ -441,6 +444,7 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     needed = descriptors.needed_by_coordinator(options.info.nodes + options.info.spares)
     if complaint := descriptors.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
     gc.disable()  # until it coordinates: see _collect_garbage_in()
     return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)
