@@ -67,7 +67,8 @@ def tracked_random_states() -> dict[str, Tensor]:
 def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     """Put extras back in place, except what :func:`restore_last` does.
 
-    Raises ExtrasError when the loop has other buffers than the one that was captured.
+    Raises ExtrasError when the loop has other buffers, or of other shapes, than the one that was
+    captured.
     """
     _check_buffers(loop, values)
     loop.counters.clear()
@@ -109,7 +110,8 @@ def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
 
 
 def restore_passing(loop: ProtectedLoop, values: dict[str, Any]) -> None:
-    """Inverse of :func:`capture_passing`."""
+    """Inverse of :func:`capture_passing`. Raises ExtrasError as :func:`restore` does."""
+    _check_buffers(loop, values)
     with torch.no_grad():
         for name, tensor in frozen_and_buffers(loop):
             tensor.copy_(values[f"buffer.{name}"])
@@ -150,16 +152,32 @@ def _named(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
-    """Every module buffer, persistent or not (expert bias, token counts, amax), and frozen weights
+    """Every lasting buffer, persistent or not (expert bias, token counts, amax), and frozen weights
     unless they are large.
 
     Frozen parameters are in no optimizer and in no gather: nothing else would bring them back.
     """
     found: list[tuple[str, Tensor]] = []
     for index, chunk in enumerate(loop.model_chunks):
-        found += [(f"{index}.{name}", buffer) for name, buffer in chunk.named_buffers()]
+        found += [(f"{index}.{name}", buffer) for name, buffer in lasting_buffers(chunk)]
     frozen = _frozen_weights(loop)
     return found if _are_large(frozen) else found + frozen
+
+
+def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """All buffers of a model chunk but tables that a module makes by itself when it needs others.
+
+    Those of YaRN follow from arguments alone, and plain attributes say what they are valid for
+    (yarn_rotary_pos_embedding.py, get_cached_cos_sin): put back from before the first forward pass
+    they would be used as if they were those that it has made, of another length and dtype.
+    """
+    remade = {
+        id(buffer)
+        for module in chunk.modules()
+        if hasattr(module, "max_seq_len_cached")
+        for buffer in module.buffers(recurse=False)
+    }
+    return [(name, buffer) for name, buffer in chunk.named_buffers() if id(buffer) not in remade]
 
 
 def large_frozen_weights(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
@@ -183,10 +201,11 @@ def _are_large(frozen: list[tuple[str, Tensor]]) -> bool:
 
 def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     """A buffer that only one of two loops has cannot be restored, or would be forgotten."""
-    live = {f"buffer.{name}" for name, _ in frozen_and_buffers(loop)}
-    kept = {name for name in values if name.startswith("buffer.")}
+    live = {f"buffer.{name}": tensor.shape for name, tensor in frozen_and_buffers(loop)}
+    kept = {name: value.shape for name, value in values.items() if name.startswith("buffer.")}
     if live != kept:
+        differing = sorted({name for name, _ in live.items() ^ kept.items()})
         raise ExtrasError(
             "buffers and frozen parameters differ from those that were captured:"
-            f" {', '.join(sorted(live ^ kept)[:5])}"
+            f" {', '.join(differing[:5])}"
         )

@@ -12,7 +12,10 @@ import torch
 
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.training_state import fp8_state
-from deadpool_megatron.hooks.training_state.extras import tracked_random_states
+from deadpool_megatron.hooks.training_state.extras import (
+    lasting_buffers,
+    tracked_random_states,
+)
 from deadpool_megatron.hooks.training_state.optimizer import (
     inner_optimizers,
     raw_tensors,
@@ -56,7 +59,7 @@ def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
                 yield f"parameter.{number}.{name}.{attribute}", tensor
             if not raw:
                 yield f"parameter.{number}.{name}", parameter
-        for name, buffer in chunk.named_buffers():
+        for name, buffer in lasting_buffers(chunk):
             yield f"buffer.{number}.{name}", buffer
     for name, tensor in fp8_state.named_tensors(loop.model_chunks):
         yield f"fp8.{name}", tensor
