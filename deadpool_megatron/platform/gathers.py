@@ -59,6 +59,16 @@ class SeveralWorks:
         """Whether all have ended; in failure too."""
         return all(work.is_completed() for work in self._works)
 
+    def failure(self) -> str | None:
+        """What the first that has failed says; others may go on for as long as their timeout."""
+        for work in self._works:
+            if work.is_completed() and not work.is_success():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    return str(error)
+        return None
+
     def copy_results(self) -> None:
         """Move results into the caller's outputs; once, on the caller's thread."""
         for output, buffer in self._results:

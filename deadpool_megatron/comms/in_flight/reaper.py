@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from deadpool_megatron.comms.in_flight.epoch import Leftovers
@@ -53,9 +55,21 @@ class Reaper:
 def _free(leftovers: Leftovers) -> None:
     # Late connections of an interrupted attach would keep a blocked constructor alive for long.
     for fabric in leftovers.fabrics:
-        fabric.abort()
+        _try(fabric.abort)
     leftovers.works.clear()
     while leftovers.groups:
-        leftovers.groups.pop().close()
+        _try(leftovers.groups.pop().close)
     while leftovers.fabrics:
-        leftovers.fabrics.pop().close()
+        _try(leftovers.fabrics.pop().close)
+
+
+def _try(step: Callable[[], object]) -> None:
+    """A moment without descriptors or threads must not keep what else there is to free."""
+    try:
+        step()
+    except Exception as error:
+        print(
+            f"deadpool: a part of an old epoch was not freed: {error!r}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -47,6 +47,12 @@ class Waiter:
         thread.start()
         self.native_id = thread.native_id or 0
 
+    def begin(self, call: Callable[[], Any]) -> None:
+        """Have ``call`` made; of the one before it nothing is left."""
+        self.finished = False
+        self.error = None  # of a call that ended in the very moment in which it was left
+        self.inbox.put(call)
+
     def _serve(self) -> None:
         while True:
             call = self.inbox.get()
@@ -95,9 +101,8 @@ class WaiterPool:
             waiter = self._idle.pop()
         except IndexError:
             waiter = Waiter()
-        waiter.finished = False
         self._busy.add(waiter)
-        waiter.inbox.put(function)
+        waiter.begin(function)
         until = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         grace_until: float | None = None
         try:

@@ -17,6 +17,7 @@ from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
 from deadpool_megatron.comms.in_flight.futures import ending_with
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
 from deadpool_megatron.comms.operations import RECEIVES, tensors_in
+from deadpool_megatron.platform.gathers import SeveralWorks
 
 #: longest time in which a wait for a collective cannot notice a close; each slice that ends
 #: unfinished costs one exception (tens of microseconds)
@@ -209,6 +210,8 @@ class HostWork(SeamWork):
             except RuntimeError:
                 if inner.is_completed():
                     return _failure_of(inner)
+                if isinstance(inner, SeveralWorks) and (failure := inner.failure()) is not None:
+                    return failure
                 if until is not None and monotonic() >= until:
                     raise
             if epoch.closed and epoch.grace_is_over():
