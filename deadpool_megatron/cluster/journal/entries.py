@@ -44,6 +44,11 @@ class DamagedEntry(JournalError):
     """An entry is there and says nothing: to read it again is of no use."""
 
 
+# What comes of reading a note that another version has written, or a host that died in the middle.
+# Whoever reads it has claimed its term: each successor would end at it, too, and use up one more.
+_NOT_UNDERSTOOD = (DamagedEntry, LookupError, TypeError, ValueError, RecursionError)
+
+
 class Journal(ABC):
     """Write-once entries named (kind, number), and one sign of life.
 
@@ -209,17 +214,39 @@ def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -
         journal.write(kind, node, {"cause": cause, **more})
 
 
-def gone_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:
-    """Nodes that were given up, but those ``known``, with the cause. Raises JournalError."""
-    new = (node for node in journal.numbers(GONE) if node not in known)
-    return {node: str(journal.read(GONE, node)["cause"]) for node in new}
+def gone_since(
+    journal: Journal, known: Collection[int], on_trouble: Callable[[str], None]
+) -> Mapping[int, str]:
+    """Nodes that were given up, but those ``known``, with the cause. ``on_trouble(text)``: for each
+    note that is not understood; its node is gone all the same. Raises JournalError."""
+    found = {}
+    for node in journal.numbers(GONE):
+        if node not in known:
+            try:
+                found[node] = str(journal.read(GONE, node)["cause"])
+            except _NOT_UNDERSTOOD as error:
+                found[node] = "was given up (its note in the journal is not understood)"
+                on_trouble(f"{GONE} node {node}: {found[node]}: {type(error).__name__}: {error}")
+    return found
 
 
-def wrong_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:
+def wrong_since(
+    journal: Journal, known: Collection[int], on_trouble: Callable[[str], None]
+) -> Mapping[int, str]:
     """Nodes that were found to be wrong, but those ``known``, with the host from which none has a
-    role any more; empty where it has other nodes. Raises JournalError."""
-    new = (node for node in journal.numbers(WRONG) if node not in known)
-    return {node: str(journal.read(WRONG, node).get("host", "")) for node in new}
+    role any more; empty where it has other nodes. ``on_trouble(text)``: for each note that is not
+    understood; its node is wrong all the same, on a host that is not known. Raises JournalError.
+    """
+    found = {}
+    for node in journal.numbers(WRONG):
+        if node not in known:
+            try:
+                found[node] = str(journal.read(WRONG, node)["host"])
+            except _NOT_UNDERSTOOD as error:
+                found[node] = ""
+                why = "was put aside (its note in the journal is not understood)"
+                on_trouble(f"{WRONG} node {node}: {why}: {type(error).__name__}: {error}")
+    return found
 
 
 async def write_patiently(
@@ -257,7 +284,7 @@ def _read(path: Path) -> dict[str, Any]:
         entry = json.loads(path.read_bytes())
     except OSError as error:
         raise JournalError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedEntry(f"{path} is damaged: {error}") from error
     if not isinstance(entry, dict):
         raise DamagedEntry(f"{path} is damaged: not a JSON object")

@@ -131,7 +131,7 @@ class EtcdJournal(Journal):
             if hashlib.sha256(text).hexdigest() != head["sha256"]:
                 raise ValueError("its digest does not match")
             entry = json.loads(text)
-        except (LookupError, TypeError, ValueError, zlib.error) as error:
+        except (LookupError, TypeError, ValueError, RecursionError, zlib.error) as error:
             raise DamagedEntry(f"{key} is damaged: {error}") from error
         if not isinstance(entry, dict):
             raise DamagedEntry(f"{key} is damaged: not a JSON object")
@@ -152,7 +152,7 @@ def _head(key: str, value: bytes) -> tuple[dict[str, Any], bytes]:
     line, _, body = value.partition(b"\n")
     try:
         head = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedEntry(f"{key} is damaged: {error}") from error
     if not isinstance(head, dict):
         raise DamagedEntry(f"{key} is damaged: its head is no JSON object")
