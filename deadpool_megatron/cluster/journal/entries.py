@@ -23,6 +23,9 @@ from typing import Any
 from deadpool_megatron.wire import large_json
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
+# An entry has a name of eight digits. One of another form would make all of them unreadable, for a
+# journal that holds what is not its own is not believed.
+MOST_NUMBER = 99_999_999
 # Nodes that were given up.
 GONE = "gone"
 # Nodes that computed or held wrong numbers, or have a broken device.
@@ -161,7 +164,7 @@ class DirectoryJournal(Journal):
         return _read(self._path(kind, number))
 
     def _path(self, kind: str, number: int) -> Path:
-        return self._directory / f"{kind}-{number:08d}.json"
+        return self._directory / f"{kind}-{digits(number)}.json"
 
     def numbers(self, kind: str) -> list[int]:
         """See :class:`Journal`."""
@@ -201,6 +204,13 @@ class DirectoryJournal(Journal):
             return ""
         except OSError as error:
             raise JournalError(f"cannot read {self._directory / _BEAT}: {error}") from error
+
+
+def digits(number: int) -> str:
+    """The number of an entry as names have it. Raises JournalError for one that fits into none."""
+    if not 0 <= number <= MOST_NUMBER:
+        raise JournalError(f"an entry has a number between 0 and {MOST_NUMBER}, not {number}")
+    return f"{number:08d}"
 
 
 def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -> None:

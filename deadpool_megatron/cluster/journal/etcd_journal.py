@@ -27,6 +27,7 @@ from deadpool_megatron.cluster.journal.entries import (
     Journal,
     JournalError,
     LostRace,
+    digits,
 )
 from deadpool_megatron.cluster.journal.etcd_client import EtcdClient, EtcdError
 from deadpool_megatron.wire import large_json
@@ -91,7 +92,7 @@ class EtcdJournal(Journal):
         return "" if found is None else found.decode(errors="replace")
 
     def _key(self, kind: str, number: int) -> str:
-        return f"{self._base}/{kind}/{number:08d}"
+        return f"{self._base}/{kind}/{digits(number)}"
 
     def _chunk_prefix(self, token: str) -> str:
         return f"{self._base}/chunk/{token}/"
