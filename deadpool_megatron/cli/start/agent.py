@@ -20,6 +20,7 @@ from deadpool_megatron.cli.common import (
     parse_address,
     raw,
     warn_in_the_clear,
+    warn_of_danger_above,
 )
 from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cli.slurm_environment import (
@@ -193,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     warn_in_the_clear(place.host, info.settings)
+    warn_of_danger_above(run.path)
     if fixed is not None:
         _probe(fixed, secret, info)
     modules = _prepare_members(info, args)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
 from deadpool_megatron.wire import large_json
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
@@ -106,7 +107,7 @@ class DirectoryJournal(Journal):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """See :class:`Journal`. Raises JournalError when the file system refuses."""
