@@ -18,6 +18,9 @@ from pathlib import Path
 TRUSTED = "DEADPOOL_TRUSTED_DIRECTORIES"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
+# What a container shows as the owner of everything whose owner it does not know, root's included.
+_NOBODY_KNOWN = 65534
 
 
 class OwnershipError(Exception):
@@ -35,7 +38,7 @@ def check_directory(path: Path) -> None:
         if stat.S_ISLNK(facts.st_mode):
             _check_owner(path, facts)
             facts = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise OwnershipError(f"{path} cannot be looked at: {error.strerror}") from error
@@ -45,6 +48,37 @@ def check_directory(path: Path) -> None:
             f"{path} can be written by others, and what it says is carried out: chmod go-w it, or"
             f" name it in {TRUSTED}"
         )
+
+
+def danger_above(path: Path) -> str:
+    """Why somebody else could put another directory in place of ``path``, in a line; empty where
+    nobody can but this user and root, or where the user trusts it.
+
+    Whoever may write to a directory above it may rename what leads to it, unless the sticky bit is
+    set there, as in /tmp. That is no reason to refuse: directories of a team are like that. What
+    lies below a directory that nobody else can enter is out of reach.
+    """
+    if _is_trusted(path):
+        return ""
+    known = {os.geteuid(), 0, _NOBODY_KNOWN}
+    # As it is written, and where it is: a link on the way may lie in a directory of others.
+    for way in (path.absolute(), Path(os.path.realpath(path))):
+        found = ""
+        for directory in way.parents:
+            try:
+                link, facts = os.lstat(directory), directory.stat()
+            except OSError:
+                continue  # it is made together with what is in it
+            if not {link.st_uid, facts.st_uid} <= known:
+                owner = next(uid for uid in (link.st_uid, facts.st_uid) if uid not in known)
+                found = f"user {owner}, whose directory {directory} is,"
+            elif facts.st_mode & _OTHERS_WRITE and not facts.st_mode & stat.S_ISVTX:
+                found = f"others, who may write to {directory} (chmod +t keeps what is in it),"
+            elif not facts.st_mode & _OTHERS_ENTER:
+                found = ""
+        if found:
+            return f"{found} can put another directory in place of {path}"
+    return ""
 
 
 def is_private(path: Path) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import ownership
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
@@ -55,6 +56,12 @@ def warn_in_the_clear(host: str, settings: Settings) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def warn_of_danger_above(path: Path) -> None:
+    """Say in one line that somebody else could put another directory in place of this one."""
+    if why := ownership.danger_above(path):
+        print(f"{why} (docs/security.md)", file=sys.stderr, flush=True)
 
 
 def raw(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron import ownership
 from deadpool_megatron.ownership import OwnershipError
-from tests.security.users import ATTACKER, given_to, needs_root
+from tests.security.users import ATTACKER, common_directory, given_to, needs_root
+
+MATE = 4242
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o711])
@@ -23,6 +26,80 @@ def test_what_others_may_write_to_is_not(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(OwnershipError, match="chmod go-w"):
         ownership.check_directory(tmp_path)
+
+
+@pytest.fixture
+def team() -> Iterator[Path]:
+    """A directory in one where everybody may make his own: nothing above keeps others out."""
+    with common_directory() as common:
+        path = common / "team"
+        path.mkdir(mode=0o700)
+        yield path
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_told"),
+    [(0o2775, True), (0o777, True), (0o3775, False), (0o1777, False), (0o755, False)],
+)
+def test_who_may_write_above_is_told_but_does_not_keep_a_run_from_starting(
+    team: Path, mode: int, is_told: bool
+) -> None:
+    """Directories of a team are writable for its group; the sticky bit keeps what is in them."""
+    run = team / "runs" / "first"
+    run.mkdir(mode=0o700, parents=True)
+    run.parent.chmod(0o755)
+    team.chmod(mode)
+    ownership.check_directory(run)
+    why = ownership.danger_above(run)
+    assert (f"who may write to {team} " in why and f"in place of {run}" in why) == is_told
+    assert bool(why) == is_told
+    assert ownership.danger_above(team / "not" / "there") == why.replace(
+        str(run), str(team / "not" / "there")
+    )
+
+
+def test_what_lies_where_nobody_else_can_enter_is_out_of_reach(team: Path) -> None:
+    team.chmod(0o755)
+    runs = team / "home" / "runs"
+    runs.mkdir(parents=True)
+    runs.chmod(0o775)
+    (team / "home").chmod(0o700)
+    assert ownership.danger_above(runs / "first") == ""
+    (team / "home").chmod(0o710)
+    assert f"who may write to {runs} " in ownership.danger_above(runs / "first")
+    (team / "home").chmod(0o700)
+    team.chmod(0o775)
+    assert f"who may write to {team} " in ownership.danger_above(runs / "first")
+
+
+def test_a_link_that_others_could_replace_is_told(team: Path) -> None:
+    (team / "closed" / "first").mkdir(parents=True)
+    (team / "closed").chmod(0o755)
+    team.chmod(0o755)
+    links = team / "links"
+    links.mkdir()
+    links.chmod(0o775)
+    (links / "here").symlink_to(team / "closed")
+    assert f"who may write to {links} " in ownership.danger_above(links / "here" / "first")
+    assert ownership.danger_above(team / "closed" / "first") == ""
+    (team / "back").symlink_to(links)
+    (links / "second").mkdir()
+    assert f"who may write to {team / 'back'} " in ownership.danger_above(team / "back" / "second")
+
+
+@needs_root
+def test_a_directory_above_that_belongs_to_another_user_is_told(
+    team: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team.chmod(0o755)
+    run = team / "run"
+    run.mkdir(mode=0o700)
+    assert ownership.danger_above(run) == ""
+    os.chown(team, MATE, MATE)
+    why = f"user {MATE}, whose directory {team} is, can put another directory in place of {run}"
+    assert ownership.danger_above(run) == why
+    monkeypatch.setenv(ownership.TRUSTED, str(team))
+    assert ownership.danger_above(run) == ""
 
 
 @needs_root

@@ -11,10 +11,12 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.show import demo
 from deadpool_megatron.cli.start import agent, scripts
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.process import file_worker
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
-from tests.security.users import ATTACKER, given_to, needs_root
+from tests.security.users import ATTACKER, common_directory, given_to, needs_root
 
 SIZE = ("--nodes", "1", "--nproc-per-node", "1")
 COMMANDS = {
@@ -116,6 +118,67 @@ def test_the_secret_is_known_before_anything_is_imported(
     assert cli.main(["agent", "--run-dir", str(planted), "--attach", "--host", "127.0.0.1"]) == 2
     assert "no run secret" in capfd.readouterr().err
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("mask", [0, 0o002, 0o027])
+def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(
+    tmp_path: Path, mask: int
+) -> None:
+    """And who may read by it may read: in a directory that the user has opened."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.path.chmod(0o755)
+    before = os.umask(mask)
+    try:
+        assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), ""))
+        run.journal.rmdir()
+        journal = DirectoryJournal(run.journal)  # as one that is somewhere else
+        journal.write("epoch", 1, {})
+        journal.beat("1 1")
+        write_json(run.coordinator, {})
+        file_worker.replace(run.node(0), "{}")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in run.path.rglob("*")}
+    assert not {path: oct(mode) for path, mode in modes.items() if mode & 0o022}
+    assert modes[run.journal] == 0o755 & ~mask
+    assert modes[run.node(0)] == 0o644 & ~mask
+    assert run.read_run().run_id == "0123abcd"
+
+
+@pytest.mark.parametrize("name", ["journal", "nodes"])
+def test_a_part_of_it_that_others_may_write_to(
+    planted: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (planted / name).chmod(0o775)
+    assert cli.main(["status", str(planted)]) == 2
+    said = capfd.readouterr().err
+    assert f"{planted / name} can be written by others" in said
+    assert "chmod go-w" in said
+
+
+def test_who_could_replace_it_is_told_at_the_start(
+    marker: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A team's directory is no reason to refuse: it says so in a line, and goes on."""
+    monkeypatch.setattr(os, "umask", lambda mask: 0o022)
+    monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
+    with common_directory() as common:
+        team = common / "team"
+        team.mkdir()
+        team.chmod(0o2775)
+        run = RunDirectory(team / "run")
+        command = ("-m", "deadpool_megatron.trainer")
+        assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, command, Settings(), ""))
+        words = ["agent", "--run-dir", str(run.path), "--attach", "--host", "127.0.0.1"]
+        assert cli.main(words) == 2
+        told, end = capfd.readouterr().err.splitlines()
+        assert told.startswith(f"others, who may write to {team} (chmod +t")
+        assert told.endswith(f"can put another directory in place of {run.path} (docs/security.md)")
+        assert "this is as far as a test goes" in end
+        assert marker.exists()
+        cli.main(["check", "--runs", str(team)])
+        assert capfd.readouterr().err.count(f"who may write to {team} ") == 1
 
 
 def test_what_a_run_makes_is_for_its_user_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.common import CommandError, raw, warn_of_danger_above
 from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cli.slurm_environment import (
     INTERFACE_VARIABLE,
@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     needs = Needs(nodes=1, shm_bytes=_shm_bytes(args))
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     if args.runs is not None:
+        warn_of_danger_above(args.runs / "any run")
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
     found = [finding.text for finding in problems(facts, needs)]
     if args.json:

@@ -20,6 +20,7 @@ from deadpool_megatron.cli.common import (
     parse_address,
     raw,
     warn_in_the_clear,
+    warn_of_danger_above,
 )
 from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cli.slurm_environment import (
@@ -52,6 +53,7 @@ from deadpool_megatron.cli.start.resuming import (
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cli.start.sizes import add_size, make_info
 from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -94,7 +96,12 @@ def add_parser(subparsers: Any) -> None:
         "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"
     )
     which = agent.add_mutually_exclusive_group()
-    which.add_argument("--node-id", type=int, metavar="I", help="0 to N + S - 1")
+    which.add_argument(
+        "--node-id",
+        type=int,
+        metavar="I",
+        help="0 to N + S - 1; one that comes later: any number that no node has had",
+    )
     which.add_argument(
         "--attach", action="store_true", help="join a running job as one more spare node"
     )
@@ -164,8 +171,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; returns its exit status."""
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
-    if args.node_id is not None and args.node_id < 0:
-        raise CommandError(f"--node-id must be at least 0, got {args.node_id}")
+    if args.node_id is not None and not 0 <= args.node_id <= MOST_NUMBER:
+        raise CommandError(f"--node-id must be between 0 and {MOST_NUMBER}, got {args.node_id}")
     if args.check_only and (args.attach or args.resume is not None):
         raise CommandError("--check-only is for all nodes at once: not with --attach or --resume")
     slurm = slurm_environment(os.environ) if args.from_slurm else None
@@ -187,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     warn_in_the_clear(place.host, info.settings)
+    warn_of_danger_above(run.path)
     if fixed is not None:
         _probe(fixed, secret, info)
     modules = _prepare_members(info, args)

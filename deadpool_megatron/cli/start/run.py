@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import arguments, failpoints
-from deadpool_megatron.cli.common import CommandError, listen, raw, warn_in_the_clear
+from deadpool_megatron.cli.common import (
+    CommandError,
+    listen,
+    raw,
+    warn_in_the_clear,
+    warn_of_danger_above,
+)
 from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
@@ -123,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
     except failpoints.FaultPlanError as error:
         raise CommandError(str(error)) from error
     warn_in_the_clear(address, settings)
+    warn_of_danger_above(directory.path)
     scripts.announce(args.command, os.environ)
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
     gpus = gpus_to_share(info, len(numbers), os.environ)

@@ -75,7 +75,8 @@ class Coordinator:
         self._journal = options.journal
         machine = Machine(machine_config(options), options.planner)
         estate, now = options.estate, time.monotonic()
-        state = first_state(machine, self._journal, estate, now)
+        self._not_understood: list[str] = []
+        state = first_state(machine, self._journal, estate, now, self._not_understood.append)
         self._files = RunFiles(options.run, options.info, options.term.number, state.line.newest)
         self._sign = SignOfLife(
             self._journal,
@@ -148,16 +149,15 @@ class Coordinator:
         address = {"host": self._options.host, "port": port}
         self._spawn(self._files.show_address({**address, **process}))
         if self._state.record is None:
-            facts = {"roles": self._options.info.world_size, "nodes": self._options.info.nodes}
-            more = {
-                "spares": self._options.info.spares,
-                "command": list(self._options.info.command),
-                "schema": SCHEMA_VERSION,
-            }
+            info = options.info
+            facts = {"roles": info.world_size, "nodes": info.nodes, "spares": info.spares}
+            more = {"command": list(info.command), "schema": SCHEMA_VERSION}
             self._emit(Event(Kind.RUN_STARTED, data={**facts, **more}))
         term = self._options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
+        for trouble in self._not_understood:
+            self._warn(trouble)
         self._spawn(self._user_requests.begin())
         if not options.estate.is_durable_read:
             self._spawn(self._look_for_durable())

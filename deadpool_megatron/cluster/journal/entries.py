@@ -20,9 +20,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
 from deadpool_megatron.wire import large_json
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
+# An entry has a name of eight digits. One of another form would make all of them unreadable, for a
+# journal that holds what is not its own is not believed.
+MOST_NUMBER = 99_999_999
 # Nodes that were given up.
 GONE = "gone"
 # Nodes that computed or held wrong numbers, or have a broken device.
@@ -42,6 +46,11 @@ class LostRace(JournalError):
 
 class DamagedEntry(JournalError):
     """An entry is there and says nothing: to read it again is of no use."""
+
+
+# What comes of reading a note that another version has written, or a host that died in the middle.
+# Whoever reads it has claimed its term: each successor would end at it, too, and use up one more.
+_NOT_UNDERSTOOD = (DamagedEntry, LookupError, TypeError, ValueError, RecursionError)
 
 
 class Journal(ABC):
@@ -98,7 +107,7 @@ class DirectoryJournal(Journal):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """See :class:`Journal`. Raises JournalError when the file system refuses."""
@@ -156,7 +165,7 @@ class DirectoryJournal(Journal):
         return _read(self._path(kind, number))
 
     def _path(self, kind: str, number: int) -> Path:
-        return self._directory / f"{kind}-{number:08d}.json"
+        return self._directory / f"{kind}-{digits(number)}.json"
 
     def numbers(self, kind: str) -> list[int]:
         """See :class:`Journal`."""
@@ -198,6 +207,13 @@ class DirectoryJournal(Journal):
             raise JournalError(f"cannot read {self._directory / _BEAT}: {error}") from error
 
 
+def digits(number: int) -> str:
+    """The number of an entry as names have it. Raises JournalError for one that fits into none."""
+    if not 0 <= number <= MOST_NUMBER:
+        raise JournalError(f"an entry has a number between 0 and {MOST_NUMBER}, not {number}")
+    return f"{number:08d}"
+
+
 def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -> None:
     """Note for a successor what became of a node: the record that says so may come much later.
     ``more``: of the entry.
@@ -209,17 +225,39 @@ def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -
         journal.write(kind, node, {"cause": cause, **more})
 
 
-def gone_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:
-    """Nodes that were given up, but those ``known``, with the cause. Raises JournalError."""
-    new = (node for node in journal.numbers(GONE) if node not in known)
-    return {node: str(journal.read(GONE, node)["cause"]) for node in new}
+def gone_since(
+    journal: Journal, known: Collection[int], on_trouble: Callable[[str], None]
+) -> Mapping[int, str]:
+    """Nodes that were given up, but those ``known``, with the cause. ``on_trouble(text)``: for each
+    note that is not understood; its node is gone all the same. Raises JournalError."""
+    found = {}
+    for node in journal.numbers(GONE):
+        if node not in known:
+            try:
+                found[node] = str(journal.read(GONE, node)["cause"])
+            except _NOT_UNDERSTOOD as error:
+                found[node] = "was given up (its note in the journal is not understood)"
+                on_trouble(f"{GONE} node {node}: {found[node]}: {type(error).__name__}: {error}")
+    return found
 
 
-def wrong_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:
+def wrong_since(
+    journal: Journal, known: Collection[int], on_trouble: Callable[[str], None]
+) -> Mapping[int, str]:
     """Nodes that were found to be wrong, but those ``known``, with the host from which none has a
-    role any more; empty where it has other nodes. Raises JournalError."""
-    new = (node for node in journal.numbers(WRONG) if node not in known)
-    return {node: str(journal.read(WRONG, node).get("host", "")) for node in new}
+    role any more; empty where it has other nodes. ``on_trouble(text)``: for each note that is not
+    understood; its node is wrong all the same, on a host that is not known. Raises JournalError.
+    """
+    found = {}
+    for node in journal.numbers(WRONG):
+        if node not in known:
+            try:
+                found[node] = str(journal.read(WRONG, node)["host"])
+            except _NOT_UNDERSTOOD as error:
+                found[node] = ""
+                why = "was put aside (its note in the journal is not understood)"
+                on_trouble(f"{WRONG} node {node}: {why}: {type(error).__name__}: {error}")
+    return found
 
 
 async def write_patiently(
@@ -257,7 +295,7 @@ def _read(path: Path) -> dict[str, Any]:
         entry = json.loads(path.read_bytes())
     except OSError as error:
         raise JournalError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedEntry(f"{path} is damaged: {error}") from error
     if not isinstance(entry, dict):
         raise DamagedEntry(f"{path} is damaged: not a JSON object")

@@ -27,6 +27,7 @@ from deadpool_megatron.cluster.journal.entries import (
     Journal,
     JournalError,
     LostRace,
+    digits,
 )
 from deadpool_megatron.cluster.journal.etcd_client import EtcdClient, EtcdError
 from deadpool_megatron.wire import large_json
@@ -91,7 +92,7 @@ class EtcdJournal(Journal):
         return "" if found is None else found.decode(errors="replace")
 
     def _key(self, kind: str, number: int) -> str:
-        return f"{self._base}/{kind}/{number:08d}"
+        return f"{self._base}/{kind}/{digits(number)}"
 
     def _chunk_prefix(self, token: str) -> str:
         return f"{self._base}/chunk/{token}/"
@@ -131,7 +132,7 @@ class EtcdJournal(Journal):
             if hashlib.sha256(text).hexdigest() != head["sha256"]:
                 raise ValueError("its digest does not match")
             entry = json.loads(text)
-        except (LookupError, TypeError, ValueError, zlib.error) as error:
+        except (LookupError, TypeError, ValueError, RecursionError, zlib.error) as error:
             raise DamagedEntry(f"{key} is damaged: {error}") from error
         if not isinstance(entry, dict):
             raise DamagedEntry(f"{key} is damaged: not a JSON object")
@@ -152,7 +153,7 @@ def _head(key: str, value: bytes) -> tuple[dict[str, Any], bytes]:
     line, _, body = value.partition(b"\n")
     try:
         head = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedEntry(f"{key} is damaged: {error}") from error
     if not isinstance(head, dict):
         raise DamagedEntry(f"{key} is damaged: its head is no JSON object")

@@ -23,7 +23,7 @@ SIGNALS = ("KILL", "STOP", "SEGV")
 # So many of those that have ended are kept.
 _KEPT = 16
 # What comes of reading what another version has written.
-_FOREIGN = (LookupError, TypeError, ValueError, AttributeError)
+_FOREIGN = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _CHARACTERS = 300
 
 
@@ -98,8 +98,8 @@ class Request:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Request:
-        """Inverse of :meth:`to_dict`. Raises LookupError, TypeError or ValueError for anything
-        else, as of a newer version.
+        """Inverse of :meth:`to_dict`. Raises LookupError, TypeError, ValueError or OverflowError
+        for anything else, as of a newer version.
         """
         what = dict(values["what"])
         request = Request(
@@ -110,15 +110,17 @@ class Request:
             Stage(values["stage"]),
             str(values["why"]),
         )
-        # What the machine relies on.
+        # What the machine relies on, and who reckons the moment by which a run has to end.
         request.in_words()
+        if what.get("ends") is not None:
+            float(what["ends"])
         match request.verb:
             case Verb.DRAIN:
                 int(what["node"])
             case Verb.PROTECT:
                 ProtectionPlan.from_dict(what["plan"])
-            case Verb.STOP if what.get("ends") is not None:
-                float(what["ends"])
+            case Verb.STOP:
+                str(what["reason"])
             case Verb.KILL if what["part"] not in PARTS or what["signal"] not in SIGNALS:
                 raise ValueError(f"no such part or signal: {what['part']}, {what['signal']}")
             case Verb.KILL if what["part"] != "coordinator":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import nonfinite_loss
+from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import unpack_inventory
@@ -25,6 +26,8 @@ _SHOWN_FRAMES = 4
 def join(message: Message) -> inputs.NodeJoined:
     """An agent's first message."""
     node, found = int(message["node"]), message.get("found")
+    if not 0 <= node <= MOST_NUMBER:  # the journal could not name it once it is lost
+        raise ValueError(f"a node has a number between 0 and {MOST_NUMBER}, not {node}")
     return inputs.NodeJoined(
         node=node,
         host=str(message["host"]),

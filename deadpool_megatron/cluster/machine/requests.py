@@ -106,7 +106,7 @@ def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
     part = what.get("part", "node")
     is_back = state.phase is not Phase.GATHERING or state.record is None
     if verb is Verb.KILL and part == "role" and node not in state.seats:
-        return f"there is no role {node} (there are 0 to {len(state.seats) - 1})"
+        return _no_role(state, node)
     of_node = verb is Verb.DRAIN or (verb is Verb.KILL and part in ("node", "agent", "vault"))
     if of_node and is_back and node not in state.fleet.nodes:
         there = ", ".join(map(str, sorted(state.fleet.nodes)))
@@ -192,7 +192,9 @@ def _kill(turn: Turn, request: Request) -> Request:
     if request.stage is Stage.ASKED:
         return _strike(turn, request)
     if part == "role" and state.phase is Phase.RUNNING:
-        seat = state.seats[int(number)]
+        seat = state.seats.get(int(number))
+        if seat is None:
+            return request.at(Stage.REFUSED, _no_role(state, number))
         if [seat.node, seat.slot, seat.incarnation] != request.what["seat"]:
             where = f"node {seat.node} slot {seat.slot}, process {seat.incarnation}"
             return request.at(Stage.DONE, f"role {number} is played by {where}")
@@ -211,7 +213,9 @@ def _strike(turn: Turn, request: Request) -> Request:
         turn.act(Hurt(None, part, signal))
         return request.at(Stage.UNDER_WAY)
     if part == "role":
-        seat = state.seats[int(number)]
+        seat = state.seats.get(int(number))
+        if seat is None:  # whoever has journalled it knew of other roles
+            return request.at(Stage.REFUSED, _no_role(state, number))
         found = [seat.node, seat.slot, seat.incarnation]
         if request.what.get("seat") not in (None, found):
             return request.at(Stage.UNDER_WAY)  # by an earlier coordinator, and it was replaced
@@ -223,6 +227,10 @@ def _strike(turn: Turn, request: Request) -> Request:
         return request.at(stage, _fate(turn, int(number), "is not connected"))
     turn.act(Hurt(int(number), part, signal))
     return request.at(Stage.UNDER_WAY)
+
+
+def _no_role(state: State, number: object) -> str:
+    return f"there is no role {number} (there are 0 to {len(state.seats) - 1})"
 
 
 def _fate(turn: Turn, node: int, otherwise: str) -> str:

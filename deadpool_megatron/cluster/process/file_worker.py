@@ -46,7 +46,11 @@ def replace(path: Path, text: str | None) -> None:
         path.unlink(missing_ok=True)
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    # Readable by others where the umask lets them, but never theirs to write: listings of processes
+    # to kill are among these files.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
     temporary.replace(path)
 
 

@@ -32,6 +32,9 @@ ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
 EXPORT_PREFIX = ".export-"
+# Others may read what is in a run directory, where the umask lets them, but never write it: what it
+# says is carried out.
+DIRECTORY_MODE, _FILE_MODE = 0o755, 0o644
 
 
 class RunDirectoryError(Exception):
@@ -193,16 +196,22 @@ class RunDirectory:
         """
         self.make()
         for name in ("journal", "nodes", "logs", "checkpoints", "dump"):
-            (self.path / name).mkdir(parents=True, exist_ok=True)
+            (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+        self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
         return write_once(self.path / "run.json", text.encode(), 0o600)
+
+    def _check_owner(self) -> None:
+        """Of the directory, and of those in it whose files are carried out."""
+        for path in (self.path, self.journal, self.node(0).parent):
+            ownership.check_directory(path)
 
     def read_run(self, *, only_to_show: bool = False) -> RunInfo:
         """What the run is. Raises RunDirectoryError when this is not the directory of a run, and
         OwnershipError when somebody else could have written it, unless it is ``only_to_show``.
         """
         if not only_to_show:
-            ownership.check_directory(self.path)
+            self._check_owner()
         try:
             return RunInfo.from_dict(read_json(self.path / "run.json"))
         except FileNotFoundError as error:
@@ -279,7 +288,8 @@ def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) 
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
     also after a power failure, which may leave the new name on nothing; blocks for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
+    with os.fdopen(handle, "w") as file:
         file.write(json.dumps(values, indent=1) + "\n")
         if lasting:
             file.flush()

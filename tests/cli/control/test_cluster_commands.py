@@ -157,7 +157,8 @@ SIZE = ("--nodes", "2", "--nproc-per-node", "1")
     ("arguments", "line"),
     [
         (("--node-id", "0"), "there is no run in"),
-        ((*SIZE, "--node-id", "-3", "--", MEMBER), "--node-id must be at least 0"),
+        ((*SIZE, "--node-id", "-3", "--", MEMBER), "--node-id must be between 0 and 99999999"),
+        ((*SIZE, "--node-id", "123456789", "--", MEMBER), "and 99999999, got 123456789"),
         (("--nodes", "1", *SIZE[2:], "--node-id", "0", "--", MEMBER), "needs at least 2 nodes"),
         (("--from-slurm", *SIZE, "--", MEMBER), "this is no Slurm job"),
         (

@@ -15,6 +15,7 @@ from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, segment_root
 from deadpool_megatron.settings import Settings
+from tests.security.users import common_directory
 
 
 @pytest.mark.parametrize("began", [True, False])
@@ -71,6 +72,23 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
         for number, handler in before.items():
             signal.signal(number, handler)
     assert minded == [False, True]
+
+
+def test_a_run_whose_directory_others_could_replace_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deadpool_megatron.cli.start.run.keep_single_threaded", lambda: None)
+    monkeypatch.setattr(launch.Launcher, "run", lambda _: 0)
+    script = tmp_path / "x.py"
+    script.touch()
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "json")
+    for mode, lines in ((0o2775, 1), (0o3775, 0)):
+        with common_directory() as common:
+            (common / "team").mkdir()
+            (common / "team").chmod(mode)
+            place = ("--run-dir", str(common / "team" / "run"))
+            assert main(["run", *size, *place, "--quiet", "--", str(script)]) == 0
+        assert capsys.readouterr().err.count("can put another directory in place of") == lines
 
 
 @pytest.mark.parametrize(("interface", "lines"), [("0.0.0.0", 1), ("localhost", 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import GONE, WRONG, note_node
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, newest
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
@@ -21,6 +23,7 @@ from deadpool_megatron.settings import Settings
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
 from tests.cluster.link.line import Line, play
 from tests.cluster.link.test_orders_once import beginning
+from tests.cluster.machine.rig import Rig
 
 _SEAT = {"slot": 0, "incarnation": 0}
 
@@ -91,7 +94,66 @@ def test_a_successor_is_not_told_again_what_was_refused() -> None:
     play({}, scenario)
 
 
+def warnings_of(one: Coordinator) -> list[str]:
+    """Filled with what it warns of from now on."""
+    warned, write = list[str](), one._files.write
+
+    def note(event: Event) -> list[Event]:
+        if event.data.get("level") == "warning":
+            warned.append(str(event.data["text"]))
+        return write(event)
+
+    one._files.write = note  # type: ignore[method-assign]
+    return warned
+
+
+@pytest.mark.parametrize("kind", [GONE, WRONG])
+@pytest.mark.parametrize(
+    ("note", "why"),
+    [
+        ('{"reason": "of a newer version"}', "KeyError"),
+        ("", "DamagedEntry"),
+        ("[1]", "not a JSON object"),
+        ('{"cause": ' + "[" * 5000 + "]" * 5000 + "}", "recursion"),
+    ],
+    ids=["newer", "empty", "no-object", "nested"],
+)
+def test_a_note_on_a_node_that_is_not_understood_ends_no_coordinator(
+    tmp_path: Path, kind: str, note: str, why: str
+) -> None:
+    """It is read when the term is claimed: each successor would use up one more."""
+    rig = Rig(nodes=2, spares=0).run()
+    journal = open_journal(Settings(), "run", tmp_path / "journal")
+    journal.write("epoch", 1, rig.record.to_dict())
+    (tmp_path / "journal" / f"{kind}-00000007.json").write_text(note)
+    note_node(journal, kind, 8, "its agent has left", host="host8")
+    warned: list[str] = []
+
+    async def live() -> Coordinator:
+        one = coordinator(lambda name: journal, tmp_path, "run")
+        warnings = warnings_of(one)
+        living = asyncio.create_task(one.run())
+        while not warnings:
+            assert not living.done()
+            await asyncio.sleep(0)
+        warned.extend(warnings)
+        one._end(0)
+        await living
+        return one
+
+    state = asyncio.run(live())._state
+    assert [f"{kind} node 7" in line and why in line for line in warned] == [True], warned
+    if kind == GONE:
+        assert "its note in the journal is not understood" in state.fleet.gone[7]
+        assert state.fleet.gone[8] == "its agent has left"
+    else:
+        assert state.fleet.wrong == {7, 8}
+        assert state.fleet.wrong_hosts == {"host8"}
+    assert journal.numbers("term") == [1]
+
+
 NEWER = {"number": 1, "token": "a", "verb": "resize", "what": {}, "stage": "asked", "why": ""}
+STOP = Request(3, "d", Verb.STOP, {}, Stage.ASKED).to_dict()
 KNOWN = Request(2, "b", Verb.DRAIN, {"node": 1}, Stage.REFUSED, "it is gone").to_dict()
 
 
@@ -101,6 +163,13 @@ KNOWN = Request(2, "b", Verb.DRAIN, {"node": 1}, Stage.REFUSED, "it is gone").to
         ({"term": 1, "requests": [NEWER, KNOWN]}, 1, "a request is not understood and left out"),
         ({"term": 1, "requests": [KNOWN, KNOWN | {"stage": "put off"}]}, 1, "'put off' is not"),
         ({"term": 1, "requests": [KNOWN | {"what": {}}, KNOWN]}, 1, "KeyError: 'node'"),
+        (
+            {"term": 1, "requests": [KNOWN, KNOWN | {"what": {"node": 1, "ends": "2030-01-01"}}]},
+            *(1, "could not convert string to float: '2030-01-01'"),
+        ),
+        ({"term": 1, "requests": [KNOWN, KNOWN | {"number": math.inf}]}, 1, "OverflowError"),
+        ({"term": math.inf, "requests": []}, 0, "request entry 1: OverflowError"),
+        ({"term": 1, "requests": [KNOWN, STOP | {"what": {"dump": False}}]}, 1, "'reason'"),
         ({"term": 1, "requests": ["?"]}, 0, "a request is not understood and left out"),
         ({"term": 1, "others": []}, 0, "request entry 1: KeyError"),
         ("damaged", 0, "request entry 1: DamagedEntry"),
@@ -121,18 +190,13 @@ def test_a_request_of_a_newer_version_ends_no_coordinator(
 
     async def live() -> None:
         one = coordinator(lambda name: journal, tmp_path, "run")
-        write = one._files.write
-
-        def note(event: Event) -> list[Event]:
-            warned.append(str(event.data.get("text")))
-            return write(event)
-
-        one._files.write = note  # type: ignore[method-assign]
+        warnings = warnings_of(one)
         await one._user_requests.begin()
         assert len(one._state.requests) == kept
         plan = {"plan": ProtectionPlan().to_dict(), "words": "copies"}
         answer = await one._user_requests.ask(Verb.PROTECT, lambda: plan, "c")
         assert answer["ok"]
+        warned.extend(warnings)
         one._files.close(5.0)
 
     asyncio.run(live())

@@ -13,10 +13,13 @@ import pytest
 
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import (
+    GONE,
+    MOST_NUMBER,
     DirectoryJournal,
     Journal,
     JournalError,
     LostRace,
+    note_node,
 )
 from deadpool_megatron.settings import Settings
 from tests.cluster.journal.etcd_server import EtcdServer
@@ -78,6 +81,18 @@ def test_newest_and_sign_of_life(opener: Opener) -> None:
     journal.beat("2 8")
     assert opener().last_beat() == "2 8"
     assert list(journal.entries("epoch")) == [9]
+
+
+@pytest.mark.parametrize("number", [-1, MOST_NUMBER + 1])
+def test_a_number_that_fits_into_no_name_is_not_written(opener: Opener, number: int) -> None:
+    """With an entry of such a name nothing in the journal could be read any more."""
+    with pytest.raises(JournalError, match=f"between 0 and 99999999, not {number}"):
+        opener().write("gone", number, {"cause": "left"})
+    note_node(opener(), GONE, number, "left")
+    for fits in (0, MOST_NUMBER):
+        opener().write("gone", fits, {"cause": "left"})
+    assert opener().numbers("gone") == [0, MOST_NUMBER]
+    assert opener().numbers("term") == []
 
 
 @pytest.mark.parametrize("nbytes", [10, 8 << 20])

@@ -16,6 +16,20 @@ from deadpool_megatron.preflight.facts import HostFacts, Link
 FACTS = HostFacts("host", versions={"torch": "2"}, gpus=8, open_files=1024)
 LINK = Link(1, "", 1e-4, 0.5, 1e9)
 
+JOIN = {
+    "t": "join",
+    "node": 2,
+    "host": "h",
+    "vault_port": 9,
+    "domain": "d",
+    "members": {"0": 1},
+    "incarnations": {"0": 1, "1": 4},
+    "epoch": 3,
+    "closed": 2,
+    "restored": {"0": 3},
+    "facts": FACTS.to_dict(),
+}
+
 
 def said(**m: Any) -> dict[str, Any]:
     return {"t": "member", "slot": 1, "incarnation": 2, "m": m}
@@ -117,19 +131,14 @@ def test_events_that_tell_the_machine_something() -> None:
 
 
 def test_join_says_what_a_new_coordinator_has_to_know() -> None:
-    message = {
-        "t": "join",
-        "node": 2,
-        "host": "h",
-        "vault_port": 9,
-        "domain": "d",
-        "members": {"0": 1},
-        "incarnations": {"0": 1, "1": 4},
-        "epoch": 3,
-        "closed": 2,
-        "restored": {"0": 3},
-        "facts": FACTS.to_dict(),
-    }
     places = ({0: 1}, {0: 1, 1: 4}, 3, 2, {0: 3})
     joined = inputs.NodeJoined(2, "h", 9, "d", *places, facts=FACTS)
-    assert reports.join(message) == joined
+    assert reports.join(JOIN) == joined
+
+
+@pytest.mark.parametrize("node", [-1, 100_000_000, 1 << 64])
+def test_a_node_whose_loss_could_not_be_noted_does_not_join(node: int) -> None:
+    """The journal has names of eight digits, and is unreadable with one of another form."""
+    with pytest.raises(ValueError, match="between 0 and 99999999"):
+        reports.join({**JOIN, "node": node})
+    assert reports.join({**JOIN, "node": 99_999_999}).node == 99_999_999, "as a replacement may"

@@ -267,6 +267,16 @@ def test_a_role_that_is_killed_is_replaced() -> None:
     assert outcome(rig) == (Stage.DONE, "role 1 is played by node 1 slot 0, process 1")
 
 
+@pytest.mark.parametrize("stage", [Stage.ASKED, Stage.UNDER_WAY])
+def test_a_kill_of_a_role_that_is_not_there_is_refused(stage: Stage) -> None:
+    """As of a coordinator that knew of more roles: each successor would find it, too."""
+    rig = begun()
+    what = {"part": "role", "number": 99, "signal": "KILL", "seat": [1, 0, 0]}
+    rig.feed(ev.Asked(Request(1, "token1", Verb.KILL, what, stage)))
+    assert outcome(rig) == (Stage.REFUSED, "there is no role 99 (there are 0 to 1)")
+    assert not rig.of(act.Hurt, rig.log)
+
+
 @pytest.mark.parametrize("part", ["node", "agent"])
 def test_a_node_that_is_killed_is_done_when_its_roles_are_played_elsewhere(part: str) -> None:
     rig = begun()

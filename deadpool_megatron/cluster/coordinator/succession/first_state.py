@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deadpool_megatron.cluster.journal.entries import (
@@ -53,16 +54,24 @@ def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRe
     return EpochRecord.from_dict(journal.read("epoch", numbers[-1]))
 
 
-def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) -> State:
+def first_state(
+    machine: Machine,
+    journal: Journal,
+    estate: Estate,
+    now: float,
+    on_trouble: Callable[[str], None],
+) -> State:
     """``now``: monotonic seconds. The term is claimed: no record is written any more but by a
     coordinator that had begun before, whose record is found here. What is read takes the same time
-    however old the run is. Raises JournalError for a journal that does not work.
+    however old the run is. ``on_trouble(text)``: for each note on a node that is not understood.
+    Raises JournalError for a journal that does not work.
     """
     record = newest_record(journal, estate.record)
     if record is None:
         return machine.start(now)
     gone, wrong = record.history.gone, record.history.wrong
-    lost, found = gone_since(journal, gone), wrong_since(journal, wrong)
+    lost = gone_since(journal, gone, on_trouble)
+    found = wrong_since(journal, wrong, on_trouble)
     return machine.resume(record, estate.durable, now, gone=lost, wrong=found)
 
 

@@ -51,6 +51,11 @@ from deadpool_megatron.wire.tls import contexts
 # With a coordinator that is in touch with our agent, looks are only to keep up.
 _CALM_BEATS = 8
 _GLANCE_SECONDS = 0.05
+# What comes of reading what another version has written.
+_NOT_UNDERSTOOD = (
+    *(LookupError, TypeError, ValueError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Standby:
             except (JournalError, OSError) as error:
                 self._complain(str(error))
                 claimed = None
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except _NOT_UNDERSTOOD as error:
                 # Of another version, say. Without standbys the run would have no coordinator more.
                 self._complain(f"what is there is not understood: {type(error).__name__}: {error}")
                 claimed = None

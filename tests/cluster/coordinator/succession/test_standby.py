@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from functools import partial
@@ -78,7 +79,13 @@ def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_p
     assert asyncio.run(live()) == saved.path
 
 
-@pytest.mark.parametrize("entry", [{}, {"host": "h", "port": None}, {"host": "h", "port": "x"}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *({}, {"host": "h", "port": None}, {"host": "h", "port": "x"}),
+        {"host": "h", "port": math.inf},
+    ],
+)
 def test_a_term_of_another_version_ends_no_standby(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], entry: dict[str, Any]
 ) -> None:

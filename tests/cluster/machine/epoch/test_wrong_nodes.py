@@ -114,7 +114,7 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_p
     journal = DirectoryJournal(tmp_path)
     journal.write("epoch", 1, old.record.to_dict())
     note_node(journal, WRONG, note.node, note.cause, host=note.host)
-    rig.state = first_state(rig.machine, journal, Estate(), rig.now)
+    rig.state = first_state(rig.machine, journal, Estate(), rig.now, pytest.fail)
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
     cause = "node 1 was put aside for the rest of the run"
     assert rig.one(act.CloseEpoch).cause == (CLOSED_BEFORE if closed else cause)
@@ -226,6 +226,6 @@ def test_a_coordinator_that_takes_over_knows_its_host(recorded: bool, tmp_path: 
     else:
         note_node(journal, WRONG, note.node, note.cause, host=note.host)
     rig = Hosts(3, 1)
-    rig.state = first_state(rig.machine, journal, Estate(), rig.now)
+    rig.state = first_state(rig.machine, journal, Estate(), rig.now, pytest.fail)
     rig.join(7, hosts=["host1"])
     assert rig.dropped() == [act.DropNode(7, LEFT_OUT, left_out=True)]
