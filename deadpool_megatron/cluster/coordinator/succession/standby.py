@@ -53,8 +53,12 @@ _CALM_BEATS = 8
 _GLANCE_SECONDS = 0.05
 # What comes of reading what another version has written.
 _NOT_UNDERSTOOD = (
-    *(LookupError, TypeError, ValueError, AttributeError),
-    *(OverflowError, RecursionError),
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
 )
 
 
