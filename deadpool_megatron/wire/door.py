@@ -30,6 +30,8 @@ from deadpool_megatron.wire.tls import Tls, accepted_stream
 _MUTE_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
 # After it, this process hears once more what has come: it may have been busy itself all the time.
+# All whose time is over share it: with one each, a few hundred who come again as soon as they are
+# put out would keep everybody out.
 _LAST_CALL_SECONDS = 0.05
 _PAUSE_SECONDS = 0.1
 # As many as a busy process hears out in the time that one has in a crowd.
@@ -124,10 +126,14 @@ class Door:
 
     async def _make_room(self) -> None:
         while len(self._strangers) >= self._most_strangers:
-            first = self._next_to_go()
-            left = first.until - time.monotonic()
+            first, now = self._next_to_go(), time.monotonic()
+            left = first.until - now
             if left <= 0 and not first.was_called:
-                first.was_called, left = True, _LAST_CALL_SECONDS
+                for stranger in self._strangers:
+                    stranger.was_called |= stranger.until <= now
+                # To its end, even if one goes meanwhile: it is the time of all the others, too.
+                await asyncio.sleep(_LAST_CALL_SECONDS)
+                continue
             if left <= 0:
                 del self._strangers[first]
                 assert first.task is not None

@@ -166,6 +166,37 @@ def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
     assert 25 <= len(crowded) <= 40, "it came after them and had to wait for its turn"
 
 
+async def come_again(connection: socket.socket, said: bytes) -> None:
+    """A stranger who connects anew whenever he is put out."""
+    address, loop = connection.getpeername(), asyncio.get_running_loop()
+    while True:
+        with connection, contextlib.suppress(ConnectionResetError):
+            connection.setblocking(False)
+            await loop.sock_recv(connection, 1)
+        connection = socket.create_connection(address)
+        connection.sendall(said)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_strangers_who_come_again_keep_nobody_out() -> None:
+    """Put out one after the other, with a last call for each, they held every place for ever."""
+
+    async def scenario(_inside: Recorder, address: Address) -> None:
+        said = b"D"
+        connections = crowd(address, 600, said)
+        strangers = [asyncio.create_task(come_again(one, said)) for one in connections]
+        # Twenty a second would be more than this time for those who stand before the agents.
+        async with asyncio.timeout(SECONDS):
+            writers = await asyncio.gather(*(enter(address) for _ in range(16)))
+        for stranger in strangers:
+            stranger.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+        for writer in writers:
+            writer.close()
+
+    assert len(behind(scenario, most_strangers=100).served) == 16
+
+
 def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
     """Who floods from one address takes the places of his own connections."""
 

@@ -3,6 +3,10 @@
 A greeting without an answer is not closed, for to a coordinator that has taken it this would look
 like the death of the node; another one is sent beside it. Greetings are numbered, and a coordinator
 takes none that is older than one it has taken. So once one is welcomed, all older ones can go.
+
+Nor is the first one closed that still waits for its handshake: at a door with a crowd before it
+whoever comes again goes to the end of the queue. Others try beside it, one at a time, each for a
+short time: the network may have been mended, or the coordinator may be elsewhere by now.
 """
 
 from __future__ import annotations
@@ -43,10 +47,13 @@ class Session:
 
 @dataclass(eq=False)
 class _Greeting:
-    """``writer``: once the first message is sent, at ``joined_at``."""
+    """``writer``: once the first message is sent, at ``joined_at``. ``alone_until``: then another
+    one may be sent beside one that is not so far yet; None: never.
+    """
 
     number: int
     address: Address
+    alone_until: float | None = None
     writer: asyncio.StreamWriter | None = None
     joined_at: float = 0.0
     task: asyncio.Task[Session] = field(init=False)
@@ -81,25 +88,31 @@ class Greetings:
 
     def needs_another(self, address: Address | None) -> bool:
         """Whether the newest one is not answered in time, or has gone to another coordinator than
-        the one at ``address``. One at a time is on its way to its first message, and each waits
-        twice as long as the one before: a busy coordinator is not helped by a crowd.
+        the one at ``address``. At most two at a time are on their way to their first message,
+        and each that has sent it waits twice as long as the one before: a busy coordinator is not
+        helped by a crowd.
         """
         newest = self._under_way[-1]
+        has_moved = address not in (None, newest.address)
         if newest.writer is None:
-            return False
-        if self.is_urgent or address not in (None, newest.address):
+            until = newest.alone_until
+            return until is not None and (has_moved or time.monotonic() > until)
+        if self.is_urgent or has_moved:
             return True
         return time.monotonic() - newest.joined_at > self._patience_seconds
 
     def begin(self, address: Address, limit_seconds: float) -> None:
-        """Send one more. ``limit_seconds``: for the connection, and for the handshake; the answer
-        to the first message gets its whole time.
+        """Send one more. ``limit_seconds``: for the connection, and for the handshake; the first of
+        several keeps its place for longer. The answer to the first message gets its whole time.
         """
-        if self._under_way:
+        if self._under_way and self._under_way[-1].writer is not None:
             self._patience_seconds *= 2
         self.is_urgent = False
         self._count += 1
         greeting = _Greeting(self._count, address)
+        if not self._under_way and limit_seconds < self._settings.connect_seconds:
+            greeting.alone_until = time.monotonic() + limit_seconds
+            limit_seconds = self._settings.connect_seconds
         greeting.task = asyncio.create_task(self._open(greeting, limit_seconds))
         # It may end when nobody asks it any more.
         greeting.task.add_done_callback(lambda task: task.cancelled() or task.exception())
