@@ -262,16 +262,22 @@ class CoordinatorLink:
         if boot != self._boot:
             self._ordered = 0
         if boot and boot != self._boot:
-            waiting = {number for number, _ in self._unacknowledged}
-            for _, number, data in self._retained:
-                if number not in waiting:
-                    session.writer.write(data)
+            self._keep_again()
         for _, data in self._unacknowledged:
             session.writer.write(data)
         self._on_message(session.welcome)
         self._reading = asyncio.create_task(self._read(session))
         # It may end in the moment in which another one takes its place; nobody asks it then.
         self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def _keep_again(self) -> None:
+        """Put what is retained in front of what is not acknowledged: the first connection to the
+        successor may end before it has arrived.
+        """
+        frames = {number: data for _, number, data in self._retained} | dict(self._unacknowledged)
+        self._unacknowledged = Outbox(_MOST_REPORTS, _MOST_REPORT_BYTES)
+        for number in sorted(frames):
+            self._unacknowledged.add(number, frames[number])
 
     async def _read(self, session: Session) -> None:
         # A silent coordinator (its host cut off) shows by missing acknowledgements of beats.

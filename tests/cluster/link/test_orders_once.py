@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.coordinator.orders import Orders
+from deadpool_megatron.cluster.link.greetings import Session
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.layout.records import Generation
@@ -200,6 +201,33 @@ def test_a_successor_counts_anew(before: list[str], after: list[str], cuts: dict
         assert set(new.terms) <= {0, 1, 2}
 
     play(cuts, scenario)
+
+
+@pytest.mark.parametrize("how", How)
+def test_what_is_retained_reaches_a_successor_whose_first_connection_is_cut(how: How) -> None:
+    """The numbers of steps since the newest record: they were written once and then forgotten."""
+
+    async def scenario(line: Line) -> None:
+        await beginning(line)
+        for number in range(3):
+            line.link.send({"t": "report", "value": number}, retain=True)
+        await line.until("acknowledgements", lambda: not line.link._unacknowledged)
+        new, begin = line.take_over(), line.link._begin
+
+        def begin_with_a_cut(session: Session) -> None:
+            if session.term == 2 and not line.cuts and len(new.terms) == 1:
+                # The frame that the old one is told first is not the one.
+                line.cuts = {line.frames + 1: how}
+            begin(session)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(line.link, "_begin", begin_with_a_cut)
+            await line.until("a welcome", lambda: new.peers.listening())
+            await line.until("what is retained", lambda: len(new.said) == 3)
+        assert new.said == [0, 1, 2]
+        assert line.cuts == {}
+
+    play({}, scenario)
 
 
 def test_an_agent_tells_the_term_that_it_follows() -> None:
