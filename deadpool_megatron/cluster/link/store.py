@@ -13,6 +13,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
 from deadpool_megatron import failpoints
@@ -229,7 +230,10 @@ class StoreRelay:
         values, want = self._unsaid
         if values or want:
             self._unsaid = {}, {}
-            self._send(store.pack(epoch, values, want))
+            # Of an epoch both may be more than one frame holds.
+            folders = _pieces(dict.fromkeys(want, ""))
+            for piece, wanted in zip_longest(_pieces(values), folders, fillvalue={}):
+                self._send(store.pack(epoch, piece, wanted))
         for members, piece in self._hub.deliveries():
             message = store.pack(epoch, piece)
             for member in members:
