@@ -231,8 +231,9 @@ class StoreRelay:
         if values or want:
             self._unsaid = {}, {}
             # Of an epoch both may be more than one frame holds.
+            nothing: dict[str, str] = {}
             folders = _pieces(dict.fromkeys(want, ""))
-            for piece, wanted in zip_longest(_pieces(values), folders, fillvalue={}):
+            for piece, wanted in zip_longest(_pieces(values), folders, fillvalue=nothing):
                 self._send(store.pack(epoch, piece, wanted))
         for members, piece in self._hub.deliveries():
             message = store.pack(epoch, piece)
