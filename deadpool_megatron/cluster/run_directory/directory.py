@@ -239,10 +239,11 @@ class RunDirectory:
 
 
 def _listing(path: Path) -> dict[str, Any]:
-    """Raises what :func:`read_json` raises, or TypeError where a number of a process is none."""
+    """Raises what :func:`read_json` raises, KeyError where the agent is missing, or TypeError where
+    a number of a process is none."""
     values = read_json(path)
     started = values.get("started", {})
-    numbers = [values.get("agent", 0), *(ticks or 0 for ticks in dict(started).values())]
+    numbers = [values["agent"], *(ticks or 0 for ticks in dict(started).values())]
     if not all(isinstance(one, int) for one in numbers) or not all(map(str.isdigit, started)):
         raise TypeError(f"{path} names what is no process")
     return values

@@ -77,8 +77,9 @@ def test_values_of_other_files_that_nobody_wrote(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.coordinator.write_text('{"host": "127.0.0.1", "port": 1e999}')
-    run.node(0).write_text('{"started": {"a": 1}}')
+    run.node(0).write_text('{"agent": 1, "started": {"a": 1}}')
     run.node(1).write_text('{"agent": null}')
+    run.node(2).write_text('{"hostname": "elsewhere"}')
     assert run.node_listings() == {}
     open_journal(Settings(), "0123abcd", run.journal).write("term", 1, {})
     status, _, err = said(capsys, "status", str(run.path))

@@ -125,13 +125,14 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
     old = old_run(tmp_path / "old")
     old.final.write_text("{}")
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
-    write_json(old.node(0), {"started": {str(os.getppid()): None, "1": 1}})
-    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
     parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    write_json(old.node(0), {"started": {str(parent): int(started)}, "hostname": "elsewhere"})
+    write_json(old.node(0), {"agent": parent, "started": {str(parent): None, "1": 1}})
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
-    write_json(old.node(0), {"started": {str(parent): int(started)}})
+    started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    listing = {"agent": parent, "started": {str(parent): int(started)}}
+    write_json(old.node(0), {**listing, "hostname": "elsewhere"})
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    write_json(old.node(0), listing)
     assert "which is alive" in complain(capsys, *run_arguments(old.path))
     old.final.unlink()
     assert "which is alive" in complain(capsys, *run_arguments(old.path))
