@@ -86,8 +86,8 @@ def request(
             if known is None and _is_in_vain(run, error, args.wait is not None, patience):
                 raise
             if known is None and failure is None and not run.final.exists():
-                again = "tried again" if args.wait is not None else "tried again for a while"
-                print(f"deadpool {verb}: {error}; {again}", file=sys.stderr)
+                so_long = " for a while" if args.wait is None else ""
+                print(f"deadpool {verb}: {error}; tried again{so_long}", file=sys.stderr)
             failure = error
         if known is not None and args.wait is None:
             print(taken(known))
