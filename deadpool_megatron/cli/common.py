@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ class NotNow(RunNotReachable):
 
 class Refused(CommandError):
     """The coordinator does not take the request; why."""
+
+
+@contextmanager
+def refusing_system_errors() -> Iterator[None]:
+    """What the system refuses meanwhile is an answer like any other bad input: no room, no
+    permission. For as long as nothing has been started: later it is not the user who has to know
+    where it happened. Raises CommandError.
+    """
+    try:
+        yield
+    except (OSError, RecursionError) as error:
+        raise CommandError(system_error_line(error)) from error
+
+
+def system_error_line(error: OSError | RecursionError) -> str:
+    """``FILE: why``, as far as the system tells."""
+    if isinstance(error, RecursionError):
+        return f"what was read is nested too deeply: {error}"
+    why = error.strerror or str(error)
+    return why if error.filename is None else f"{error.filename}: {why}"
 
 
 def shown(text: str) -> str:

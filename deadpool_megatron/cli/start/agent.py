@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from deadpool_megatron.cli.common import (
     ask_at,
     parse_address,
     raw,
+    refusing_system_errors,
     warn_in_the_clear,
 )
 from deadpool_megatron.cli.prepare import check_table
@@ -33,6 +34,7 @@ from deadpool_megatron.cli.slurm_environment import (
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.checks import (
     check_address,
+    check_can_be_made,
     check_command,
     check_domains,
     check_journal,
@@ -160,8 +162,50 @@ def add_parser(subparsers: Any) -> None:
     arguments.add_arguments(agent)
 
 
+@dataclass(frozen=True)
+class _Settled:
+    """What is known before anything of the user's is imported."""
+
+    run: RunDirectory
+    info: RunInfo
+    place: Place
+    secret: bytes
+    fixed: tuple[str, int] | None
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; returns its exit status."""
+    known = _settle(args)
+    run, info, place, fixed = known.run, known.info, known.place, known.fixed
+    modules = _prepare_members(info, args)
+    with refusing_system_errors():
+        held = claim_segments(run, info.run_id)
+    if os.getpgid(0) != os.getpid():
+        os.setsid()
+    # Without the shared directory a standby would see another journal than all others.
+    alone = fixed is not None and info.settings.journal == "directory"
+    try:
+        status = serve(
+            run,
+            info,
+            place,
+            modules,
+            known.secret,
+            standby_port=None if alone or args.no_standby else args.coordinator_port,
+            fixed=fixed,
+            rejoins=max(0, args.rejoin),
+            leave_seconds=args.leave_seconds,
+        )
+    finally:
+        os.close(held)
+    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
+        _show_check(run, info, args)
+    return status
+
+
+@refusing_system_errors()
+def _settle(args: argparse.Namespace) -> _Settled:
+    """Look at everything, and make the run if this agent is the first to come."""
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
     if args.node_id is not None and args.node_id < 0:
@@ -189,38 +233,16 @@ def run(args: argparse.Namespace) -> int:
     warn_in_the_clear(place.host, info.settings)
     if fixed is not None:
         _probe(fixed, secret, info)
-    modules = _prepare_members(info, args)
-    held = claim_segments(run, info.run_id)
-    if os.getpgid(0) != os.getpid():
-        os.setsid()
-    # Without the shared directory a standby would see another journal than all others.
-    alone = fixed is not None and info.settings.journal == "directory"
-    try:
-        status = serve(
-            run,
-            info,
-            place,
-            modules,
-            secret,
-            standby_port=None if alone or args.no_standby else args.coordinator_port,
-            fixed=fixed,
-            rejoins=max(0, args.rejoin),
-            leave_seconds=args.leave_seconds,
-        )
-    finally:
-        os.close(held)
-    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
-        _show_check(run, info, args)
-    return status
+    if not info.check_only and (script := scripts.script_of(info.command)) is not None:
+        check_command([script])  # this may be another host than the one that made the run
+    return _Settled(run, info, place, secret, fixed)
 
 
 def _prepare_members(info: RunInfo, args: argparse.Namespace) -> tuple[str, ...]:
-    """Look for the program, and import what its processes share; returns those modules."""
+    """Import what the processes of the program share; returns those modules."""
     if info.check_only:
         return ()
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
-    if (script := scripts.script_of(info.command)) is not None:
-        check_command([script])  # this may be another host than the one that made the run
     scripts.announce(info.command, os.environ)
     preload_modules(info.settings, modules)
     return modules
@@ -283,6 +305,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
             " --coordinator HOST:PORT"
         )
+    check_can_be_made(run.path)
     if not args.check_only:
         check_command(args.command)
         scripts.adopt(args)

@@ -32,6 +32,8 @@ ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
 EXPORT_PREFIX = ".export-"
+# Made with the directory, before it is that of a run.
+SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
 
 
 class RunDirectoryError(Exception):
@@ -192,7 +194,7 @@ class RunDirectory:
         run it is then. Raises OwnershipError like :meth:`make`.
         """
         self.make()
-        for name in ("journal", "nodes", "logs", "checkpoints", "dump"):
+        for name in SUB_DIRECTORIES:
             (self.path / name).mkdir(parents=True, exist_ok=True)
         text = json.dumps(info.to_dict(), indent=1) + "\n"
         return write_once(self.path / "run.json", text.encode(), 0o600)
@@ -290,7 +292,7 @@ def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) 
 
 def write_once(path: Path, content: bytes, mode: int) -> bool:
     """Give ``path`` its content unless it exists; False if it does. Never seen in part, nor with
-    other permissions: written aside and linked to its name.
+    other permissions: written aside and linked to its name. Raises OSError, which names ``path``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
@@ -302,6 +304,9 @@ def write_once(path: Path, content: bytes, mode: int) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a full disk names no file
+        raise
     finally:
         temporary.unlink()
     return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import shutil
 import socket
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import VaultError
 
+LAUNCH = launch.Launcher.run
 SCRIPT = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
 
 
@@ -141,6 +144,92 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "leave --resume out" in other
 
 
+def agent_arguments(directory: Path, *more: str) -> list[str]:
+    size = ["--nodes", "2", "--nproc-per-node", "1", "--preload", "", "--node-id", "0"]
+    return ["agent", *size, "--run-dir", str(directory), *more, "--", SCRIPT]
+
+
+@pytest.mark.parametrize("arguments_of", [run_arguments, agent_arguments])
+def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
+    arguments_of: Callable[[Path], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "r"
+    monkeypatch.setattr(launch.Launcher, "run", LAUNCH)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        line = complain(capsys, *arguments_of(path))
+    assert line.endswith(f": {path}/run.json: No space left on device")
+    checks.check_run_directory(RunDirectory(path))
+    (path / "logs" / "node0-agent.log").touch()
+    assert "is not empty" in complain(capsys, *run_arguments(path))
+
+
+@pytest.mark.parametrize("arguments_of", [run_arguments, agent_arguments])
+def test_a_directory_that_cannot_be_made_is_one_line(
+    arguments_of: Callable[[Path], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
+    line = complain(capsys, *arguments_of(tmp_path / "new" / "r"))
+    assert f"cannot be made: {tmp_path} is not writable" in line
+
+
+# Longer than a name may be: that is refused to root as well, where a missing permission is not.
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", LONG),
+        ("compare", LONG, LONG),
+        ("verify", LONG),
+        ("status", LONG),
+        ("clean", LONG),
+        ("check", "--runs", LONG),
+        ("demo", "--run-dir", LONG),
+        run_arguments(Path(LONG)),
+        run_arguments(Path("r"), command=LONG),
+        agent_arguments(Path(LONG)),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_the_system_refuses_is_one_line(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = complain(capsys, *arguments)
+    assert LONG in line
+    assert "File name too long" in line
+
+
+def test_what_the_system_refuses_later_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_launcher: launch.Launcher) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(launch.Launcher, "run", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        cli.main(run_arguments(tmp_path / "r"))
+
+
+def test_a_demo_in_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file" in complain(capsys, "demo", "--run-dir", str(tmp_path / "file"))
+
+
 def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     run = RunDirectory(path)
     brief = Settings(close_seconds=0.2)
@@ -158,8 +247,13 @@ def test_resume_points_that_cannot_be_used(
         return complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
 
     assert "no durable state" in resume()
-    old.latest.write_text("{")
-    assert "damaged" in resume()
+    for text in ("{", "[" * 100_000):
+        old.latest.write_text(text)
+        assert "damaged" in resume()
+    old.latest.unlink()
+    old.latest.mkdir()
+    assert f"{old.latest}: Is a directory" in resume()
+    old.latest.rmdir()
     restore = Restore("durable", Generation(1, 5), path=str(tmp_path / "gone"))
     write_json(old.latest, restore.to_dict())
     assert "is not there any more" in resume()
