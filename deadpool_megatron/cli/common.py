@@ -166,10 +166,18 @@ def parse_address(text: str) -> tuple[str, int]:
     return str(address[0]), int(address[1])
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises CommandError when the address cannot be had."""
+def check_port(port: int, flag: str = "--port") -> None:
+    """Raises CommandError for what is no port."""
     if not 0 <= port <= 65535:
-        raise CommandError(f"--port {port} is no port: choose one between 1 and 65535, or 0")
+        raise CommandError(f"{flag} {port} is no port: choose one between 1 and 65535, or 0")
+
+
+def listen(
+    host: str, port: int, *, flags: tuple[str, str] = ("--port", "--deadpool-interface")
+) -> socket.socket:
+    """A listening TCP socket. Raises CommandError, which names the ``flags`` of port and address,
+    when the address cannot be had."""
+    check_port(port, flags[0])
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -178,7 +186,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise CommandError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or"
-            " --deadpool-interface"
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another {flags[0]} or"
+            f" {flags[1]}"
         ) from error
     return listener

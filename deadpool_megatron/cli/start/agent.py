@@ -17,6 +17,9 @@ from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli.common import (
     CommandError,
     ask_at,
+    check_port,
+    coordinator_address,
+    listen,
     parse_address,
     raw,
     refusing_system_errors,
@@ -79,6 +82,9 @@ examples:
 exit status: that of the run, where this node can read it (with --check-only: 0 there are N good
 nodes, 1 there are not); 2 bad input or environment; 69 this node was cut off, put aside, or left
 out as not fit; 143 it was told to end (--leave-seconds)."""
+
+
+_PORT_FLAG = "--coordinator-port"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -215,6 +221,9 @@ def _settle(args: argparse.Namespace) -> _Settled:
     slurm = slurm_environment(os.environ) if args.from_slurm else None
     node = _node_id(args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
+    check_port(args.coordinator_port, _PORT_FLAG)
+    if args.host is not None:
+        _check_listening(run, args, args.host)  # before anything is made
     if not (run.path / "run.json").exists():
         if fixed is not None:
             _fetch_run(run, args, fixed)
@@ -230,6 +239,7 @@ def _settle(args: argparse.Namespace) -> _Settled:
     check_vault_cpus(info)
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
+    _check_listening(run, args, place.host)
     warn_in_the_clear(place.host, info.settings)
     if fixed is not None:
         _probe(fixed, secret, info)
@@ -277,6 +287,15 @@ def _place(
         else:
             host = host_address(slurm.host)
     return Place(node, host, domain)
+
+
+def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> None:
+    """This host has the address, and the port is free. Refused here, or it would be by the vault,
+    after all imports, or in a standby that wants to take over."""
+    port = 0 if args.no_standby else args.coordinator_port
+    if coordinator_address(run) == (host, port):
+        port = 0  # a coordinator of this run may still be there, as of the agent before this one
+    listen(host, port, flags=(_PORT_FLAG, "--host")).close()
 
 
 def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:

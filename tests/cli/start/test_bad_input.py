@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.start import checks, launch, restarting, resuming
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import agent, checks, launch, restarting, resuming
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -343,11 +344,11 @@ def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFix
         line = complain(capsys, command[0], str(run.path), *command[1:])
         assert f"no coordinator at 127.0.0.1:{port}" in line
         assert "deadpool clean" in line
-    agent = ("agent", "--run-dir", str(run.path), "--node-id", "0")
-    wrong = (*agent, "--coordinator", f"127.0.0.1:{port}")
+    join = ("agent", "--run-dir", str(run.path), "--node-id", "0")
+    wrong = (*join, "--coordinator", f"127.0.0.1:{port}")
     assert f"no coordinator at 127.0.0.1:{port}" in complain(capsys, *wrong)
-    assert "is not HOST:PORT" in complain(capsys, *agent, "--coordinator", "nowhere")
-    assert "belongs to run 01d01d01" in complain(capsys, *agent, "--run-id", "new")
+    assert "is not HOST:PORT" in complain(capsys, *join, "--coordinator", "nowhere")
+    assert "belongs to run 01d01d01" in complain(capsys, *join, "--run-id", "new")
     (run.path / "secret").chmod(0o644)
     assert "chmod 600" in complain(capsys, "status", str(run.path))
 
@@ -424,6 +425,43 @@ def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         line = complain(capsys, *run_arguments(tmp_path / "r", "--port", port))
     assert "Address already in use" in line
     assert not (tmp_path / "r" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1:0 (Cannot assign requested address)"),
+        (("--coordinator-port", "99999"), "--coordinator-port 99999 is no port"),
+        (("--coordinator-port", "-1"), "--coordinator-port -1 is no port"),
+    ],
+)
+def test_an_agent_that_could_not_listen(
+    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in complain(capsys, *agent_arguments(tmp_path / "r", *more))
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_port_of_an_agent_may_be_taken_by_its_own_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = old_run(tmp_path / "old")
+    (run.path / "secret").write_text("s" * 32)
+    (run.path / "secret").chmod(0o600)
+
+    def import_nothing(*_: object) -> None:
+        raise CommandError("so far it is good")
+
+    monkeypatch.setattr(agent, "preload_modules", import_nothing)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = ("--run-dir", str(run.path), "--host", "127.0.0.1", "--coordinator-port", str(port))
+        arguments = ("agent", "--node-id", "0", "--preload", "", *where)
+        line = complain(capsys, *arguments)
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in line
+        write_json(run.coordinator, {"host": "127.0.0.1", "port": port})
+        assert "so far it is good" in complain(capsys, *arguments)
+    assert not segment_root(run.read_run().run_id).exists()
 
 
 def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:
