@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deadpool_megatron
 from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
@@ -62,8 +63,8 @@ class RunInfo:
     ended_epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        values = dataclasses.asdict(self)
+        """JSON form, with the version that writes it."""
+        values = {"version": deadpool_megatron.__version__, **dataclasses.asdict(self)}
         return {**values, "command": list(self.command), "restore": dict(self.restore)}
 
     @staticmethod
@@ -206,7 +207,9 @@ class RunDirectory:
         if not only_to_show:
             ownership.check_directory(self.path)
         try:
-            return RunInfo.from_dict(read_json(self.path / "run.json"))
+            values = read_json(self.path / "run.json")
+            _check_version(self.path / "run.json", values)
+            return RunInfo.from_dict(values)
         except FileNotFoundError as error:
             raise RunDirectoryError(f"{self.path} is not a run directory (no run.json)") from error
         except OSError as error:
@@ -238,6 +241,20 @@ class RunDirectory:
             except (OSError, *_DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
         return found
+
+
+def _check_version(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises RunDirectoryError for settings of another version: that is no damage."""
+    settings = values.get("settings")
+    known = {one.name for one in dataclasses.fields(Settings)}
+    if not isinstance(settings, dict) or not (unknown := sorted(settings.keys() - known)):
+        return
+    version = values.get("version")
+    raise RunDirectoryError(
+        f"{path} was written by another version of deadpool"
+        f"{f', {version}' if isinstance(version, str) else ''}: use that one; this one"
+        f" ({deadpool_megatron.__version__}) does not know the settings {', '.join(unknown[:5])}"
+    )
 
 
 def _listing(path: Path) -> dict[str, Any]:

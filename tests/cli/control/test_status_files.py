@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import deadpool_megatron
 from deadpool_megatron.cli import main
 from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    read_json,
+    write_json,
+)
 from deadpool_megatron.settings import Settings
 
 FINAL = {"exit_status": 75, "reason": "no spare\x1b[31m", "iterations": 7}
@@ -59,6 +65,21 @@ def test_a_run_that_is_damaged(
     status, out, err = said(capsys, "status", str(run.path))
     assert (status, out) == (2, "")
     assert "run.json is damaged" in err
+
+
+@pytest.mark.parametrize(("version", "told"), [("9.9", ", 9.9"), (None, "")])
+def test_a_run_of_another_version_is_not_called_damaged(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], version: str | None, told: str
+) -> None:
+    values = read_json(run.path / "run.json")
+    assert values.pop("version") == deadpool_megatron.__version__
+    values["settings"]["warp_factor"] = 9
+    write_json(run.path / "run.json", values if version is None else {**values, "version": version})
+    status, out, err = said(capsys, "status", str(run.path))
+    assert (status, out) == (2, "")
+    assert f"was written by another version of deadpool{told}: use that one" in err
+    assert "warp_factor" in err
+    assert "damaged" not in err
 
 
 def test_what_cannot_be_read(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
