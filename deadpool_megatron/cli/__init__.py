@@ -2,8 +2,8 @@
 
 Each module offers ``add_parser(subparsers)`` and ``run(args) -> int``; the sub-command's name is
 ``args.subcommand``; what follows the first ``--`` is ``args.command``, what comes before it
-``args.options``. Whatever a user can get wrong ends in one clear line on standard error and exit
-status 2.
+``args.options``. Whatever a user can get wrong, or the system refuses before anything is started,
+ends in one clear line on standard error and exit status 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import deadpool_megatron
 from deadpool_megatron.cli import standard_streams
-from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError
+from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError, refusing_system_errors
 from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import SettingsError
@@ -59,7 +59,8 @@ _REFUSALS = (
 )
 # What these write is for the run's user alone, unless the variable says otherwise.
 _WRITERS = {"run", "demo", "check", "agent", "standby"}
-# On these a run depends, for as long as it lasts.
+# On these a run depends, for as long as it lasts. Where the system refuses them something they look
+# at themselves until they have started a process; later a traceback tells more than a line.
 _PARTS_OF_A_RUN = {"run", "agent", "standby"}
 UMASK_VARIABLE = "DEADPOOL_UMASK"
 _EXAMPLES = """\
@@ -93,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.subcommand in _PARTS_OF_A_RUN:
             standard_streams.outlive_readers()
             return int(_module(COMMANDS[args.subcommand]).run(args))
-        return _answer(args)
+        with refusing_system_errors():  # other statuses of these are verdicts
+            return _answer(args)
     except _REFUSALS as error:
         print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,26 @@ class NotNow(RunNotReachable):
 
 class Refused(CommandError):
     """The coordinator does not take the request; why."""
+
+
+@contextmanager
+def refusing_system_errors() -> Iterator[None]:
+    """What the system refuses meanwhile is an answer like any other bad input: no room, no
+    permission. For as long as nothing has been started: later it is not the user who has to know
+    where it happened. Raises CommandError.
+    """
+    try:
+        yield
+    except (OSError, RecursionError) as error:
+        raise CommandError(system_error_line(error)) from error
+
+
+def system_error_line(error: OSError | RecursionError) -> str:
+    """``FILE: why``, as far as the system tells."""
+    if isinstance(error, RecursionError):
+        return f"what was read is nested too deeply: {error}"
+    why = error.strerror or str(error)
+    return why if error.filename is None else f"{error.filename}: {why}"
 
 
 def shown(text: str) -> str:
@@ -152,10 +173,18 @@ def parse_address(text: str) -> tuple[str, int]:
     return str(address[0]), int(address[1])
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises CommandError when the address cannot be had."""
+def check_port(port: int, flag: str = "--port") -> None:
+    """Raises CommandError for what is no port."""
     if not 0 <= port <= 65535:
-        raise CommandError(f"--port {port} is no port: choose one between 1 and 65535, or 0")
+        raise CommandError(f"{flag} {port} is no port: choose one between 1 and 65535, or 0")
+
+
+def listen(
+    host: str, port: int, *, flags: tuple[str, str] = ("--port", "--deadpool-interface")
+) -> socket.socket:
+    """A listening TCP socket. Raises CommandError, which names the ``flags`` of port and address,
+    when the address cannot be had."""
+    check_port(port, flags[0])
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -164,7 +193,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise CommandError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or"
-            " --deadpool-interface"
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another {flags[0]} or"
+            f" {flags[1]}"
         ) from error
     return listener

@@ -74,6 +74,9 @@ def create_secret(run_directory: Path) -> None:
         os.link(temporary, run_directory / "secret")
     except FileExistsError:
         pass  # another agent of the run was first
+    except OSError as error:
+        error.filename = error.filename or str(run_directory / "secret")  # a full disk names none
+        raise
     finally:
         temporary.unlink()
 

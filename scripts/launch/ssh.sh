@@ -2,7 +2,8 @@
 # Starts, awaits and stops a run on hosts that are reached by ssh, without any scheduler.
 #
 #   ssh.sh start HOSTS RUN_DIR [options of deadpool agent] -- COMMAND
-#   ssh.sh wait  HOSTS RUN_DIR      until the run is over; exits with the run's own exit status
+#   ssh.sh wait  HOSTS RUN_DIR      until the run is over; exits with the run's own exit status,
+#                                   or where no run came of it with that of the first failed agent
 #   ssh.sh stop  HOSTS RUN_DIR      ends the run in order, then what is left of it on any host
 #
 # HOSTS is a file with one line "HOST [ADDRESS]" per node, spares last: the name for ssh and, where
@@ -37,7 +38,8 @@ on() {
 # each FUNCTION: call it with (node id, host, address) for every line.
 each() {
     local node=0 host address
-    while read -r host address <&3; do
+    # The last line may lack its newline.
+    while read -r host address <&3 || [ -n "$host" ]; do
         if [ -z "$host" ] || [[ $host = \#* ]]; then continue; fi
         "$1" "$node" "$host" "$address"
         node=$((node + 1))
@@ -58,11 +60,30 @@ start_one() {
     printf -v words '%q' "$words; echo \$? >$(printf %q "$agents/$node.status")"
     # Nothing that stays may hold the connection's output, or ssh would wait for it.
     on "$host" "{ setsid nohup bash -c $words >$(printf %q "$agents/$node.log") 2>&1 </dev/null & }"
+    touch "$agents/$node.log"  # started, for "wait", before its shell has opened it
     echo "node $node on $host ($address)"
 }
 
 clean_one() {
     on "$2" "deadpool clean --force $(printf %q "$run")" || true
+}
+
+# Whether all agents that were started have ended, none with a result: one that has ended with 0 has
+# read final.json, which may be seen late here.
+all_failed() {
+    local log
+    for log in "$agents"/*.log; do
+        [ -s "${log%.log}.status" ] || return 1
+    done
+    ! grep -qx 0 "$agents"/*.status
+}
+
+tell_one() {
+    [ -s "$agents/$1.status" ] || return 0
+    local status
+    status=$(<"$agents/$1.status")
+    echo "node $1 on $2: exit status $status: $(tail -n 1 "$agents/$1.log")" >&2
+    [ "$failed" -ne 0 ] || failed=$status
 }
 
 case $order in
@@ -74,7 +95,14 @@ case $order in
         each start_one
         ;;
     wait)
-        until [ -e "$run/final.json" ]; do sleep 1; done
+        until [ -e "$run/final.json" ]; do
+            if all_failed && [ ! -e "$run/final.json" ]; then
+                failed=0
+                each tell_one
+                exit "$failed"
+            fi
+            sleep 1
+        done
         exec deadpool status --verdict "$run"
         ;;
     stop)

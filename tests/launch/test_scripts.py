@@ -146,15 +146,19 @@ def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
     assert told.read_text().startswith(f"agent {who} --host 10.0.0.3 --run-dir {run} ")
 
 
-def ssh(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script, with a stand-in for ssh that reaches only this host."""
+def ssh(
+    tmp_path: Path, *arguments: str, before: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The script, with a stand-in for ssh that reaches only this host. ``before``: where its
+    commands are looked for first."""
     reach = tmp_path / "reach"
     reach.write_text('#!/bin/bash\nshift\nexec bash -c "$*"\n')
     reach.chmod(0o755)
-    here = Path(sys.executable).parent
+    here = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = here if before is None else f"{before}:{here}"
     return subprocess.run(
         [str(SSH), *arguments],
-        env=environment({"SSH": str(reach), "PATH": f"{here}:{os.environ['PATH']}"}),
+        env=environment({"SSH": str(reach), "PATH": path}),
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,
@@ -197,6 +201,37 @@ def test_ssh_stops_a_run(tmp_path: Path) -> None:
     stopped = ssh(tmp_path, "stop", str(hosts), str(run.path))
     assert json.loads(run.final.read_text())["exit_status"] == 130, stopped.stderr
     assert not segment_root(run.read_run().run_id).exists()
+
+
+def test_ssh_does_not_await_a_run_whose_agents_have_all_failed(tmp_path: Path) -> None:
+    hosts, run = tmp_path / "hosts", tmp_path / "run"
+    hosts.write_text("first 127.0.0.1\nsecond 127.0.0.1")  # as some editors end a file
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
+    started = ssh(tmp_path, "start", str(hosts), str(run), *size, "--", "nosuch.py")
+    assert started.returncode == 0, started.stderr
+    assert "node 1 on second (127.0.0.1)" in started.stdout
+    done = ssh(tmp_path, "wait", str(hosts), str(run))
+    why = "exit status 2: deadpool agent: command not found: there is no script 'nosuch.py'"
+    assert done.stderr.splitlines() == [f"node 0 on first: {why}", f"node 1 on second: {why}"]
+    assert done.returncode == 2
+
+
+def test_ssh_awaits_the_result_that_an_agent_has_seen(tmp_path: Path) -> None:
+    """On a shared file system the result may be seen later than how the agents have ended."""
+    hosts, run, agents = tmp_path / "hosts", tmp_path / "run", tmp_path / "run.agents"
+    hosts.write_text("first\nsecond\n")
+    agents.mkdir()
+    for node, status in enumerate((69, 0)):
+        (agents / f"{node}.log").touch()
+        (agents / f"{node}.status").write_text(f"{status}\n")
+    pause = tmp_path / "sleep"  # while it waits, the result is seen
+    pause.write_text(f"#!/bin/sh\nmkdir {run} && touch {run}/final.json\n")
+    verdict = tmp_path / "deadpool"
+    verdict.write_text('#!/bin/sh\necho "$@"\n')
+    for command in (pause, verdict):
+        command.chmod(0o755)
+    done = ssh(tmp_path, "wait", str(hosts), str(run), before=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"status --verdict {run}\n"), done.stderr
 
 
 def test_ssh_says_what_is_wrong(tmp_path: Path) -> None:

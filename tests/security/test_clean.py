@@ -98,7 +98,8 @@ def test_a_run_directory_that_belongs_to_another_run_by_now(place: Path) -> None
     def begin_another() -> None:
         values = info_of(OTHER).to_dict()
         (place / "run" / "run.json").write_text(json.dumps(values))
-        listing = {"started": {str(os.getppid()): None}, "members": {}}
+        agent = os.getppid()
+        listing = {"agent": agent, "started": {str(agent): None}, "members": {}}
         (place / "run" / "nodes" / "0.json").write_text(json.dumps(listing))
 
     as_user(VICTIM, begin_another)

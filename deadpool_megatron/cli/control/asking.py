@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable, ask, shown
+from deadpool_megatron.cli.common import CommandError, NotNow, Refused, RunNotReachable, ask, shown
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -69,7 +69,7 @@ def request(
         patience = began + _TAKEOVER_SECONDS
     message = {"command": str(verb), "token": secrets.token_hex(8), **what}
     known: Request | None = None
-    is_told = False
+    failure: RunNotReachable | None = None
     while True:
         if within is not None:
             message["seconds"] = max(0.0, within - (time.monotonic() - began))
@@ -83,11 +83,12 @@ def request(
             waits_for_end = verb is Verb.STOP and args.wait is not None
             if run.final.exists() and (known is not None or waits_for_end):
                 return _over(run, verb)
-            if known is None and not is_told and patience > limit:
-                is_told = True
-                print(f"deadpool {verb}: {error}; tried again for a while", file=sys.stderr)
-            if known is None and args.wait is None and time.monotonic() > patience:
+            if known is None and _is_in_vain(run, error, args.wait is not None, patience):
                 raise
+            if known is None and failure is None and not run.final.exists():
+                so_long = " for a while" if args.wait is None else ""
+                print(f"deadpool {verb}: {error}; tried again{so_long}", file=sys.stderr)
+            failure = error
         if known is not None and args.wait is None:
             print(taken(known))
             return _refused(verb, known.why) if known.stage is Stage.REFUSED else 0
@@ -103,7 +104,17 @@ def request(
         if run.final.exists():
             return _over(run, verb)
         if time.monotonic() >= limit and (known is not None or args.wait is not None):
-            return _not_yet(args, verb, known)
+            return _not_yet(args, verb, known, failure)
+
+
+def _is_in_vain(
+    run: RunDirectory, error: RunNotReachable, is_waited_for: bool, patience: float
+) -> bool:
+    """Whether a request that nobody has taken is not to be sent again."""
+    if not is_waited_for:
+        return time.monotonic() > patience
+    # Where a coordinator has answered, or the run is over, there is something to wait for or tell.
+    return not isinstance(error, NotNow) and not run.final.exists() and not _may_be_alive(run)
 
 
 def _may_be_alive(run: RunDirectory) -> bool:
@@ -111,7 +122,7 @@ def _may_be_alive(run: RunDirectory) -> bool:
     one of another host, which cannot be seen from here."""
     here = socket.gethostname()
     return any(
-        listing.get("hostname") != here or posix.is_alive(int(listing["agent"]))
+        listing.get("hostname") != here or posix.is_alive(listing["agent"])
         for listing in run.node_listings().values()
     )
 
@@ -121,9 +132,11 @@ def _refused(verb: Verb, why: str) -> int:
     return EXIT_REFUSED
 
 
-def _not_yet(args: argparse.Namespace, verb: Verb, known: Request | None) -> int:
+def _not_yet(
+    args: argparse.Namespace, verb: Verb, known: Request | None, failure: RunNotReachable | None
+) -> int:
     if known is None:
-        raise CommandError(f"no coordinator took the request within {args.wait:g} s")
+        raise CommandError(f"no coordinator took the request within {args.wait:g} s: {failure}")
     why = f"{known.stage}{f', {known.why}' if known.why else ''}; it goes on"
     if verb is Verb.STOP:
         why = f"the run in {args.run_dir} did not end"

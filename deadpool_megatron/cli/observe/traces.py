@@ -89,7 +89,9 @@ def _follow(directory: RunDirectory, tracer: Tracer, run_id: str) -> None:
         while events := tail.poll():
             for event in events:
                 # A damaged event costs itself alone.
-                with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+                with contextlib.suppress(
+                    LookupError, TypeError, ValueError, AttributeError, OverflowError
+                ):
                     story.add(event)
         finished = len(story.failures) - (story.current is not None)
         for interruption in story.failures[told:finished]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.common import CommandError, raw, system_error_line
 from deadpool_megatron.cli.shipped import shipped_roots
 from deadpool_megatron.cli.tables import count, table
 
@@ -123,9 +123,7 @@ def run(args: argparse.Namespace) -> int:
         said = actions[args.action](tree)
         facts = _facts(read_tree(tree.root, [tree.patch_set]))
     except (CommandError, OSError) as error:
-        line = str(error)
-        if isinstance(error, OSError) and error.filename:
-            line = f"{error.filename}: {error.strerror}"
+        line = system_error_line(error) if isinstance(error, OSError) else str(error)
         if args.json:
             print(json.dumps({"ok": False, "action": args.action, "error": line}))
         raise CommandError(line) from error

@@ -57,22 +57,24 @@ class StepTable(Sequence[TimedStep]):
 
     def add(self, iteration: int, values: Mapping[str, Any], wall_seconds: float) -> None:
         """Take the data of a STEP event, unless that step is there. Raises ValueError or TypeError
-        for values that are not of a step.
+        for values that are not of a step, and takes none of them then.
         """
         at = len(self)
         if iteration <= self.last_iteration:
             at = bisect_left(self._iterations, iteration)
             if at < len(self) and self._iterations[at] == iteration:
                 return
-        flags, found = 0, []
+        flags, found = 0, array("d")
         for name, bit in (("loss", _LOSS), ("grad_norm", _NORM), ("learning_rate", _RATE)):
             text = values.get(name)
             flags |= 0 if text is None else bit
-            found.append(0.0 if text is None else float.fromhex(text))
+            found.append(0.0 if text is None else _float(text))
         samples = values.get("samples")
         flags |= 0 if samples is None else _SAMPLES
         flags |= _SKIPPED if values.get("skipped") else 0
-        self._samples.insert(at, 0 if samples is None else int(samples))
+        iteration, count = _int64(iteration), 0 if samples is None else _int64(samples)
+        wall_seconds = float(wall_seconds)
+        self._samples.insert(at, count)
         for column, number in zip(self._numbers, found, strict=True):
             column.insert(at, number)
         self._walls.insert(at, wall_seconds)
@@ -117,6 +119,20 @@ class StepTable(Sequence[TimedStep]):
             skipped=bool(flags & _SKIPPED),
             samples=self._samples[at] if flags & _SAMPLES else None,
         )
+
+
+def _float(text: str) -> float:
+    try:
+        return float.fromhex(text)
+    except OverflowError as error:
+        raise ValueError(f"{text:.40} is beyond all floats") from error
+
+
+def _int64(value: Any) -> int:
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"a count of {number.bit_length()} bits")
+    return number
 
 
 class Hashes:

@@ -115,7 +115,8 @@ class Story:
     _drain: Event | None = None
 
     def add(self, event: Event) -> None:
-        """Take in one event."""
+        """Take in one event; a damaged one raises LookupError, TypeError, ValueError,
+        AttributeError or OverflowError."""
         self.account.add(event)
         self.last_wall = max(self.last_wall, event.wall_seconds)
         self.epoch = max(self.epoch, event.epoch)
@@ -148,6 +149,8 @@ class Story:
             case Kind.AUDITED:
                 self.audits.append(float(event.data["seconds"]))
             case Kind.SLOW_NODE:
+                for name in ("seconds", "peer_seconds"):
+                    float(event.data[name])  # raises here, and not where it is told
                 self.slow.append(event)
             case Kind.PROTECTION if not self._is_said(event):
                 self.protections.append(event)

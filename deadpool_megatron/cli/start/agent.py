@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli.common import (
     CommandError,
     ask_at,
+    check_port,
+    coordinator_address,
+    listen,
     parse_address,
     raw,
+    refusing_system_errors,
     warn_in_the_clear,
     warn_of_danger_above,
 )
@@ -34,6 +38,7 @@ from deadpool_megatron.cli.slurm_environment import (
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.checks import (
     check_address,
+    check_can_be_made,
     check_command,
     check_domains,
     check_journal,
@@ -79,6 +84,9 @@ examples:
 exit status: that of the run, where this node can read it (with --check-only: 0 there are N good
 nodes, 1 there are not); 2 bad input or environment; 69 this node was cut off, put aside, or left
 out as not fit; 143 it was told to end (--leave-seconds)."""
+
+
+_PORT_FLAG = "--coordinator-port"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -167,8 +175,50 @@ def add_parser(subparsers: Any) -> None:
     arguments.add_arguments(agent)
 
 
+@dataclass(frozen=True)
+class _Settled:
+    """What is known before anything of the user's is imported."""
+
+    run: RunDirectory
+    info: RunInfo
+    place: Place
+    secret: bytes
+    fixed: tuple[str, int] | None
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; returns its exit status."""
+    known = _settle(args)
+    run, info, place, fixed = known.run, known.info, known.place, known.fixed
+    modules = _prepare_members(info, args)
+    with refusing_system_errors():
+        held = claim_segments(run, info.run_id)
+    if os.getpgid(0) != os.getpid():
+        os.setsid()
+    # Without the shared directory a standby would see another journal than all others.
+    alone = fixed is not None and info.settings.journal == "directory"
+    try:
+        status = serve(
+            run,
+            info,
+            place,
+            modules,
+            known.secret,
+            standby_port=None if alone or args.no_standby else args.coordinator_port,
+            fixed=fixed,
+            rejoins=max(0, args.rejoin),
+            leave_seconds=args.leave_seconds,
+        )
+    finally:
+        os.close(held)
+    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
+        _show_check(run, info, args)
+    return status
+
+
+@refusing_system_errors()
+def _settle(args: argparse.Namespace) -> _Settled:
+    """Look at everything, and make the run if this agent is the first to come."""
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
     if args.node_id is not None and not 0 <= args.node_id <= MOST_NUMBER:
@@ -178,6 +228,9 @@ def run(args: argparse.Namespace) -> int:
     slurm = slurm_environment(os.environ) if args.from_slurm else None
     node = _node_id(args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
+    check_port(args.coordinator_port, _PORT_FLAG)
+    if args.host is not None:
+        _check_listening(run, args, args.host)  # before anything is made
     if not (run.path / "run.json").exists():
         if fixed is not None:
             _fetch_run(run, args, fixed)
@@ -193,42 +246,21 @@ def run(args: argparse.Namespace) -> int:
     check_vault_cpus(info)
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
+    _check_listening(run, args, place.host)
     warn_in_the_clear(place.host, info.settings)
     warn_of_danger_above(run.path)
     if fixed is not None:
         _probe(fixed, secret, info)
-    modules = _prepare_members(info, args)
-    held = claim_segments(run, info.run_id)
-    if os.getpgid(0) != os.getpid():
-        os.setsid()
-    # Without the shared directory a standby would see another journal than all others.
-    alone = fixed is not None and info.settings.journal == "directory"
-    try:
-        status = serve(
-            run,
-            info,
-            place,
-            modules,
-            secret,
-            standby_port=None if alone or args.no_standby else args.coordinator_port,
-            fixed=fixed,
-            rejoins=max(0, args.rejoin),
-            leave_seconds=args.leave_seconds,
-        )
-    finally:
-        os.close(held)
-    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
-        _show_check(run, info, args)
-    return status
+    if not info.check_only and (script := scripts.script_of(info.command)) is not None:
+        check_command([script])  # this may be another host than the one that made the run
+    return _Settled(run, info, place, secret, fixed)
 
 
 def _prepare_members(info: RunInfo, args: argparse.Namespace) -> tuple[str, ...]:
-    """Look for the program, and import what its processes share; returns those modules."""
+    """Import what the processes of the program share; returns those modules."""
     if info.check_only:
         return ()
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
-    if (script := scripts.script_of(info.command)) is not None:
-        check_command([script])  # this may be another host than the one that made the run
     scripts.announce(info.command, os.environ)
     preload_modules(info.settings, modules)
     return modules
@@ -265,6 +297,15 @@ def _place(
     return Place(node, host, domain)
 
 
+def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> None:
+    """This host has the address, and the port is free. Refused here, or it would be by the vault,
+    after all imports, or in a standby that wants to take over."""
+    port = 0 if args.no_standby else args.coordinator_port
+    if coordinator_address(run) == (host, port):
+        port = 0  # a coordinator of this run may still be there, as of the agent before this one
+    listen(host, port, flags=(_PORT_FLAG, "--host")).close()
+
+
 def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:
     """The node whose standby has coordinated: it speaks for all."""
     term = newest_term(open_journal(info.settings, info.run_id, run.journal))
@@ -291,6 +332,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
             " --coordinator HOST:PORT"
         )
+    check_can_be_made(run.path)
     if not args.check_only:
         check_command(args.command)
         scripts.adopt(args)

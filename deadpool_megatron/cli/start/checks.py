@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
 from deadpool_megatron.cluster.run_directory.directory import (
     SEGMENT_ROOT,
+    SUB_DIRECTORIES,
     RunDirectory,
     RunDirectoryError,
     RunInfo,
@@ -153,11 +154,22 @@ def check_run_directory(run: RunDirectory) -> None:
     path = run.path
     if path.exists() and not path.is_dir():
         raise CommandError(f"--run-dir {path} is not a directory")
-    # A launcher that was refused has left its lock.
-    if path.exists() and any(entry != run.launcher_lock for entry in path.iterdir()):
+    if path.exists() and not all(_is_of_no_run(run, entry) for entry in path.iterdir()):
         raise CommandError(_why_occupied(run))
+    check_can_be_made(path)
+
+
+def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:
+    """Whether a launcher that was refused, or that found the disk full, has left it."""
+    if entry.name in SUB_DIRECTORIES:
+        return entry.is_dir() and not any(entry.iterdir())
+    return entry in (run.launcher_lock, run.path / "secret")
+
+
+def check_can_be_made(path: Path) -> None:
+    """A run directory, where it does not exist, and files in it."""
     parent = path if path.exists() else next(p for p in path.parents if p.exists())
-    if not os.access(parent, os.W_OK):
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise CommandError(f"--run-dir {path} cannot be made: {parent} is not writable")
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from deadpool_megatron.cli.common import refusing_system_errors
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start.preloading import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
@@ -107,9 +108,10 @@ class Launcher:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
-            self._run.create(self._info)
-            auth.create_secret(self._run.path)
-            self._held = claim_segments(self._run, self._info.run_id)
+            with refusing_system_errors():
+                self._run.create(self._info)
+                auth.create_secret(self._run.path)
+                self._held = claim_segments(self._run, self._info.run_id)
             preload_modules(self._info.settings, self._options.modules)
             for node in sorted(self._options.numbers, reverse=True):
                 if not self._signals:

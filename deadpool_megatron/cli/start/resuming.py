@@ -97,7 +97,7 @@ def _durable(old: RunDirectory) -> Restore | None:
         restore = Restore.from_dict(values)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
     if restore.kind != "initial" and not Path(restore.path).is_dir():
         raise CommandError(f"--resume {old.path}: {restore.path} is not there any more")

@@ -13,6 +13,7 @@ from deadpool_megatron.cli.common import (
     CommandError,
     listen,
     raw,
+    refusing_system_errors,
     warn_in_the_clear,
     warn_of_danger_above,
 )
@@ -93,10 +94,23 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything, then run; returns the exit status of the run."""
+    directory = RunDirectory(args.run_dir)
+    launcher, follower, lock = _prepare(args, directory)
+    try:
+        status = launcher.run()
+    finally:
+        follower.close()
+        os.close(lock)
+    _say_result(directory, status, launcher.trouble)
+    return status
+
+
+@refusing_system_errors()
+def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launcher, Follower, int]:
+    """Check everything; returns also a descriptor that holds the directory for this launcher."""
     keep_single_threaded()  # even looking for the user's module may import its packages
     checks.check_command(args.command)
     scripts.adopt(args)
-    directory = RunDirectory(args.run_dir)
     processes = (args.nodes + args.spares) * args.nproc_per_node
     nccl = has_nccl_limits(arguments.communicator_in(args), processes, os.environ)
     settings = arguments.settings_from(args, nccl=nccl)
@@ -155,13 +169,7 @@ def run(args: argparse.Namespace) -> int:
             gpus=gpus,
         )
     )
-    try:
-        status = launcher.run()
-    finally:
-        follower.close()
-        os.close(lock)
-    _say_result(directory, status, launcher.trouble)
-    return status
+    return launcher, follower, lock
 
 
 def _say_result(directory: RunDirectory, status: int, reason: str) -> None:

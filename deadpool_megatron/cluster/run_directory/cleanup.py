@@ -159,9 +159,14 @@ def node_processes(run: RunDirectory, node: int) -> list[int]:
         return []
 
 
+def _is_here(listing: Mapping[str, Any]) -> bool:
+    here = socket.gethostname()
+    return bool(listing.get("hostname", here) == here)
+
+
 def _listed(listing: dict[str, Any]) -> list[int]:
     """Live processes of a listing, if it is of this host: pids of another one mean nothing here."""
-    if listing.get("hostname", socket.gethostname()) != socket.gethostname():
+    if not _is_here(listing):
         return []
     started = listing.get("started", {})
     return [
@@ -197,15 +202,16 @@ def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = 
 
 def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cleaned:
     """Kill every process of the run on this host and remove its shared memory, if that is not to be
-    kept for a restart."""
+    kept for a restart. Nodes of other hosts, which may be alive, stay listed."""
     pids = run_processes(run, run_id)
     end_processes(pids)
     if not keep_slots:
         for directory in node_directories(run_id):
             _copy_logs(run, directory)
     nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
-    for node in run.node_listings():
-        run.node(node).unlink(missing_ok=True)
+    for node, listing in run.node_listings().items():
+        if _is_here(listing):
+            run.node(node).unlink(missing_ok=True)
     return Cleaned(tuple(pids), nbytes, directories)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deadpool_megatron
 from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
@@ -32,6 +33,8 @@ ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
 EXPORT_PREFIX = ".export-"
+# Made with the directory, before it is that of a run.
+SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
 # Others may read what is in a run directory, where the umask lets them, but never write it: what it
 # says is carried out.
 DIRECTORY_MODE, _FILE_MODE = 0o755, 0o644
@@ -63,8 +66,8 @@ class RunInfo:
     ended_epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        values = dataclasses.asdict(self)
+        """JSON form, with the version that writes it."""
+        values = {"version": deadpool_megatron.__version__, **dataclasses.asdict(self)}
         return {**values, "command": list(self.command), "restore": dict(self.restore)}
 
     @staticmethod
@@ -195,7 +198,7 @@ class RunDirectory:
         run it is then. Raises OwnershipError like :meth:`make`.
         """
         self.make()
-        for name in ("journal", "nodes", "logs", "checkpoints", "dump"):
+        for name in SUB_DIRECTORIES:
             (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
@@ -213,7 +216,9 @@ class RunDirectory:
         if not only_to_show:
             self._check_owner()
         try:
-            return RunInfo.from_dict(read_json(self.path / "run.json"))
+            values = read_json(self.path / "run.json")
+            _check_version(self.path / "run.json", values)
+            return RunInfo.from_dict(values)
         except FileNotFoundError as error:
             raise RunDirectoryError(f"{self.path} is not a run directory (no run.json)") from error
         except OSError as error:
@@ -247,11 +252,26 @@ class RunDirectory:
         return found
 
 
+def _check_version(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises RunDirectoryError for settings of another version: that is no damage."""
+    settings = values.get("settings")
+    known = {one.name for one in dataclasses.fields(Settings)}
+    if not isinstance(settings, dict) or not (unknown := sorted(settings.keys() - known)):
+        return
+    version = values.get("version")
+    raise RunDirectoryError(
+        f"{path} was written by another version of deadpool"
+        f"{f', {version}' if isinstance(version, str) else ''}: use that one; this one"
+        f" ({deadpool_megatron.__version__}) does not know the settings {', '.join(unknown[:5])}"
+    )
+
+
 def _listing(path: Path) -> dict[str, Any]:
-    """Raises what :func:`read_json` raises, or TypeError where a number of a process is none."""
+    """Raises what :func:`read_json` raises, KeyError where the agent is missing, or TypeError where
+    a number of a process is none."""
     values = read_json(path)
     started = values.get("started", {})
-    numbers = [values.get("agent", 0), *(ticks or 0 for ticks in dict(started).values())]
+    numbers = [values["agent"], *(ticks or 0 for ticks in dict(started).values())]
     if not all(isinstance(one, int) for one in numbers) or not all(map(str.isdigit, started)):
         raise TypeError(f"{path} names what is no process")
     return values
@@ -299,7 +319,7 @@ def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) 
 
 def write_once(path: Path, content: bytes, mode: int) -> bool:
     """Give ``path`` its content unless it exists; False if it does. Never seen in part, nor with
-    other permissions: written aside and linked to its name.
+    other permissions: written aside and linked to its name. Raises OSError, which names ``path``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
@@ -311,6 +331,9 @@ def write_once(path: Path, content: bytes, mode: int) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a full disk names no file
+        raise
     finally:
         temporary.unlink()
     return True

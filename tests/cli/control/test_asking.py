@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +115,44 @@ def test_a_journal_that_does_not_work_is_waited_for(command: Any) -> None:
     trouble = NotNow("the journal cannot be read: nothing was taken on, ask again")
     coordinator = Coordinator(trouble, UNDER_WAY, trouble, (Stage.DONE, ""))
     status, said = command(coordinator, "drain", "--node", "1", "--wait")
-    assert (status, said) == (0, "drain of node 1: done\n")
+    told = f"deadpool drain: {trouble}; tried again\n"
+    assert (status, sorted(said.splitlines(True))) == (0, [told, "drain of node 1: done\n"])
     assert len({message["token"] for message in coordinator.asked}) == 1
     status, said = command(Coordinator(trouble), "drain", "--node", "1")
     assert status == 2
     assert f"{trouble}\n" in said
 
 
+def list_agent(run: Path, pid: int) -> None:
+    """One node of this host."""
+    (run / "nodes").mkdir()
+    write_json(run / "nodes" / "0.json", {"hostname": socket.gethostname(), "agent": pid})
+
+
+@pytest.mark.parametrize("arguments", [("stop",), ("drain", "--node", "1")])
+def test_what_nobody_can_take_is_not_waited_for(
+    command: Any, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The agent of this host has ended, so that no other coordinator can come."""
+    gone = subprocess.Popen(["/bin/true"])
+    gone.wait()
+    list_agent(tmp_path, gone.pid)
+    said = f"deadpool {arguments[0]}: {NOBODY}\n"
+    assert command(Coordinator(NOBODY), *arguments, "--wait") == (2, said)
+
+
+def test_why_nobody_has_taken_a_request_is_told(command: Any, tmp_path: Path) -> None:
+    list_agent(tmp_path, os.getpid())
+    status, said = command(Coordinator(NOBODY, NOBODY, (Stage.DONE, "")), "persist", "--wait")
+    assert status == 0
+    assert said.count(f"deadpool persist: {NOBODY}; tried again\n") == 1
+    status, said = command(Coordinator(NOBODY), "persist", "--wait", "0.01")
+    assert status == 2
+    assert f"no coordinator took the request within 0.01 s: {NOBODY}\n" in said
+
+
 def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any, tmp_path: Path) -> None:
-    (tmp_path / "nodes").mkdir()
-    listing = {"hostname": socket.gethostname(), "agent": os.getpid()}
-    write_json(tmp_path / "nodes" / "0.json", listing)
+    list_agent(tmp_path, os.getpid())
     coordinator = Coordinator(NOBODY, NOBODY, ASKED)
     status, said = command(coordinator, "drain", "--node", "1")
     assert status == 0

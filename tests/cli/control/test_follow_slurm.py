@@ -38,7 +38,7 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
     run, sent = RunDirectory(tmp_path / "r"), []
     (run.path / "nodes").mkdir(parents=True)
     for node, host in enumerate(("a1.cluster", "a2.cluster")):
-        write_json(run.node(node), {"hostname": host})
+        write_json(run.node(node), {"agent": 1, "hostname": host})
     answers: list[Any] = [
         RunNotReachable("nobody answers"),
         (Stage.ASKED, WAITS),
@@ -75,7 +75,7 @@ def test_a_journal_that_does_not_work_is_no_refusal(
 ) -> None:
     run = RunDirectory(tmp_path / "r")
     (run.path / "nodes").mkdir(parents=True)
-    write_json(run.node(1), {"hostname": "a2"})
+    write_json(run.node(1), {"agent": 1, "hostname": "a2"})
     waits = Request(1, "a", Verb.DRAIN, {"node": 1}, Stage.ASKED, WAITS)
     answers = [
         {"ok": False, "again": True, "error": "the journal cannot be read"},

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import deadpool_megatron
 from deadpool_megatron.cli import main
 from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    read_json,
+    write_json,
+)
 from deadpool_megatron.settings import Settings
 
 FINAL = {"exit_status": 75, "reason": "no spare\x1b[31m", "iterations": 7}
@@ -61,6 +67,21 @@ def test_a_run_that_is_damaged(
     assert "run.json is damaged" in err
 
 
+@pytest.mark.parametrize(("version", "told"), [("9.9", ", 9.9"), (None, "")])
+def test_a_run_of_another_version_is_not_called_damaged(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], version: str | None, told: str
+) -> None:
+    values = read_json(run.path / "run.json")
+    assert values.pop("version") == deadpool_megatron.__version__
+    values["settings"]["warp_factor"] = 9
+    write_json(run.path / "run.json", values if version is None else {**values, "version": version})
+    status, out, err = said(capsys, "status", str(run.path))
+    assert (status, out) == (2, "")
+    assert f"was written by another version of deadpool{told}: use that one" in err
+    assert "warp_factor" in err
+    assert "damaged" not in err
+
+
 def test_what_cannot_be_read(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     file = run.path / "run.json"
     told = f"deadpool status: {file / 'run.json'}: Not a directory\n"
@@ -77,8 +98,9 @@ def test_values_of_other_files_that_nobody_wrote(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.coordinator.write_text('{"host": "127.0.0.1", "port": 1e999}')
-    run.node(0).write_text('{"started": {"a": 1}}')
+    run.node(0).write_text('{"agent": 1, "started": {"a": 1}}')
     run.node(1).write_text('{"agent": null}')
+    run.node(2).write_text('{"hostname": "elsewhere"}')
     assert run.node_listings() == {}
     open_journal(Settings(), "0123abcd", run.journal).write("term", 1, {})
     status, _, err = said(capsys, "status", str(run.path))

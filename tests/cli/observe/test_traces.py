@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from deadpool_megatron import cli
 from deadpool_megatron.cli.observe import traces
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
+from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.settings import Settings
 from tests.common.waiting import PATIENCE_SECONDS
 
@@ -96,6 +98,18 @@ def test_a_recovery_is_a_trace(
         assert span.trace_id == root.trace_id
         assert span.parent_span_id == root.span_id
         assert span.start_time_unix_nano <= span.end_time_unix_nano <= root.end_time_unix_nano
+
+
+def test_a_damaged_event_costs_itself_alone(tmp_path: Path, collector: Collector) -> None:
+    directory = finished(tmp_path / "run")
+    events = directory / "events.jsonl"
+    damaged = [
+        Event(Kind.STEP, 1, iteration=10**30),
+        Event(Kind.DURABLE, 1, data={"bytes": math.inf}),
+    ]
+    events.write_bytes(b"".join(map(to_line, damaged)) + events.read_bytes())
+    assert cli.main(["traces", str(directory), "--endpoint", collector.endpoint]) == 0
+    assert "recovery" in {span.name for span in collector.spans}
 
 
 def test_a_collector_that_fails_costs_nothing(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
+
+import pytest
 
 from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.events import Event, Kind
@@ -21,6 +24,20 @@ def test_a_story_of_many_steps_takes_little_memory() -> None:
     assert grown < 100 * steps, "a million is less than 100 MB"
     assert story.steps[-1].step.loss == (2.5).hex()
     assert (story.last_iteration, len(story.steps)) == (steps, steps)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "data"),
+    [(10**30, {}), (2, {"samples": 10**30}), (2, {"loss": "0x1p99999"}), (2, {"loss": 3})],
+)
+def test_a_damaged_step_leaves_nothing_behind(iteration: int, data: dict[str, Any]) -> None:
+    story = Story()
+    story.add(Event(Kind.STEP, 1, iteration=1, data={"loss": (1.0).hex()}))
+    with pytest.raises((ValueError, TypeError)):
+        story.add(Event(Kind.STEP, 1, iteration=iteration, data=data))
+    story.add(Event(Kind.STEP, 1, iteration=3, data={"loss": (3.0).hex()}))
+    assert [step.step.loss for step in story.steps] == [n.hex() for n in (1.0, 3.0)]
+    assert [k for k, _ in story.steps.times()] == [1, 3]
 
 
 def test_what_comes_late_or_is_thrown_away_finds_its_place() -> None:

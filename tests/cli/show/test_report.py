@@ -198,6 +198,23 @@ def test_many_failures_share_a_table_of_means() -> None:
     assert table[2].split() == ["detect", "8", "0.012", "0.012"]
 
 
+def test_a_damaged_event_costs_itself_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", strike=6)
+    assert report.run(parse("--json", str(run))) == 0
+    whole = json.loads(capsys.readouterr().out)
+    slow, huge = Event(Kind.SLOW_NODE, 1, node=1), Event(Kind.STEP, 1, iteration=10**30)
+    with open(run / "events.jsonl", "ab") as file:
+        file.write(to_line(slow) + to_line(huge))
+    assert report.run(parse("--json", str(run))) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["steps"] == whole["steps"]
+    told = set(printed.err.splitlines())
+    assert len([line for line in told if " is skipped: " in line]) == len(told) == 2
+    assert report.run(parse(str(run))) == 0
+
+
 def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.run(parse(str(tmp_path))) == 2
     assert "is not the directory of a run" in capsys.readouterr().err

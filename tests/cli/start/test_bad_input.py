@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import shutil
 import socket
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.start import checks, launch, restarting, resuming
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import agent, checks, launch, restarting, resuming
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -26,6 +29,7 @@ from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import VaultError
 
+LAUNCH = launch.Launcher.run
 SCRIPT = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
 
 
@@ -125,19 +129,106 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
     old = old_run(tmp_path / "old")
     old.final.write_text("{}")
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
-    write_json(old.node(0), {"started": {str(os.getppid()): None, "1": 1}})
-    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
     parent = os.getppid()
-    started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    write_json(old.node(0), {"started": {str(parent): int(started)}, "hostname": "elsewhere"})
+    write_json(old.node(0), {"agent": parent, "started": {str(parent): None, "1": 1}})
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
-    write_json(old.node(0), {"started": {str(parent): int(started)}})
+    started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    listing = {"agent": parent, "started": {str(parent): int(started)}}
+    write_json(old.node(0), {**listing, "hostname": "elsewhere"})
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    write_json(old.node(0), listing)
     assert "which is alive" in complain(capsys, *run_arguments(old.path))
     old.final.unlink()
     assert "which is alive" in complain(capsys, *run_arguments(old.path))
     write_json(old.node(0), {})
     other = complain(capsys, *run_arguments(old.path, "--resume", str(tmp_path)))
     assert "leave --resume out" in other
+
+
+def agent_arguments(directory: Path, *more: str) -> list[str]:
+    size = ["--nodes", "2", "--nproc-per-node", "1", "--preload", "", "--node-id", "0"]
+    return ["agent", *size, "--run-dir", str(directory), *more, "--", SCRIPT]
+
+
+@pytest.mark.parametrize("arguments_of", [run_arguments, agent_arguments])
+def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
+    arguments_of: Callable[[Path], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "r"
+    monkeypatch.setattr(launch.Launcher, "run", LAUNCH)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        line = complain(capsys, *arguments_of(path))
+    assert line.endswith(f": {path}/run.json: No space left on device")
+    checks.check_run_directory(RunDirectory(path))
+    (path / "logs" / "node0-agent.log").touch()
+    assert "is not empty" in complain(capsys, *run_arguments(path))
+
+
+@pytest.mark.parametrize("arguments_of", [run_arguments, agent_arguments])
+def test_a_directory_that_cannot_be_made_is_one_line(
+    arguments_of: Callable[[Path], list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
+    line = complain(capsys, *arguments_of(tmp_path / "new" / "r"))
+    assert f"cannot be made: {tmp_path} is not writable" in line
+
+
+# Longer than a name may be: that is refused to root as well, where a missing permission is not.
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", LONG),
+        ("compare", LONG, LONG),
+        ("verify", LONG),
+        ("status", LONG),
+        ("clean", LONG),
+        ("check", "--runs", LONG),
+        ("demo", "--run-dir", LONG),
+        run_arguments(Path(LONG)),
+        run_arguments(Path("r"), command=LONG),
+        agent_arguments(Path(LONG)),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_the_system_refuses_is_one_line(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = complain(capsys, *arguments)
+    assert LONG in line
+    assert "File name too long" in line
+
+
+def test_what_the_system_refuses_later_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_launcher: launch.Launcher) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(launch.Launcher, "run", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        cli.main(run_arguments(tmp_path / "r"))
+
+
+def test_a_demo_in_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file" in complain(capsys, "demo", "--run-dir", str(tmp_path / "file"))
 
 
 def old_run(path: Path, world_size: int = 2) -> RunDirectory:
@@ -157,8 +248,13 @@ def test_resume_points_that_cannot_be_used(
         return complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
 
     assert "no durable state" in resume()
-    old.latest.write_text("{")
-    assert "damaged" in resume()
+    for text in ("{", "[" * 100_000):
+        old.latest.write_text(text)
+        assert "damaged" in resume()
+    old.latest.unlink()
+    old.latest.mkdir()
+    assert f"{old.latest}: Is a directory" in resume()
+    old.latest.rmdir()
     restore = Restore("durable", Generation(1, 5), path=str(tmp_path / "gone"))
     write_json(old.latest, restore.to_dict())
     assert "is not there any more" in resume()
@@ -248,11 +344,11 @@ def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFix
         line = complain(capsys, command[0], str(run.path), *command[1:])
         assert f"no coordinator at 127.0.0.1:{port}" in line
         assert "deadpool clean" in line
-    agent = ("agent", "--run-dir", str(run.path), "--node-id", "0")
-    wrong = (*agent, "--coordinator", f"127.0.0.1:{port}")
+    join = ("agent", "--run-dir", str(run.path), "--node-id", "0")
+    wrong = (*join, "--coordinator", f"127.0.0.1:{port}")
     assert f"no coordinator at 127.0.0.1:{port}" in complain(capsys, *wrong)
-    assert "is not HOST:PORT" in complain(capsys, *agent, "--coordinator", "nowhere")
-    assert "belongs to run 01d01d01" in complain(capsys, *agent, "--run-id", "new")
+    assert "is not HOST:PORT" in complain(capsys, *join, "--coordinator", "nowhere")
+    assert "belongs to run 01d01d01" in complain(capsys, *join, "--run-id", "new")
     (run.path / "secret").chmod(0o644)
     assert "chmod 600" in complain(capsys, "status", str(run.path))
 
@@ -329,6 +425,43 @@ def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         line = complain(capsys, *run_arguments(tmp_path / "r", "--port", port))
     assert "Address already in use" in line
     assert not (tmp_path / "r" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1:0 (Cannot assign requested address)"),
+        (("--coordinator-port", "99999"), "--coordinator-port 99999 is no port"),
+        (("--coordinator-port", "-1"), "--coordinator-port -1 is no port"),
+    ],
+)
+def test_an_agent_that_could_not_listen(
+    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in complain(capsys, *agent_arguments(tmp_path / "r", *more))
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_port_of_an_agent_may_be_taken_by_its_own_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = old_run(tmp_path / "old")
+    (run.path / "secret").write_text("s" * 32)
+    (run.path / "secret").chmod(0o600)
+
+    def import_nothing(*_: object) -> None:
+        raise CommandError("so far it is good")
+
+    monkeypatch.setattr(agent, "preload_modules", import_nothing)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = ("--run-dir", str(run.path), "--host", "127.0.0.1", "--coordinator-port", str(port))
+        arguments = ("agent", "--node-id", "0", "--preload", "", *where)
+        line = complain(capsys, *arguments)
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in line
+        write_json(run.coordinator, {"host": "127.0.0.1", "port": port})
+        assert "so far it is good" in complain(capsys, *arguments)
+    assert not segment_root(run.read_run().run_id).exists()
 
 
 def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:

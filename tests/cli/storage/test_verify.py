@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from deadpool_megatron.cli import main
+from deadpool_megatron.cli.storage import checkpoint_files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist import frozen_file
@@ -153,6 +155,39 @@ def test_a_checkpoint_with_every_kind_of_damage(
     assert "No such file" in str(findings(capsys, tmp_path / "iter_1", 1))
     (tmp_path / "iter_1" / ".metadata").write_bytes(b"\x80\x04K")
     assert findings(capsys, tmp_path / "iter_1", 1)
+
+
+@pytest.mark.parametrize("damage", [OverflowError("too large"), MemoryError(), RuntimeError("?")])
+def test_whatever_a_parser_makes_of_damage_is_a_finding(
+    damage: Exception,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise damage
+
+    data = checkpoint(tmp_path / "iter_1")
+    with monkeypatch.context() as patched:
+        patched.setattr(zipfile.ZipFile, "testzip", fail)
+        found = findings(capsys, tmp_path / "iter_1", 1)
+    assert str(data) in {f["path"] for f in found if f["verdict"] == "bad"}
+    monkeypatch.setattr(checkpoint_files, "_ranges", fail)
+    (bad,) = findings(capsys, tmp_path / "iter_1", 1)
+    assert bad["path"] == str(tmp_path / "iter_1" / ".metadata")
+    assert type(damage).__name__ in bad["reason"]
+
+
+def test_one_bit_of_an_encrypted_archive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bit that says so: without a password nothing of it can be read."""
+    data = checkpoint(tmp_path / "iter_1")
+    whole = bytearray(data.read_bytes())
+    whole[whole.index(b"PK\x01\x02") + 8] ^= 1
+    data.write_bytes(whole)
+    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    assert "encrypted" in bad["reason"]
 
 
 def test_an_index_that_python_3_13_has_written(

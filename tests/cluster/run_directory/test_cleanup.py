@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import LOGS, RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import LOGS, RunDirectory, write_json
 
 RUN_ID = "0123abcd"
 
@@ -45,3 +46,14 @@ def test_a_file_that_goes_and_one_that_comes_meanwhile(
     assert not root.exists()
     assert not late
     assert cleaned.nbytes >= 4096
+
+
+def test_nodes_of_other_hosts_stay_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their processes cannot be seen from here; what follows the run finds them by these files."""
+    monkeypatch.setattr(cleanup, "segment_root", lambda run_id: tmp_path / "shared")
+    run = RunDirectory(tmp_path / "run")
+    run.node(0).parent.mkdir(parents=True)
+    for node, hostname in enumerate((socket.gethostname(), "elsewhere")):
+        write_json(run.node(node), {"agent": 1, "hostname": hostname, "started": {}})
+    cleanup.clean_run(run, RUN_ID)
+    assert list(run.node_listings()) == [1]
