@@ -23,6 +23,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.cluster.member.pause_point import PausePoint
 from deadpool_megatron.cluster.member.store import StoreError
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import group_name
@@ -79,7 +80,7 @@ class Counting:
         self.epoch = 0
         self.iteration = 0
         self.values = [0] * VALUES
-        self.pause_after: int | None = None
+        self.pauses = PausePoint()
         self.section = "parked"
         self.waiting: list[Any] | None = None
         self.begun: list[list[Any]] = []
@@ -97,7 +98,9 @@ class Counting:
         }
 
     def on_pause(self, iteration: int) -> None:
-        self.pause_after = iteration
+        started = self.pauses.order(iteration)
+        if started is not None:
+            self.link.send({"t": "pause-refused", "epoch": self.epoch, "iteration": started})
 
     def ignore(self, *_: object) -> None:
         pass
@@ -113,7 +116,8 @@ class Counting:
             return 0
 
     def take_record(self, record: EpochRecord) -> None:
-        self.epoch, self.pause_after = record.epoch, None
+        self.epoch = record.epoch
+        self.pauses.reset()
         mine = [role for role, seat in record.seats.items() if seat == self.link.seat]
         if not mine:
             self.section = "parked"
@@ -237,9 +241,9 @@ class Counting:
         while self.iteration < self.last_iteration():
             self.section = "train"
             self.barrier(self.iteration)
-            if self.pause_after is not None:
-                self.pause()
             iteration = self.iteration + 1
+            if not self.pauses.may_start(iteration):
+                self.pause(iteration)
             failpoints.set_context(iteration=iteration)
             failpoints.hit("member.step")
             self.sleep(self.args.step_seconds)
@@ -314,17 +318,12 @@ class Counting:
                 }
             )
 
-    def pause(self) -> None:
-        wanted = self.pause_after
-        assert wanted is not None
-        if self.iteration > wanted:
-            self.pause_after = None
-            message = {"t": "pause-refused", "epoch": self.epoch, "iteration": self.iteration}
-            self.link.send(message)
-        elif self.iteration == wanted:
-            self.section = "paused"
-            self.link.send({"t": "paused", "epoch": self.epoch, "iteration": self.iteration})
-            self.wait(lambda: False)
+    def pause(self, iteration: int) -> None:
+        """Stand still before ``iteration``, until a later one is wanted or the epoch is over."""
+        self.section = "paused"
+        self.link.send({"t": "paused", "epoch": self.epoch, "iteration": self.iteration})
+        self.wait(lambda: self.pauses.may_start(iteration))
+        self.section = "train"
 
     def hang_if_asked(self, iteration: int) -> None:
         if self.args.misbehave == "fail" and iteration == 8 and self.role == 1:

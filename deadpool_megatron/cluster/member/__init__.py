@@ -1,1 +1,1 @@
-"""A training process's end of the line to its agent."""
+"""A training process's end of the line to its agent, and the pause that is ordered on it."""

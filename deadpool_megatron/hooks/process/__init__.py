@@ -3,6 +3,5 @@
 session      takes roles, trains, leaves closed epochs, takes roles again
 entry        entering an epoch: build, connect, restore, synchronise, verify one role
 course       the way through an open epoch: iterations and segments, each made safe
-pause_point  the planned pause: all roles stand still after the same iteration
 own_time     how long a role works without waiting for others
 """

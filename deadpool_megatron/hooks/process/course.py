@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.member.pause_point import PausePoint
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
-from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.part_kinds import BOUNDARIES
 from deadpool_megatron.layout.records import EpochRecord, Generation

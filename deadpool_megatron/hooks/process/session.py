@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.cluster.member.pause_point import PausePoint
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
@@ -40,7 +41,6 @@ from deadpool_megatron.hooks.process.course import EpochCourse
 from deadpool_megatron.hooks.process.device import take_device
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.process.own_time import DeviceMeter, HostMeter
-from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.hooks.process.standstill import Standstill
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer

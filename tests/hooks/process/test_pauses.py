@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.member.pause_point import PausePoint
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.checkpoints import durable_saves
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
-from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.layout.records import Generation
 from tests.hooks.process.session_rig import ELSEWHERE, SECONDS, Rig, drained
 
