@@ -50,8 +50,10 @@ def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
 def test_what_is_due(tmp_path: Path, newest: int, every: int, due: int) -> None:
     """Every fourth iteration, two ahead at least, of those that are generations at all."""
     world = World(tmp_path, persist_interval=4)
-    world.state.line.newest, world.state.record.protection.every = newest, every
-    world.exports.tick()
+    world.state.record.protection.every = every
+    for finished in range(newest, due - 1):
+        world.state.line.newest = finished
+        world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == due
 
 

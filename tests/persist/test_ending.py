@@ -254,8 +254,9 @@ DUMPED = ExportDump(Restore("dump", G7, "step", "/dump/1-7"), {0: 0, 1: 0})
 def dumping(directory: Path) -> World:
     """Node 0 has dumped both roles; node 1 is lost."""
     world = World(directory, persist_interval=40)
+    world.state.line.newest = 38
     world.exports.tick()
-    world.orders()
+    assert world.orders() == TAKE
     del world.state.fleet.nodes[1]
     world.state.phase, world.state.open_epoch = Phase.DUMPING, None
     world.exports.carry_out(DUMPED)

@@ -99,6 +99,20 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
+def test_a_recovery_long_before_an_iteration_is_due_costs_no_export(
+    text: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    killed = fault("killed", "optimizer.inside", when_role=0, when_iteration=2)
+    job = program(text, 40, {"9-40": "{run}/exports/iter_*"})
+    outcome = run_program(run, job, [killed], settings="--deadpool-persist-interval 12")
+    assert outcome.status == 0, outcome.story()
+    assert outcome.fired == {"killed"}, outcome.story()
+    assert len(outcome.final["recoveries"]) == 1
+    assert (run / "exports" / "iter_0000012").is_dir(), outcome.story()
+
+
+@pytest.mark.full
 def test_a_run_that_has_to_end_exports_once_more(text: str, tmp_path: Path) -> None:
     """Before a time limit beside the training; the run that goes on loses a node and has no spare:
     it makes a checkpoint of its dump. Both are loaded as any is, and lead to the same end."""

@@ -4,7 +4,8 @@ be done comes out as effects, of which exports.py takes care.
 An export goes through three steps: *taking* (every vault with a role sets the generation aside, and
 says so once it is committed), *writing* (one exporter on each of these nodes; the one with role 0
 makes a checkpoint of all files), *publishing* (rename, pointers, pruning). Any failure on the way
-ends it, and the next one is tried when it is due; neither training nor a recovery waits for one.
+ends it, and the next one is tried when it is due (interval.py); neither training nor a recovery
+waits for one.
 
 A run that has to end exports once more where exports are configured: before a time limit beside the
 training, and the dump comes after it, or at half the time that was announced; after a loss that no
@@ -19,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.checkpoints.export import Export, Leaving, Purpose, Wish
+from deadpool_megatron.cluster.coordinator.checkpoints.interval import (
+    FIRST_MARGIN,
+    LONGEST_MARGIN,
+    Interval,
+)
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
@@ -30,9 +36,6 @@ from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import Code
 
-# Iterations between an order and the one it is about; more where iterations are too fast for that.
-_FIRST_MARGIN = 2
-_LONGEST_MARGIN = 64
 # Of the time that is left to a run: the rest is for the dump that follows.
 _SHARE_OF_EXPORT = 0.5
 # How long at most the dump waits for the room that an unfinished export has taken.
@@ -87,11 +90,12 @@ class ExportCourse:
         self._directory = directory
         self.effects: list[Effect] = []
         self._count = 0
-        self._tried = 0
+        self._interval = Interval(settings.persist_interval)
         self._wish: Wish | None = None
         self._leaving: Leaving | None = None
         self._dumped: ExportDump | None = None
-        self._margin = _FIRST_MARGIN
+        # Iterations between an order and the one it is about; more after one that was too late.
+        self._margin = FIRST_MARGIN
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
 
@@ -111,7 +115,7 @@ class ExportCourse:
 
     def _request(self, wish: Wish) -> None:
         self._wish = wish
-        self._margin = _FIRST_MARGIN
+        self._margin = FIRST_MARGIN
         if self._leaving is not None:
             self._unwish("the run is about to end, and exports once more itself")
 
@@ -135,7 +139,7 @@ class ExportCourse:
         if export is None or export.directory != self._directory:
             self._unwish("the run is about to end, and exports once more itself")
             self._wish = Wish(self._directory, Purpose.TIME_LIMIT)
-            self._margin = _FIRST_MARGIN
+            self._margin = FIRST_MARGIN
         text = (
             f"{reason}: the run ends within {seconds:g} s; a last checkpoint is written in the"
             f" background, for {_SHARE_OF_EXPORT * seconds:g} s at most, then the state is dumped"
@@ -173,6 +177,7 @@ class ExportCourse:
 
     def tick(self, state: State, now: float) -> None:
         """Begin what is due, give up what cannot be finished, publish what is written."""
+        self._interval.saw(_newest(state))
         export, leaving = self._export, self._leaving
         is_late = leaving is not None and now > leaving.until
         if leaving is not None and is_late and (export is None or export.is_publishing):
@@ -240,7 +245,6 @@ class ExportCourse:
             self.effects.append(Publish(export, export.generation))
 
     def _begin_if_due(self, state: State, now: float) -> None:
-        interval = self._settings.persist_interval
         if state.phase in LAST_PHASES:
             self._unwish("the run is over")
         if self._dumped is not None and state.phase is Phase.DUMPING:
@@ -250,19 +254,17 @@ class ExportCourse:
             if self._leaving is not None:
                 self._leave_by(self._leaving, now)  # a recovery began before its last export did
             return
-        newest = max(state.line.newest, state.record.restore.generation.iteration)
         # With a cadence there are generations of every n-th iteration only.
-        every = state.record.protection.every
+        epoch, every = state.record.epoch, state.record.protection.every
         if self._wish is not None:
-            self._begin(state.record, next_due(newest + self._margin, every), self._wish, now)
+            due = next_due(_newest(state) + self._margin, every)
+            self._begin(state.record, due, self._wish, now)
             self._wish = None
-        elif interval:
-            due = next_due(next_due(newest + _FIRST_MARGIN, interval), every)
-            if due > self._tried:
-                self._begin(state.record, due, Wish(self._directory, Purpose.INTERVAL), now)
+        elif (iteration := self._interval.due(epoch, every, self._margin)) is not None:
+            wish = Wish(self._directory, Purpose.INTERVAL)
+            self._begin(state.record, iteration, wish, now)
 
     def _begin(self, record: EpochRecord, iteration: int, wish: Wish, now: float) -> None:
-        self._tried = iteration
         nodes = frozenset(seat.node for seat in record.seats.values())
         self._export = self._new(iteration, record.epoch, wish, nodes, now)
         self._order(self._export, "export-take")
@@ -308,21 +310,29 @@ class ExportCourse:
             why = f"the roles have not set the same moment aside: {', '.join(moments)}"
             self._abandon(why, now)
             return
+        self._margin = FIRST_MARGIN
+        if export.directory == self._directory:
+            self._interval.taken(export.iteration)
         export.generation = generation
         export.step = "writing"
         export.awaited = set(export.nodes)
         self._order(export, "export-write", directory=str(export.unfinished))
 
     def _abandon(self, why: str, now: float, *, again: bool = False) -> None:
-        """Nothing of it is left; what was not due by an interval is tried ``again`` later on, if
-        its iteration was overwritten before it was set aside."""
+        """Nothing of it is left; a later iteration is tried ``again``, if its own was overwritten
+        before it was set aside."""
         export = self._export
         assert export is not None
         self._order(export, "export-drop")
-        is_wanted = export.purpose is not Purpose.INTERVAL or self._leaving is not None
-        if is_wanted and again and self._margin < _LONGEST_MARGIN:
+        is_of_interval = export.purpose is Purpose.INTERVAL and self._leaving is None
+        if again and self._margin < LONGEST_MARGIN:
             self._margin *= 2
-            self._wish = self._wish or Wish(export.directory, export.purpose, export.number)
+            if not is_of_interval:  # else it is still due
+                self._wish = self._wish or Wish(export.directory, export.purpose, export.number)
+        else:
+            self._margin = FIRST_MARGIN
+            if is_of_interval and export.generation is None:
+                self._interval.failed(export.epoch, export.iteration)
         self._last = {"iteration": export.iteration, "path": "", "error": why}
         text = f"no checkpoint of iteration {export.iteration} in the background: {why}"
         self._say("warning", text, export.epoch)
@@ -377,3 +387,9 @@ class ExportCourse:
         order = {"t": kind, "name": export.name, "iteration": export.iteration, **content}
         for node in sorted(export.nodes) if only is None else [only]:
             self.effects.append(Order(node, order))
+
+
+def _newest(state: State) -> int:
+    """The newest iteration that is known to be over."""
+    begun = 0 if state.record is None else state.record.restore.generation.iteration
+    return max(state.line.newest, begun)

@@ -1,0 +1,310 @@
+"""Exports of an interval that is far longer than what one of them takes: when they are ordered, and
+what becomes of one that something comes in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
+from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
+from deadpool_megatron.cluster.machine.inputs import DumpRequested, Exported
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from tests.persist.harness.world import DROP, TAKE, World
+
+
+def ordered(world: World) -> int | None:
+    """The iteration of the export under way."""
+    return world.exports.status()["now"].get("iteration")
+
+
+def train(world: World, last: int, by: int = 1) -> None:
+    """Iterations go by up to ``last``, ``by`` of them from one look to the next."""
+    for newest in range(world.state.line.newest + by, last + 1, by):
+        world.state.line.newest = newest
+        world.exports.tick()
+
+
+def finish(world: World, iteration: int) -> None:
+    """The export under way, of ``iteration``, is taken, written and published."""
+    epoch = world.state.record.epoch
+    for node in range(2):
+        world.hear(node, "taken", roles={str(node): [[epoch, iteration], "step"]})
+    world.written()
+    world.sent.clear()
+    world.exports.tick()
+    world.work()
+    assert ordered(world) is None
+
+
+def recover(world: World) -> None:
+    """The epoch under way is closed, and the next one trains."""
+    world.state.phase, world.state.open_epoch = Phase.CLOSING, None
+    world.exports.tick()
+    closed = world.state.record.epoch
+    world.state.record.epoch = closed + 1
+    world.state.line.kept |= {closed: world.state.line.newest, closed + 1: 1 << 62}
+    world.state.phase, world.state.open_epoch = Phase.RUNNING, world.state.record.epoch
+    world.exports.tick()
+    world.work()
+
+
+@pytest.mark.parametrize("interval", [30, 40, 500])
+def test_an_export_is_ordered_a_few_iterations_before_its_own(
+    tmp_path: Path, interval: int
+) -> None:
+    """Its limit and the memory for it begin with the order, however slow the steps are."""
+    world = World(tmp_path, persist_interval=interval)
+    for due in (interval, 2 * interval):
+        train(world, due - 5)
+        assert world.orders() == []
+        train(world, due - 4)
+        assert world.orders() == TAKE
+        assert ordered(world) == due
+        train(world, due + 1)
+        finish(world, due)
+
+
+@pytest.mark.parametrize("by", [2, 7, 10, 30])
+def test_no_due_iteration_is_jumped_over_however_many_go_by_from_look_to_look(
+    tmp_path: Path, by: int
+) -> None:
+    """Fast ones, or a loop that reports few of its steps."""
+    world = World(tmp_path, persist_interval=100)
+    for due in (100, 200, 300):
+        train(world, due - 2, by)
+        assert ordered(world) == due
+        finish(world, due)
+
+
+def test_one_look_that_came_late_is_no_pace(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=100)
+    train(world, 20)
+    world.state.line.newest = 60
+    world.exports.tick()
+    train(world, 95)
+    assert world.orders() == []
+    train(world, 96)
+    assert ordered(world) == 100
+
+
+def test_an_iteration_that_was_jumped_over_is_made_up_for_by_the_next_that_can_be_had(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, persist_interval=100)
+    train(world, 90)
+    world.state.line.newest = 150
+    world.exports.tick()
+    assert ordered(world) == 152
+    finish(world, 152)
+    train(world, 195)
+    assert world.orders() == []
+    train(world, 196)
+    assert ordered(world) == 200
+
+
+def test_with_a_cadence_what_was_jumped_over_is_made_up_for_by_a_generation(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, persist_interval=100)
+    world.state.record.protection.every = 8
+    train(world, 90)
+    world.state.line.newest = 150
+    world.exports.tick()
+    assert ordered(world) == 152
+    world.hear(0, "failed", text="the slot was overwritten", code="too-late")
+    world.state.line.newest = 154
+    world.exports.tick()
+    assert ordered(world) == 160
+    world.work()
+
+
+def test_an_order_of_the_interval_that_was_too_late_is_given_again_further_ahead(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, persist_interval=100)
+    train(world, 96)
+    for tried, newest, then in ((100, 101, 105), (105, 106, 114)):
+        assert ordered(world) == tried
+        world.state.line.newest = newest
+        world.hear(0, "failed", text="the slot was overwritten", code="too-late")
+        assert f"no checkpoint of iteration {tried} " in world.complaint()
+        world.exports.tick()
+        assert ordered(world) == then
+    world.orders()
+    finish(world, 114)
+    train(world, 196)
+    assert ordered(world) == 200, "as near as ever"
+
+
+def test_orders_that_are_always_too_late_come_to_an_end(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=1000)
+    train(world, 996)
+    for _ in range(20):
+        if ordered(world) is None:
+            break
+        world.hear(0, "failed", text="the slot was overwritten", code="too-late")
+        world.exports.tick()
+    assert ordered(world) is None
+    world.orders()
+    train(world, 1995)
+    assert world.orders() == []
+    train(world, 1996)
+    assert ordered(world) == 2000
+    world.work()
+
+
+def test_a_recovery_in_the_middle_of_the_interval_costs_no_export(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=30)
+    train(world, 2)
+    recover(world)
+    train(world, 25)
+    assert world.events == []
+    assert world.orders() == []
+    train(world, 26)
+    assert ordered(world) == 30
+
+
+@pytest.mark.parametrize("is_told_by_a_node", [False, True])
+@pytest.mark.parametrize(("newest", "then"), [(26, 30), (28, 30), (29, 31), (31, 33)])
+def test_an_iteration_that_a_recovery_kept_from_being_taken_is_taken_after_it(
+    tmp_path: Path, newest: int, then: int, is_told_by_a_node: bool
+) -> None:
+    """Or the next one that can be had, where the recovery goes on from behind it."""
+    world = World(tmp_path, persist_interval=30)
+    train(world, newest)
+    assert ordered(world) == 30
+    world.orders()
+    if is_told_by_a_node:
+        world.hear(1, "failed", text="take: epoch 1 was closed")
+    recover(world)
+    assert world.orders() == [*DROP, *TAKE]
+    assert "no checkpoint of iteration 30 in the background" in world.complaint()
+    assert ordered(world) == then
+    finish(world, then)
+    train(world, 55)
+    assert world.orders() == [], "it was made up for once"
+    train(world, 56)
+    assert ordered(world) == 60
+
+
+def test_a_refused_export_is_not_ordered_again_and_again(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=30)
+    train(world, 26)
+    world.orders()
+    world.hear(1, "failed", text="no room")
+    assert world.orders() == DROP
+    train(world, 55)
+    assert world.orders() == []
+    train(world, 56)
+    assert ordered(world) == 60, "the next one comes when it is due"
+    world.work()
+
+
+def test_a_refused_export_is_ordered_once_more_in_the_next_epoch(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=30)
+    train(world, 26)
+    world.hear(1, "failed", text="no room")
+    train(world, 40)
+    recover(world)
+    assert ordered(world) == 42
+    world.hear(1, "failed", text="no room")
+    world.orders()
+    train(world, 55)
+    assert world.orders() == []
+    world.work()
+
+
+def test_after_one_that_was_not_written_the_next_one_comes_when_it_is_due(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=30)
+    train(world, 26)
+    world.taken(30)
+    train(world, 33)
+    world.hear(1, "failed", text="the disk is full")
+    world.orders()
+    recover(world)
+    train(world, 55)
+    assert world.orders() == []
+    train(world, 56)
+    assert ordered(world) == 60
+
+
+def test_what_was_due_while_one_of_the_interval_was_written_is_not_made_up_for(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, persist_interval=30)
+    train(world, 70)
+    finish(world, 30)
+    train(world, 85)
+    assert world.orders() == []
+    train(world, 86)
+    assert ordered(world) == 90
+
+
+def test_who_asks_does_not_wait_for_an_iteration_that_is_far_away(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=500)
+    elsewhere = tmp_path / "elsewhere"
+    train(world, 10)
+    world.exports.carry_out(BeginExport(5, str(elsewhere)))
+    world.exports.tick()
+    assert ordered(world) == 12, "one of the next iterations, now"
+    finish(world, 12)
+    assert world.fed[-1] == Exported(5, 12, str(elsewhere / "iter_0000012"))
+    train(world, 495)
+    assert world.orders() == []
+    train(world, 496)
+    assert ordered(world) == 500
+
+
+@pytest.mark.parametrize(("where", "then"), [("elsewhere", 512), ("exports", None)])
+def test_a_due_iteration_that_passes_while_one_that_was_asked_for_is_written(
+    tmp_path: Path, where: str, then: int | None
+) -> None:
+    """It is made up for, unless what was asked for lies where those of the interval do."""
+    world = World(tmp_path, persist_interval=500)
+    train(world, 495)
+    world.exports.carry_out(BeginExport(5, str(tmp_path / where)))
+    world.exports.tick()
+    world.exports.tick()
+    assert ordered(world) == 497
+    world.hear(1, "failed", text="the slot was overwritten", code="too-late")
+    world.state.line.newest = 497
+    world.exports.tick()
+    assert ordered(world) == 501
+    train(world, 510)
+    world.orders()
+    world.work()
+    finish(world, 501)
+    world.exports.tick()
+    assert ordered(world) == then
+
+
+def test_the_last_export_of_a_run_is_of_one_of_the_next_iterations(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=500)
+    train(world, 10)
+    world.exports.carry_out(EndRun("the time is over", 100.0))
+    world.exports.tick()
+    assert ordered(world) == 12
+    finish(world, 12)
+    assert isinstance(world.fed[-1], DumpRequested)
+    assert (tmp_path / "exports" / "iter_0000012").is_dir()
+
+
+@pytest.mark.parametrize(("newest", "due"), [(10, 30), (27, 30), (29, 60), (31, 60)])
+def test_a_coordinator_that_takes_over_goes_on_with_the_next_due_iteration(
+    tmp_path: Path, newest: int, due: int
+) -> None:
+    world = World(tmp_path, persist_interval=30)
+    train(world, newest)
+    world.sent.clear()
+    world.exports = Exports(
+        world.desk, send=lambda node, message: world.sent.append((node, message["t"], message))
+    )
+    world.exports.tick()
+    for finished in range(newest + 1, due - 3):
+        assert world.orders() == []
+        world.state.line.newest = finished
+        world.exports.tick()
+    assert world.orders() == TAKE
+    assert ordered(world) == due
