@@ -39,7 +39,7 @@ def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
     assert read_json(world.run.exported)["paths"] == [str(final)]
     world.exports.tick()
     assert world.orders() == [], "the next one is due behind iteration 4"
-    world.state.line.newest = 5
+    world.state.reached = 5
     world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == 8
 
@@ -52,7 +52,7 @@ def test_what_is_due(tmp_path: Path, newest: int, every: int, due: int) -> None:
     world = World(tmp_path, persist_interval=4)
     world.state.record.protection.every = every
     for finished in range(newest, due - 1):
-        world.state.line.newest = finished
+        world.state.reached = finished
         world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == due
 
@@ -146,7 +146,7 @@ def published_during_a_recovery(world: World, kept: dict[int, int]) -> list[Path
         if iteration == 8:  # between the tick that begins to publish and its work
             world.state.line.kept, world.state.phase = kept, Phase.OPENING
         world.work()
-        world.state.line.newest = iteration
+        world.state.reached = iteration
     return sorted(world.run.exports.glob("iter_*"))
 
 

@@ -239,7 +239,7 @@ def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> No
     world.work()
     elsewhere = str(tmp_path / "elsewhere" / "iter_0000002")
     assert told(world) == [DurableValid(2, elsewhere), Exported(5, 2, elsewhere)]
-    world.state.line.newest = 2
+    world.state.reached = 2
     world.sent.clear()
     world.exports.tick()
     assert world.orders() == TAKE
@@ -254,7 +254,7 @@ DUMPED = ExportDump(Restore("dump", G7, "step", "/dump/1-7"), {0: 0, 1: 0})
 def dumping(directory: Path) -> World:
     """Node 0 has dumped both roles; node 1 is lost."""
     world = World(directory, persist_interval=40)
-    world.state.line.newest = 38
+    world.state.reached = 38
     world.exports.tick()
     assert world.orders() == TAKE
     del world.state.fleet.nodes[1]

@@ -21,8 +21,8 @@ def ordered(world: World) -> int | None:
 
 def train(world: World, last: int, by: int = 1) -> None:
     """Iterations go by up to ``last``, ``by`` of them from one look to the next."""
-    for newest in range(world.state.line.newest + by, last + 1, by):
-        world.state.line.newest = newest
+    for newest in range(world.state.reached + by, last + 1, by):
+        world.state.reached = newest
         world.exports.tick()
 
 
@@ -44,7 +44,7 @@ def recover(world: World) -> None:
     world.exports.tick()
     closed = world.state.record.epoch
     world.state.record.epoch = closed + 1
-    world.state.line.kept |= {closed: world.state.line.newest, closed + 1: 1 << 62}
+    world.state.line.kept |= {closed: world.state.reached, closed + 1: 1 << 62}
     world.state.phase, world.state.open_epoch = Phase.RUNNING, world.state.record.epoch
     world.exports.tick()
     world.work()
@@ -81,7 +81,7 @@ def test_no_due_iteration_is_jumped_over_however_many_go_by_from_look_to_look(
 def test_one_look_that_came_late_is_no_pace(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=100)
     train(world, 20)
-    world.state.line.newest = 60
+    world.state.reached = 60
     world.exports.tick()
     train(world, 95)
     assert world.orders() == []
@@ -94,7 +94,7 @@ def test_an_iteration_that_was_jumped_over_is_made_up_for_by_the_next_that_can_b
 ) -> None:
     world = World(tmp_path, persist_interval=100)
     train(world, 90)
-    world.state.line.newest = 150
+    world.state.reached = 150
     world.exports.tick()
     assert ordered(world) == 152
     finish(world, 152)
@@ -110,11 +110,11 @@ def test_with_a_cadence_what_was_jumped_over_is_made_up_for_by_a_generation(
     world = World(tmp_path, persist_interval=100)
     world.state.record.protection.every = 8
     train(world, 90)
-    world.state.line.newest = 150
+    world.state.reached = 150
     world.exports.tick()
     assert ordered(world) == 152
     world.hear(0, "failed", text="the slot was overwritten", code="too-late")
-    world.state.line.newest = 154
+    world.state.reached = 154
     world.exports.tick()
     assert ordered(world) == 160
     world.work()
@@ -127,7 +127,7 @@ def test_an_order_of_the_interval_that_was_too_late_is_given_again_further_ahead
     train(world, 96)
     for tried, newest, then in ((100, 101, 105), (105, 106, 114)):
         assert ordered(world) == tried
-        world.state.line.newest = newest
+        world.state.reached = newest
         world.hear(0, "failed", text="the slot was overwritten", code="too-late")
         assert f"no checkpoint of iteration {tried} " in world.complaint()
         world.exports.tick()
@@ -269,7 +269,7 @@ def test_a_due_iteration_that_passes_while_one_that_was_asked_for_is_written(
     world.exports.tick()
     assert ordered(world) == 497
     world.hear(1, "failed", text="the slot was overwritten", code="too-late")
-    world.state.line.newest = 497
+    world.state.reached = 497
     world.exports.tick()
     assert ordered(world) == 501
     train(world, 510)
@@ -304,7 +304,7 @@ def test_a_coordinator_that_takes_over_goes_on_with_the_next_due_iteration(
     world.exports.tick()
     for finished in range(newest + 1, due - 3):
         assert world.orders() == []
-        world.state.line.newest = finished
+        world.state.reached = finished
         world.exports.tick()
     assert world.orders() == TAKE
     assert ordered(world) == due

@@ -236,8 +236,7 @@ def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
     if state.record is None or epoch != state.heard_epoch:
         turn.refuse(f"step {iteration}", f"epoch {epoch} is not open")
         return
-    if iteration > state.line.newest:
-        turn.state = state._replace(line=replace(state.line, newest=iteration))
+    turn.state = state._replace(line=state.line.reported(Generation(epoch, iteration)))
     running = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and iteration > state.record.restore.generation.iteration:
         turn.end_recovery()

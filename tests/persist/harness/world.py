@@ -30,7 +30,8 @@ class World:
             record=record,
             open_epoch=1,
             fleet=SimpleNamespace(nodes={0: None, 1: None}),
-            line=SimpleNamespace(newest=0, kept={1: 1 << 62}, durable=None),
+            line=SimpleNamespace(kept={1: 1 << 62}, durable=None),
+            reached=0,
         )
         self.sent: list[tuple[int, str, Mapping[str, Any]]] = []
         self.events: list[Event] = []

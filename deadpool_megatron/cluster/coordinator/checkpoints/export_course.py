@@ -177,7 +177,7 @@ class ExportCourse:
 
     def tick(self, state: State, now: float) -> None:
         """Begin what is due, give up what cannot be finished, publish what is written."""
-        self._interval.saw(_newest(state))
+        self._interval.saw(state.reached)
         export, leaving = self._export, self._leaving
         is_late = leaving is not None and now > leaving.until
         if leaving is not None and is_late and (export is None or export.is_publishing):
@@ -257,7 +257,7 @@ class ExportCourse:
         # With a cadence there are generations of every n-th iteration only.
         epoch, every = state.record.epoch, state.record.protection.every
         if self._wish is not None:
-            due = next_due(_newest(state) + self._margin, every)
+            due = next_due(state.reached + self._margin, every)
             self._begin(state.record, due, self._wish, now)
             self._wish = None
         elif (iteration := self._interval.due(epoch, every, self._margin)) is not None:
@@ -387,9 +387,3 @@ class ExportCourse:
         order = {"t": kind, "name": export.name, "iteration": export.iteration, **content}
         for node in sorted(export.nodes) if only is None else [only]:
             self.effects.append(Order(node, order))
-
-
-def _newest(state: State) -> int:
-    """The newest iteration that is known to be over."""
-    begun = 0 if state.record is None else state.record.restore.generation.iteration
-    return max(state.line.newest, begun)

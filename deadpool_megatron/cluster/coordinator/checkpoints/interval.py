@@ -42,10 +42,12 @@ class Interval:
         self._advances = (1, 1)
 
     def saw(self, newest: int) -> None:
-        """``newest``: the iteration that was reported last."""
+        """``newest``: the last iteration that is known to be over."""
         if newest > self._newest:
             self._advances = (self._advances[1], newest - self._newest)
-            self._newest = newest
+        elif newest < self._newest:
+            self._awaited = 0  # what is computed again after a return to an older one is due again
+        self._newest = newest
 
     def due(self, epoch: int, every: int, margin: int) -> int | None:
         """The iteration that is to be ordered now. ``margin``: so many after the newest one can be

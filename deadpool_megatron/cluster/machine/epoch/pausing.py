@@ -78,7 +78,7 @@ def pause(turn: Turn, order: PauseOrder) -> None:
 
 
 def _pause_next(turn: Turn, cause: str, leaving: frozenset[int]) -> None:
-    iteration = _boundary_after(turn.state, turn.state.line.newest)
+    iteration = _boundary_after(turn.state, turn.state.reached)
     pause(turn, PauseOrder(iteration, cause, leaving))
 
 
@@ -132,7 +132,7 @@ def pause_later(turn: Turn, event: PauseRefused) -> None:
     if turn.player(event) is None:
         return
     if isinstance(pausing, Pausing) and iteration >= pausing.order.iteration and state.record:
-        later = _boundary_after(state, max(state.line.newest, iteration))
+        later = _boundary_after(state, max(state.reached, iteration))
         order = replace(pausing.order, iteration=later, paused=PersistentSet())
         turn.enter(replace(pausing, order=order))
         turn.act(Pause(state.record.epoch, later))

@@ -9,23 +9,32 @@ from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.layout.schemes import ProtectionPlan
 
+_NOTHING = Generation(0, 0)
+
 
 @dataclass(frozen=True)
 class KeptLine:
     """``kept``: see layout.decision.keep_line. ``newest``: last iteration reported by an open
     epoch. ``durable``: the checkpoint that became valid last. ``ever_ran``: whether an epoch was
-    ever open.
+    ever open. ``told``: the last iteration reported by the newest epoch that has reported any: it
+    is behind ``newest`` after a return to an old checkpoint.
     """
 
     kept: Mapping[int, int] = field(default_factory=dict)
     newest: int = 0
     durable: Restore | None = None
     ever_ran: bool = False
+    told: Generation = _NOTHING
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever computed."""
         return not self.ever_ran and not self.newest
+
+    def reported(self, generation: Generation) -> KeptLine:
+        """Returns the line when an iteration was reported."""
+        newest, told = max(self.newest, generation.iteration), max(self.told, generation)
+        return replace(self, newest=newest, told=told)
 
     def keeps(self, generation: Generation) -> bool:
         """Returns whether training went on from this generation, or may."""

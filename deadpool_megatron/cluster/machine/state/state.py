@@ -102,6 +102,14 @@ class State(NamedTuple):
         return self.record.epoch if self.record and isinstance(self.doing, phases.Heard) else None
 
     @property
+    def reached(self) -> int:
+        """The last iteration of the newest epoch that is known to be over."""
+        if self.record is None:
+            return 0
+        begun, told = self.record.restore.generation.iteration, self.line.told
+        return max(begun, told.iteration) if told.lineage == self.record.epoch else begun
+
+    @property
     def restored(self) -> Set[int]:
         """Roles of the heard epoch that have their state."""
         match self.doing:

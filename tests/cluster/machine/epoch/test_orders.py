@@ -43,6 +43,22 @@ def test_drain_pauses_closes_moves_the_roles_and_frees_the_node() -> None:
     assert not rig.state.fleet.drains
 
 
+def test_a_pause_after_a_return_to_an_old_checkpoint_is_of_the_next_iterations() -> None:
+    """All copies were lost. What was computed before that is not to be waited for."""
+    rig = Rig(nodes=2, spares=2).run()
+    rig.steps(1000)
+    rig.feed(ev.DurableValid(100, "/ck/100", "save"))
+    rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
+    rig.closed()
+    assert rig.pending.restore.generation.iteration == 100
+    rig.journal()
+    rig.restored()
+    rig.steps(103)
+    assert rig.state.line.newest == 1000, "lines for people are not shown twice"
+    rig.feed(ev.DumpRequested("the time is over"))
+    assert rig.one(act.Pause).iteration == 105
+
+
 def test_member_that_is_past_the_iteration_makes_it_later() -> None:
     rig = drained()
     rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.PauseRefused(*rig.seat(1), 1, 9))
