@@ -113,8 +113,11 @@ def _is_in_vain(
     """Whether a request that nobody has taken is not to be sent again."""
     if not is_waited_for:
         return time.monotonic() > patience
-    # Where a coordinator has answered, or the run is over, there is something to wait for or tell.
-    return not isinstance(error, NotNow) and not run.final.exists() and not _may_be_alive(run)
+    # Where a coordinator has answered, or the run is over, there is something to wait for or tell;
+    # where no node is listed the run may be about to start.
+    if isinstance(error, NotNow) or run.final.exists() or not run.node_listings():
+        return False
+    return not _may_be_alive(run)
 
 
 def _may_be_alive(run: RunDirectory) -> bool:

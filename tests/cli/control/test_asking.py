@@ -21,7 +21,7 @@ WHAT: dict[str, dict[str, Any]] = {
     "drain": {"node": 1},
     "protect": {"plan": ProtectionPlan().to_dict(), "words": "buddy"},
     "persist": {"directory": "/run/exports"},
-    "stop": {"dump": True},
+    "stop": {"dump": True, "reason": "stopped"},
     "kill": {"part": "vault", "number": 1, "signal": "KILL"},
 }
 Answer = tuple[Stage, str] | Exception

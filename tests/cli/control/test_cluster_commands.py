@@ -184,7 +184,7 @@ def test_agent_that_cannot_work_says_so_at_once(
 def test_agent_that_only_its_own_host_could_reach_is_refused(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)
-        write_json(run.run.node(9), {"hostname": "elsewhere"})
+        write_json(run.run.node(9), {"hostname": "elsewhere", "agent": 1})
         refused = deadpool("agent", "--run-dir", str(run.run.path), "--node-id", "5")
         assert refused.returncode == 2
         assert "nodes on other hosts (elsewhere): give --host" in refused.stderr
