@@ -33,7 +33,8 @@ class RestoreQuery:
     as registered by the members; a role that is missing here is looked up in the inventories.
     ``kept``: lineage -> last iteration that was not abandoned (:func:`keep_line`). ``durable``: the
     newest valid checkpoint (its path, boundary and iteration). ``start``: what the run began with,
-    as long as no role ever got further than that, else None.
+    as long as no role ever got further than that, else None. ``every``: iterations from one
+    protected generation to the next.
     """
 
     epoch: int
@@ -47,6 +48,7 @@ class RestoreQuery:
     bad_generations: frozenset[Generation] = frozenset()
     durable: Restore | None = None
     start: Restore | None = None
+    every: int = 1
 
 
 @dataclass(frozen=True)

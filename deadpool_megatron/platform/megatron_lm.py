@@ -28,6 +28,7 @@ from typing import Any
 import torch._dynamo
 
 from deadpool_megatron.platform import lm_imports, saving, standins
+from deadpool_megatron.platform.loaders import drawing_apart
 
 _installed = False
 
@@ -113,20 +114,7 @@ def _accept_norms() -> None:
 
 
 def _keep_generator_from_loaders() -> None:
-    """Have data loaders draw from a generator of their own.
-
-    On a GPU, dropout draws from the device's generator and a loader, which draws a seed whenever it
-    is iterated (training.py:3439), from the CPU's. Here they would share one, so that a run which
-    loads a checkpoint and then builds its loaders would go on with other numbers.
-    """
+    """Also in a run without our hooks, against which others are held."""
     training = importlib.import_module("megatron.training.training")
-    real_build: Callable[..., Any] = training.build_pretraining_data_loader
-
-    @functools.wraps(real_build)
-    def build(*args: Any, **options: Any) -> Any:
-        loader = real_build(*args, **options)
-        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
-            loader.generator = torch.Generator()
-        return loader
-
-    training.build_pretraining_data_loader = build  # type: ignore[attr-defined]
+    apart = drawing_apart(training.build_pretraining_data_loader)
+    training.build_pretraining_data_loader = apart  # type: ignore[attr-defined]

@@ -43,8 +43,8 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     start of the run, if nothing was computed yet. A restore that is not from memory is a generation
     of the new epoch: the members seal it first.
 
-    Memory that the checkpoint has overtaken by more iterations than slots hold is of a host that
-    left the run long ago, and comes after it.
+    Memory that the checkpoint has overtaken by more generations than slots hold is of a host that
+    left the run long ago, and not looked at.
     """
     shelf = _Shelf(query)
     refusals: list[str] = []
@@ -138,8 +138,8 @@ class _Shelf:
     def is_overtaken(self, generation: Generation) -> bool:
         """Whether the checkpoint is newer than the slots of a run that goes on could make it."""
         slots = max((layout.slots for layout in self._layouts.values()), default=0)
-        durable = self._query.durable
-        return durable is not None and durable.generation.iteration > generation.iteration + slots
+        durable, kept = self._query.durable, slots * self._query.every
+        return durable is not None and durable.generation.iteration > generation.iteration + kept
 
     def produce(self, generation: Generation) -> Restore | str:
         """The restore of one generation, or what is missing for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,12 +153,17 @@ def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None
     assert "layout of role 1" in nothing.reason
 
 
-def test_memory_that_the_checkpoint_has_left_far_behind_comes_after_it() -> None:
-    """Of a host whose agent was lost long ago, when the run is started again there."""
+@pytest.mark.parametrize(("every", "most"), [(1, 10), (10, 37)])
+def test_memory_that_the_checkpoint_has_left_far_behind_comes_after_it(
+    every: int, most: int
+) -> None:
+    """Of a host whose agent was lost long ago, when the run is started again there. With a cadence
+    memory that is in use is further behind.
+    """
     content = {0: [(0, g(7), STEP), (1, g(7), STEP)]}
-    near, far = (Restore("durable", g(n, 0), "save", path=f"/ck/{n}") for n in (10, 11))
-    assert chosen(ask(content, durable=near)).generation == g(7)
-    assert chosen(ask(content, durable=far)).path == "/ck/11"
+    near, far = (Restore("durable", g(n, 0), "save", path=f"/ck/{n}") for n in (most, most + 1))
+    assert chosen(ask(content, durable=near, every=every)).generation == g(7)
+    assert chosen(ask(content, durable=far, every=every)).path == f"/ck/{most + 1}"
 
 
 def test_kept_line() -> None:

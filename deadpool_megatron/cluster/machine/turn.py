@@ -165,4 +165,5 @@ class Turn:
             bad_generations=state.blame.untrusted(held.values()),
             durable=state.blame.trusted(state.line.durable),
             start=start if start.kind == "initial" and state.line.is_empty else None,
+            every=1 if state.record is None else state.record.protection.every,
         )

@@ -20,6 +20,7 @@ from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
 from deadpool_megatron.hooks.pretraining.command_line import CommandLine
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
+from deadpool_megatron.platform.loaders import drawing_apart
 
 
 class Reached(BaseException):
@@ -75,7 +76,8 @@ class Build:
         _assume_data(False)
         made = []
         for source in self._sources:
-            with acting({"build_train_valid_test_datasets": _keep(source.datasets)}):
+            known = {"build_train_valid_test_datasets": _keep(source.datasets)}
+            with acting(known), _loaders_draw_apart():
                 made.append(source.make_iterators(source.provider))
         self.iterators = made
         train, valid, _ = self.iterator_arguments()
@@ -157,7 +159,8 @@ class Build:
         self._sources.append(_Source(original, provider))
         if self.detached:
             _assume_data(True)
-        made = original(provider)
+        with _loaders_draw_apart():
+            made = original(provider)
         self.iterators.append(made)
         return made
 
@@ -171,6 +174,15 @@ class Build:
         self.train, self.train_arguments = original, dict(bound.arguments)
         self.complete = True
         raise Reached
+
+
+@contextlib.contextmanager
+def _loaders_draw_apart() -> Iterator[None]:
+    from megatron.training import training
+
+    name = "build_pretraining_data_loader"
+    with replaced(training, name, drawing_apart(getattr(training, name))):
+        yield
 
 
 def _assume_data(there: bool) -> None:

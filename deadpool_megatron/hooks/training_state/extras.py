@@ -9,7 +9,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.training_state import fp8_state, loss_sums
+from deadpool_megatron.hooks.training_state import attributes, fp8_state, loss_sums
 from deadpool_megatron.hooks.training_state.optimizer import (
     inner_optimizers,
     param_group_tensors,
@@ -47,6 +47,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         values[f"buffer.{name}"] = tensor
     values.update(loss_sums.capture())
     values.update(fp8_state.capture(loop))
+    values.update(attributes.capture(loop))
     values.update(random_states())
     return values
 
@@ -101,6 +102,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
                 tensor.data = value.to(tensor.device, copy=True)
             tensor.copy_(value)
     fp8_state.restore(loop, values)
+    attributes.restore(loop, values)
 
 
 def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
     remade = {
         id(buffer)
         for module in chunk.modules()
-        if hasattr(module, "max_seq_len_cached")
+        if "max_seq_len_cached" in vars(module)
         for buffer in module.buffers(recurse=False)
     }
     return [(name, buffer) for name, buffer in chunk.named_buffers() if id(buffer) not in remade]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.training_state import fp8_state
+from deadpool_megatron.hooks.training_state import attributes, fp8_state
 from deadpool_megatron.hooks.training_state.extras import (
     lasting_buffers,
     tracked_random_states,
@@ -63,6 +63,8 @@ def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
             yield f"buffer.{number}.{name}", buffer
     for name, tensor in fp8_state.named_tensors(loop.model_chunks):
         yield f"fp8.{name}", tensor
+    for name, tensor in attributes.largest_logits(loop):
+        yield f"logits.{name}", tensor
     for number, part in enumerate(inner_optimizers(loop.optimizer)):
         yield from _optimizer_entries(f"optimizer.{number}", part)
     yield from _generator_entries()

@@ -11,6 +11,7 @@ import torch
 from deadpool_megatron.hooks.training_state import extras, hashing
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
+from tests.hooks.training_state.plain_loop import plain_loop
 
 select_platform().install()
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # noqa: E402
@@ -39,18 +40,6 @@ class Attention(torch.nn.Module):
         return cos.clone(), sin.clone()
 
 
-def loop() -> Any:
-    return SimpleNamespace(
-        model_chunks=[Attention()],
-        optimizer=SimpleNamespace(chained_optimizers=[]),
-        scheduler=SimpleNamespace(num_steps=0),
-        counters={"iteration": 0},
-        log_sums={},
-        extra_state=dict,
-        restore_extra_state=lambda values: None,
-    )
-
-
 def same(first: tuple[torch.Tensor, ...], then: tuple[torch.Tensor, ...]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, then, strict=True))
 
@@ -60,7 +49,7 @@ def test_the_tables_of_yarn_are_the_same_after_a_return_to_before_the_first_pass
     sequence_length: int,
 ) -> None:
     """Those of a new model are in fp32 and of 4,096 rows. A kernel reads beyond them unasked."""
-    made = loop()
+    made = plain_loop(Attention())
     (attention,) = made.model_chunks
     first = codec.encode(extras.capture(made))
     before = attention.tables(sequence_length)
@@ -71,7 +60,7 @@ def test_the_tables_of_yarn_are_the_same_after_a_return_to_before_the_first_pass
 
 
 def test_a_first_pass_may_be_done_again_for_an_audit() -> None:
-    made = loop()
+    made = plain_loop(Attention())
     kept = codec.decode(codec.encode(extras.capture_passing(made)))
     before = made.model_chunks[0].tables(2048)
     extras.restore_passing(made, kept)
@@ -79,7 +68,7 @@ def test_a_first_pass_may_be_done_again_for_an_audit() -> None:
 
 
 def test_longer_tables_are_neither_state_nor_sent_to_a_buddy() -> None:
-    made = loop()
+    made = plain_loop(Attention())
     sent, digests = len(codec.encode(extras.capture(made))), hashing.state_digests(made)
     made.model_chunks[0].tables(16384)
     assert len(codec.encode(extras.capture(made))) == sent
@@ -88,7 +77,7 @@ def test_longer_tables_are_neither_state_nor_sent_to_a_buddy() -> None:
 
 @pytest.mark.parametrize("restore", [extras.restore, extras.restore_passing])
 def test_a_buffer_of_another_shape_is_named(restore: Any) -> None:
-    made = loop()
+    made = plain_loop(Attention())
     kept = codec.decode(codec.encode(extras.capture(made)))
     made.model_chunks[0].expert_bias = torch.zeros(5)
     with pytest.raises(codec.ExtrasError, match=r"captured: buffer\.0\.expert_bias$"):

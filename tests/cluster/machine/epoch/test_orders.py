@@ -43,6 +43,17 @@ def test_drain_pauses_closes_moves_the_roles_and_frees_the_node() -> None:
     assert not rig.state.fleet.drains
 
 
+def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
+    """A save may be nearer than the newest protected generation, which all hold in memory."""
+    rig = Rig(cadence="10").run()
+    rig.steps(23)
+    rig.feed(ev.DurableValid(23, "/ck/23", "save"))
+    rig.steps(24)
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(10), g(20))
+    assert (rig.pending.restore.kind, rig.pending.restore.generation) == ("memory", g(20))
+
+
 def test_a_pause_after_a_return_to_an_old_checkpoint_is_of_the_next_iterations() -> None:
     """All copies were lost. What was computed before that is not to be waited for."""
     rig = Rig(nodes=2, spares=2).run()
