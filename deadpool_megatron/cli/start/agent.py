@@ -49,6 +49,7 @@ from deadpool_megatron.cli.start.checks import (
 )
 from deadpool_megatron.cli.start.gpus import has_nccl_limits
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, preload_modules
+from deadpool_megatron.cli.start.restarting import other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
     bring_frozen_weights,
@@ -367,6 +368,16 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     ):
         if given is not None and given != known:
             raise CommandError(f"the run has {flag} {known}")
+    # All other settings are those of the run without a word. Who names one of these wants slots
+    # that can neither be had beside those of the other nodes, nor of what is left in memory.
+    own, _ = arguments.given_in(args.options, script=False)
+    if other := other_slots(info.settings, own):
+        raise CommandError(
+            f"the run in {run.path} has {other}, which its slots in memory are made with: start the"
+            " agent with the value that the run has, or end the run, if it is alive ('deadpool stop"
+            f" --dump {run.path}'), and go on with the other one in a new directory:"
+            f" 'deadpool agent --resume {run.path} --run-dir NEW'"
+        )
     if args.check_only != info.check_only:
         kind = "only a check" if info.check_only else "no mere check"
         raise CommandError(f"the run in {run.path} is {kind}: choose another --run-dir")

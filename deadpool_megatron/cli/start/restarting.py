@@ -1,7 +1,8 @@
 """A run whose processes have all died is started again with its own run directory.
 
 Its journal, numbers and events go on; its nodes take up the slots that they left in memory. Which
-command and settings it has from then on is what it is started with; only its size must stay.
+command and settings it has from then on is what it is started with; only its size must stay, and
+what its slots in memory were made with.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import fcntl
 import os
 import shutil
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import GONE, WRONG, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
+    is_here,
     node_directories,
     run_processes,
     vault_processes,
@@ -30,7 +34,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.layout.schemes import may_recompute
+from deadpool_megatron.settings import Settings, flag_name
 
 _PAUSE_SECONDS = 0.1
 
@@ -90,6 +95,12 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
             raise CommandError(f"the run in {run.path} has {flag} {known}, not {given}")
     if settings.journal != old.settings.journal:
         raise CommandError(f"the run in {run.path} has --deadpool-journal {old.settings.journal}")
+    if _may_have_slots(run, old) and (other := other_slots(old.settings, asdict(settings))):
+        raise CommandError(
+            f"the run in {run.path} has {other}, which its slots in memory were made with: start it"
+            " with the value that it had, or go on from its memory with the other one in a new"
+            f" directory: 'deadpool run --resume {run.path} --run-dir NEW'"
+        )
     try:
         journal = open_journal(settings, old.run_id, run.journal)
         term, epoch = newest_term(journal), journal.newest("epoch")
@@ -114,15 +125,41 @@ def begin(run: RunDirectory, restart: Restart) -> str:
     run.coordinator.unlink(missing_ok=True)
     another = run.read_run().command != restart.info.command
     write_json(run.path / "run.json", restart.info.to_dict())
-    held = sorted(
-        node.name for node in node_directories(restart.info.run_id) if any(node.glob("*.seg"))
-    )
-    where = f"slots of {len(set(held))} nodes are in memory" if held else "no slots are in memory"
+    held = _nodes_with_slots(restart.info)
+    where = f"slots of {held} nodes are in memory" if held else "no slots are in memory"
     if another:
         # Recipes for what that one built: one that cannot be written now must not be taken for new.
         shutil.rmtree(run.skeletons, ignore_errors=True)
         where += "; its command is another one than before, the state is taken as it is"
     return f"run {restart.info.run_id} is started again; {where}"
+
+
+def other_slots(known: Settings, given: Mapping[str, Any]) -> str:
+    """The first of the ``given`` settings with which slots of a role would be others than those
+    that the run has, with both values; empty when there is none.
+
+    New processes get slots like those that are left, from which they are given their state before
+    they can say what they need. The layout's hash says nothing of it: a dump fits either.
+    """
+    names = ["max_lag", "extras_room_mb"]
+    if may_recompute(known) and given.get("protection", known.protection) == known.protection:
+        names.append("full_every")  # so many steps are kept beside each copy
+    for name in names:
+        old = getattr(known, name)
+        if (new := given.get(name, old)) != old:
+            return f"{flag_name(name)} {old:.15g}, not {new:.15g}"
+    return ""
+
+
+def _may_have_slots(run: RunDirectory, info: RunInfo) -> bool:
+    """Whether there are some on this host, or a node was on another one, whose memory is not to be
+    seen from here."""
+    elsewhere = any(not is_here(listing) for listing in run.node_listings().values())
+    return elsewhere or _nodes_with_slots(info) > 0
+
+
+def _nodes_with_slots(info: RunInfo) -> int:
+    return sum(any(node.glob("*.seg")) for node in node_directories(info.run_id))
 
 
 def _is_over(run: RunDirectory) -> bool:

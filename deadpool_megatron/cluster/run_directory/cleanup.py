@@ -159,14 +159,14 @@ def node_processes(run: RunDirectory, node: int) -> list[int]:
         return []
 
 
-def _is_here(listing: Mapping[str, Any]) -> bool:
+def is_here(listing: Mapping[str, Any]) -> bool:
     here = socket.gethostname()
     return bool(listing.get("hostname", here) == here)
 
 
 def _listed(listing: dict[str, Any]) -> list[int]:
     """Live processes of a listing, if it is of this host: pids of another one mean nothing here."""
-    if not _is_here(listing):
+    if not is_here(listing):
         return []
     started = listing.get("started", {})
     return [
@@ -210,7 +210,7 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
             _copy_logs(run, directory)
     nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
     for node, listing in run.node_listings().items():
-        if _is_here(listing):
+        if is_here(listing):
             run.node(node).unlink(missing_ok=True)
     return Cleaned(tuple(pids), nbytes, directories)
 
