@@ -6,9 +6,9 @@ these types. ``Part`` exclusions and the kept line are what earlier decisions le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, RoleLayout, Seat
@@ -22,6 +22,16 @@ class BadPart:
     role: int
     generation: Generation
     part: str
+
+    def to_list(self) -> list[Any]:
+        """JSON form for who knows the node."""
+        return [self.role, self.generation.to_list(), self.part]
+
+    @staticmethod
+    def from_list(node: int, values: Sequence[Any]) -> BadPart:
+        """Inverse of :meth:`to_list`. Raises TypeError or ValueError for anything else."""
+        role, generation, part = values
+        return BadPart(node, int(role), Generation.from_list(generation), str(part))
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,10 @@ class VaultControl:
         boundary: str,
         deadline_seconds: float,
         roles: Collection[int] | None = None,
-    ) -> list[str]:
-        """Write what this node holds of a generation (of ``roles``) to files; their paths."""
-        paths = await self._order(
+    ) -> dict[str, Any]:
+        """Write what this node holds of a generation (of ``roles``): ``files``, their paths, and
+        ``damaged``, of which parts it has no intact bytes (:meth:`BadPart.to_list`)."""
+        written = await self._order(
             "dump",
             deadline_seconds,
             directory=str(directory),
@@ -86,7 +87,7 @@ class VaultControl:
             boundary=boundary,
             roles=None if roles is None else sorted(roles),
         )
-        return [str(path) for path in paths]
+        return dict(written)
 
     async def dump_held(
         self, directory: str | Path, generations: Sequence[Generation], deadline_seconds: float

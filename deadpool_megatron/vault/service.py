@@ -29,7 +29,7 @@ from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.disk.dump import dump, dump_held
+from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
 from deadpool_megatron.vault.errors import Code, VaultError
 from deadpool_megatron.vault.net.interface import Interface
@@ -260,10 +260,11 @@ class Vault:
             self._state.reports.corruption(role, generation, name, where, 0, word)
         self._damaged = found
 
-    def _dump(self, message: Mapping[str, Any]) -> list[str]:
+    def _dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
         generation = Generation.from_list(message["generation"])
         roles, directory = message.get("roles"), Path(message["directory"])
-        return dump(self._state, directory, generation, str(message["boundary"]), roles)
+        files = dump(self._state, directory, generation, str(message["boundary"]), roles)
+        return {"files": files, "damaged": [one.to_list() for one in damaged(self._state)]}
 
     def _dump_held(self, message: Mapping[str, Any]) -> list[str]:
         held = [Generation.from_list(one) for one in message["held"]]

@@ -186,6 +186,10 @@ class Node:
         return self.order(self.control.status(DEADLINE))
 
     def dump(self, directory: Path, generation: Generation, boundary: str) -> list[str]:
+        return [str(path) for path in self.dumped(directory, generation, boundary)["files"]]
+
+    def dumped(self, directory: Path, generation: Generation, boundary: str) -> dict[str, Any]:
+        """What the vault answers to the order to dump."""
         assert self.control is not None
         return self.order(self.control.dump(directory, generation, boundary, DEADLINE))
 

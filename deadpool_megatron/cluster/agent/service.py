@@ -323,7 +323,7 @@ class Agent:
         which = {"generation": message["generation"], "boundary": message["boundary"]}
         answer = {"t": "dumped", **which, "files": [], "error": ""}
         try:
-            answer["files"] = await self._vault.dump(message)
+            answer |= await self._vault.dump(message)
         except (OSError, TimeoutError, VaultError) as error:
             answer["error"] = str(error) or type(error).__name__
         self._link.send(answer)

@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import unpack_inventory
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.preflight.facts import HostFacts, Link
@@ -83,7 +84,10 @@ def from_agent(
         return inputs.Probed(node, int(message["number"]), links)
     if kind == "dumped":
         generation = Generation.from_list(message["generation"])
-        return inputs.Dumped(node, generation, str(message["error"]), str(message["boundary"]))
+        error, boundary = str(message["error"]), str(message["boundary"])
+        # An older agent does not say it.
+        bad = frozenset(BadPart.from_list(node, one) for one in message.get("damaged", ()))
+        return inputs.Dumped(node, generation, error, boundary, bad)
     if kind == "member":
         return _from_member(seat_of(node, message), message["m"])
     return None

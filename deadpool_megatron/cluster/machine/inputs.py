@@ -12,6 +12,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.requests import Request
+from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.facts import HostFacts, Link
@@ -332,12 +333,14 @@ class JournalFailed(Input):
 @dataclass(frozen=True)
 class Dumped(Input):
     """A node wrote its part of the generation to disk, or could not (``error``); ``boundary``: its
-    extras as they were after that, empty for all that it holds."""
+    extras as they were after that, empty for all that it holds. ``damaged``: what it has no intact
+    bytes of and has not written for that, of this generation or others."""
 
     node: int
     generation: Generation
     error: str = ""
     boundary: str = ""
+    damaged: frozenset[BadPart] = frozenset()
 
 
 @dataclass(frozen=True)

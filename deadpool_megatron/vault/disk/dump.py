@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import predecessor
@@ -19,10 +20,12 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
 from deadpool_megatron.vault.memory.limits import free_bytes
 from deadpool_megatron.vault.shm.names import dump_name
-from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place, Table
 
 log = logging.getLogger(__name__)
+
+_What = tuple[Generation, str]  # a part of a generation
 
 
 def dump_files(directory: Path, role: int) -> Iterator[Segment]:
@@ -47,7 +50,8 @@ def dump(
     """Write what this node holds of a generation, one file for each role; answers the paths.
     ``boundary``: the one whose extras are written, None for all of them.
 
-    A part is written only if its bytes match its checksum. A file appears whole or not at all.
+    A part is written only if its bytes match its checksum: :func:`damaged` says afterwards what is
+    lacking for that. A file appears whole or not at all.
     Raises VaultError with one line when it cannot be written; what was there before still is.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -79,27 +83,37 @@ def dump_held(state: VaultState, base: Path, generations: Iterable[Generation]) 
     return written
 
 
+def damaged(state: VaultState) -> list[BadPart]:
+    """What a dump could not give of what this node was counted on for: parts that turned out to be
+    damaged, in this dump or before, and of which no other bytes are here."""
+    with state.lock:
+        table = state.table
+        found = {
+            BadPart(state.node, slot.segment.layout.role, slot.generation, part.name)
+            for slot in table.sealed()
+            for part in slot.segment.layout.parts
+            if slot.segment.entry(slot.slot, part.name).state is PartState.BAD
+        }
+        return sorted(one for one in found if not table.find(one.role, one.generation, one.part))
+
+
 def _dump_role(
     state: VaultState, directory: Path, role: int, generation: Generation, boundary: str | None
 ) -> Path | None:
     with state.lock:
         layout = state.table.layout(role)
-        found: dict[tuple[Generation, str], list[Place]] = {}
-        if layout is not None:
-            names = tuple(p.name for p in layout.parts)
-            if boundary is not None:
-                names = (*layout.shard_parts, extras_part(boundary))
-            wanted = [(generation, name) for name in names]
-            wanted += _led_from(state.table, layout, generation)
-            found = {(g, name): state.table.find(role, g, name) for g, name in wanted}
-            for place in (place for places in found.values() for place in places):
-                state.table.pin(place)
     if layout is None:
         return None
     path = directory / dump_name(role, state.node)
+    found: dict[_What, list[Place]] = {}
+    kept: dict[_What, Place] = {}
     try:
-        good = {what: _intact(state, places) for what, places in found.items()}
-        kept = {what: place for what, place in good.items() if place is not None}
+        # Where a shard part turns out to be damaged, what leads to it is wanted in its place.
+        while wanted := _pin_wanted(state, layout, generation, boundary, found):
+            for what, places in wanted.items():
+                place = _intact(state, places)
+                if place is not None:
+                    kept[what] = place
         is_whole = any(g == generation for g, _ in kept)
         if is_whole:
             _write_dump(path, layout, generation, kept, state.settings.chunk_bytes)
@@ -110,14 +124,37 @@ def _dump_role(
     return path if is_whole else None
 
 
-def _led_from(
-    table: Table, layout: RoleLayout, generation: Generation
-) -> list[tuple[Generation, str]]:
+def _pin_wanted(
+    state: VaultState,
+    layout: RoleLayout,
+    generation: Generation,
+    boundary: str | None,
+    found: dict[_What, list[Place]],
+) -> dict[_What, list[Place]]:
+    """What is to be written and not in ``found`` yet, where it goes as well; all places pinned."""
+    names = tuple(part.name for part in layout.parts)
+    if boundary is not None:
+        names = (*layout.shard_parts, extras_part(boundary))
+    with state.lock:
+        wanted = [(generation, name) for name in names]
+        wanted += _led_from(state.table, layout, generation)
+        new = {
+            what: state.table.find(layout.role, *what)
+            for what in dict.fromkeys(wanted)
+            if what not in found
+        }
+        for place in (place for places in new.values() for place in places):
+            state.table.pin(place)
+    found |= new
+    return new
+
+
+def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[_What]:
     """What is held of the way to shard parts that are not: back to a whole copy, or to a gap."""
     held: dict[Generation, set[str]] = {}
     for slot in table.sealed(layout.role):
         held.setdefault(slot.generation, set()).update(slot.parts)
-    found: list[tuple[Generation, str]] = []
+    found: list[_What] = []
     for shard in layout.shard_parts:
         at: Generation | None = generation
         while at is not None and shard not in held.get(at, ()):
@@ -142,7 +179,7 @@ def _write_dump(
     path: Path,
     layout: RoleLayout,
     generation: Generation,
-    places: dict[tuple[Generation, str], Place],
+    places: dict[_What, Place],
     chunk_bytes: int,
 ) -> None:
     slots = sorted({g for g, _ in places} | {generation}, reverse=True)

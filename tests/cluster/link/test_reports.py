@@ -9,6 +9,7 @@ import pytest
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import Generation, Inventory
 from deadpool_megatron.preflight.facts import HostFacts, Link
@@ -86,6 +87,23 @@ def said(**m: Any) -> dict[str, Any]:
             {"t": "dumped", "generation": [1, 2], "boundary": "step", "files": [], "error": "full"},
             inputs.Dumped(7, Generation(1, 2), "full", "step"),
         ),
+        (
+            {
+                "t": "dumped",
+                "generation": [1, 2],
+                "boundary": "step",
+                "files": [],
+                "error": "",
+                "damaged": [[3, [1, 2], "main"]],
+            },
+            inputs.Dumped(
+                7,
+                Generation(1, 2),
+                "",
+                "step",
+                frozenset({BadPart(7, 3, Generation(1, 2), "main")}),
+            ),
+        ),
         ({"t": "facts", "facts": FACTS.to_dict()}, inputs.FactsTold(7, FACTS)),
         (
             {"t": "probed", "number": 3, "links": [LINK.to_dict()]},
@@ -105,6 +123,13 @@ def test_agents_messages(message: dict[str, Any], expected: inputs.Input | None)
         {"t": "member"},
         said(t="hello"),
         said(t="restored", epoch="x", generation=[1, 4]),
+        {
+            "t": "dumped",
+            "generation": [1, 2],
+            "boundary": "",
+            "error": "",
+            "damaged": [[3, "main"]],
+        },
         said(t="restored", epoch=1, generation=7),
         said(t="registered", layout={}),
         {"t": "inventory", "inventory": []},

@@ -217,8 +217,11 @@ class VaultKeeper:
         except _ERRORS as error:
             await self._kill(f"epoch {record.epoch} was not adopted: {error}")
 
-    async def dump(self, message: Mapping[str, Any]) -> list[str]:
-        """Write a generation to disk. Raises OSError, TimeoutError or VaultError."""
+    async def dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a generation to disk; returns what the coordinator is told of it.
+
+        Raises OSError, TimeoutError or VaultError.
+        """
         try:
             directory = dump_directory(str(message["directory"]), self._run)
         except OutsideError as error:
@@ -228,7 +231,8 @@ class VaultKeeper:
         limit = self._settings.first_step_seconds
         held = [Generation.from_list(one) for one in message.get("held", ())]
         if held:
-            return await control.dump_held(directory, held, limit)
+            # All that is intact is written: there is nothing left to try for what is damaged.
+            return {"files": await control.dump_held(directory, held, limit)}
         return await control.dump(directory, generation, str(message["boundary"]), limit)
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:

@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.layout.places.parity import parity_groups
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Source
@@ -189,7 +190,13 @@ def _without(state: State, node: int) -> Memory:
         case phases.Dumping(finished=finished, chains=chains, restore=restore) if node in finished:
             lost = state.memory.held[node]  # it may be one that came after the close
             written = chains | {restore.generation}
-            saved = tuple(holding for holding in lost.holdings if holding.generation in written)
+            # Of extras only those of one boundary, which another try may not be for.
+            left_out = {extras_part(one) for one in BOUNDARIES if one != restore.boundary}
+            saved = tuple(
+                replace(holding, parts=holding.parts - left_out)
+                for holding in lost.holdings
+                if holding.generation in written
+            )
             left = left.with_promise(replace(lost, holdings=saved))
     return left
 

@@ -83,7 +83,9 @@ def _dump_generation(turn: Turn, words: LastWords, restore: Restore) -> None:
     directory = f"{turn.config.dump_directory}/{g.lineage}-{g.iteration}"
     saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
     if isinstance(state.doing, Dumping) and state.doing.restore == saved:
-        _forget_lost(turn, state.doing)
+        # Every node writes all it holds of the generation, so also where other parts lead to it.
+        chains = state.doing.chains | _chains(restore)
+        _forget_lost(turn, replace(state.doing, chains=chains))
         return
     nodes = PersistentSet(node for node in state.memory.promised if node in state.fleet.nodes)
     deadline = turn.now + turn.config.settings.first_step_seconds
@@ -133,8 +135,28 @@ def note_dumped(turn: Turn, event: ev.Dumped) -> None:
     else:
         awaited = dumping.awaited.without(event.node)
         finished = dumping.finished.with_item(event.node)
-        turn.enter(replace(dumping, awaited=awaited, finished=finished))
-        check_dumped(turn)
+        is_damaged = _note_damaged(turn, event) or dumping.damaged
+        turn.enter(replace(dumping, awaited=awaited, finished=finished, damaged=is_damaged))
+        if is_damaged and not awaited and not dumping.held:
+            # Every node has said what is damaged, and is free to write another generation.
+            dump(turn)
+        else:
+            check_dumped(turn)
+
+
+def _note_damaged(turn: Turn, event: ev.Dumped) -> bool:
+    """Bytes that the planner has counted on are not what was sealed; False when that is known.
+    The node has written all else, so unlike one that cannot write it is counted on for the rest."""
+    blame = turn.state.blame
+    new = event.damaged - blame.bad_parts
+    if not new:
+        return False
+    turn.state = turn.state._replace(blame=blame.with_bad_parts(new))
+    for one in sorted(new):
+        g = f"{one.generation.lineage}:{one.generation.iteration}"
+        text = f"node {one.node} has part {one.part} of role {one.role} damaged, generation {g}"
+        turn.log("error", text, one.node)
+    return True
 
 
 def dump_overdue(turn: Turn, dumping: Dumping) -> None:

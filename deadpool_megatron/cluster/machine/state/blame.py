@@ -100,6 +100,10 @@ class Blame:
         same = (known for known in self.failures if known[0] == newest)
         return replace(self, failures=(*same, (newest, failure)))
 
+    def with_bad_parts(self, parts: frozenset[BadPart]) -> Blame:
+        """Returns the blame with more bytes that are known to be damaged."""
+        return replace(self, bad_parts=self.bad_parts | parts)
+
     def crash_loop(self, allowed: int) -> LastWords | None:
         """Returns how the run ends when the last failure repeats, or more than ``allowed`` came
         without a new iteration in between: that is the program's own fault."""

@@ -135,8 +135,9 @@ class Dumping:
     ``chains``: generations that are written in part, for roles that recompute their shard parts
     from them. ``held``: all that the nodes hold is written, as no generation is whole, else the one
     of ``restore``; a run goes on from ``resume`` then, if there is one. ``failed``: nodes that
-    could not write, now or when another generation was tried before. ``exporting``: all of it is
-    written, and a checkpoint is being made of it.
+    could not write, now or when another generation was tried before. ``damaged``: a node has found
+    bytes damaged that it was counted on for. ``exporting``: all of it is written, and a checkpoint
+    is being made of it.
     """
 
     phase: ClassVar = Phase.DUMPING
@@ -149,6 +150,7 @@ class Dumping:
     held: bool = False
     resume: Restore | None = None
     failed: frozenset[int] = frozenset()
+    damaged: bool = False
     exporting: bool = False
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from tests.cluster.machine.rig import Phase, Rig, g, killed
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
+from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout
 
 
 def bug(rig: Rig) -> None:
@@ -123,3 +127,100 @@ def test_a_node_with_no_restarts_left_is_not_given_up_before_it_has_written() ->
             rig.restored()
     assert not rig.of(act.DropNode)
     assert rig.saved_end(g(7)).exit_status == 1
+
+
+# Bytes that turn out to be damaged when they are written.
+
+
+def bad(node: int, role: int, iteration: int, part: str = "main") -> frozenset[BadPart]:
+    return frozenset({BadPart(node, role, g(iteration), part)})
+
+
+def sole_copies(*generations: Generation, nodes: int = 2) -> Rig:
+    """No spare comes for the last node; its buddy holds the only copy of its role."""
+    rig = Rig(nodes=nodes, spares=0).run()
+    rig.feed(ev.NodeLost(nodes - 1, "gone"))
+    rig.closed(*generations)
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert rig.one(act.Dump).generation == max(generations)
+    return rig
+
+
+def test_a_generation_that_is_damaged_at_the_dump_makes_way_for_the_one_before() -> None:
+    rig = sole_copies(g(6), g(7))
+    rig.tick(rig.settings.first_step_seconds / 2)
+    rig.feed(ev.Dumped(0, g(7), boundary="step", damaged=bad(0, 1, 7)))
+    assert not rig.of(act.Finish), "what is whole in memory stays there until it is on the disk"
+    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-6", g(6), "step")
+    assert rig.state.deadline == rig.now + rig.settings.first_step_seconds
+    (told,) = rig.emitted(Kind.LOG)
+    assert told.data["text"] == "node 0 has part main of role 1 damaged, generation 1:7"
+    rig.feed(ev.Dumped(0, g(6), boundary="step", damaged=bad(0, 1, 7)))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.keeps_slots) == (75, False)
+    assert end.resume == Restore("dump", g(6), "step", path="/dump/1-6")
+
+
+def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved() -> None:
+    rig = sole_copies(g(6), g(7))
+    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 1, 7)))
+    rig.feed(ev.Dumped(0, g(6), damaged=bad(0, 1, 7) | bad(0, 1, 6, "extras@step")))
+    (dump,) = rig.of(act.Dump)
+    assert dump.held == (g(7), g(6)), "hosts that come later may have the rest"
+    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 0, 7)))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.resume) == (1, None)
+    assert "generation 1:7 lacks part main of role 1" in end.reason
+
+
+def test_a_damaged_part_that_another_node_has_written_costs_nothing() -> None:
+    rig = Rig(nodes=3, spares=0, replicas=2).run()
+    rig.feed(ev.NodeLost(2, "gone"))
+    rig.closed(g(6), g(7))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 2, 7)))
+    rig.feed(ev.Dumped(1, g(7)))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.resume) == (75, Restore("dump", g(7), "step", path="/dump/1-7"))
+
+
+def test_nodes_are_asked_for_another_generation_when_all_have_written_the_first() -> None:
+    """One that still writes could not begin, and would have less time for it than the others."""
+    rig = sole_copies(g(6), g(7), nodes=3)
+    assert rig.one(act.Dump).nodes == (0, 1)
+    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 2, 7)))
+    assert not rig.of(act.Dump)
+    rig.feed(ev.Dumped(1, g(7)))
+    dump = rig.one(act.Dump)
+    assert (dump.generation, dump.nodes) == (g(6), (0, 1))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_is_damaged_is_known_when_the_last_node_does_not_answer(lost: bool) -> None:
+    rig = Rig(nodes=4, spares=0, replicas=2).run()
+    rig.feed(ev.NodeLost(3, "gone"))
+    rig.closed(g(6), g(7))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 3, 7)))
+    rig.feed(ev.Dumped(2, g(7)))
+    last = ev.NodeLost(1, "gone") if lost else ev.Dumped(1, g(7), error="disk full")
+    rig.feed(last)
+    assert rig.one(act.Dump).generation == g(6)
+
+
+def test_extras_of_an_earlier_boundary_are_another_try() -> None:
+    """Of the same generation, and written to the same place."""
+    rig = Rig(nodes=2, spares=0).run()
+    rig.feed(ev.NodeLost(1, "gone"))
+    holding = Holding(0, g(7), STEP | {"extras@save"})
+    layouts = tuple(layout(role, 2) for role in range(2))
+    holdings = (holding, replace(holding, role=1))
+    rig.feed(ev.NodeInventory(Inventory(0, 1, holdings, layouts)))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert rig.one(act.Dump).boundary == "save"
+    rig.feed(ev.Dumped(0, g(7), boundary="save", damaged=bad(0, 1, 7, "extras@save")))
+    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
+    rig.feed(ev.Dumped(0, g(7), boundary="save"))
+    assert rig.emitted(Kind.REFUSED), "said of the first try"
+    rig.feed(ev.Dumped(0, g(7), boundary="step"))
+    assert rig.one(act.Finish).resume == Restore("dump", g(7), "step", path="/dump/1-7")

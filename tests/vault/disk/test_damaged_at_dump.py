@@ -1,0 +1,139 @@
+"""Bytes that turn out to be damaged when the state is dumped are not passed over in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deadpool_megatron.layout.decision import NO_LIMIT, BadPart
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
+from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
+from deadpool_megatron.vault.disk.whole_dumps import newest_whole
+from deadpool_megatron.vault.shm.names import copy_name
+from deadpool_megatron.vault.shm.segment import Segment, checksum
+from tests.vault.harness import Cluster, Member, cluster, make_layout
+
+G = Generation
+STEP = (UPDATE_PART, SUMS_PART, gradients_part("shard"))
+LAYOUT = RoleLayout(
+    0, tuple(PartInfo(n, 64, (0,)) for n in ("shard", *STEP, "extras@step")), (0,), 2, "h"
+)
+
+
+@contextmanager
+def half_lost(directory: Path) -> Iterator[Cluster]:
+    """Two nodes of which one is gone after three iterations; the epoch is closed, and of role 1
+    there is only what its buddy holds."""
+    directory.mkdir()
+    layouts = {role: make_layout(role, peers=(0, 1)) for role in range(2)}
+    with cluster(directory, 2) as running:
+        running.open(running.record(1))
+        members = [Member(node, layouts[node.number]) for node in running.nodes]
+        for member in members:
+            member.client.register(member.layout, 1)
+        for iteration in range(3):
+            for member in members:
+                member.write(G(1, iteration))
+            for member in members:
+                assert member.wait(G(1, iteration)) == "committed"
+        running.nodes[1].die()
+        running.close(1, gone={1})
+        yield running
+
+
+def strike(segment: Segment, generation: Generation, name: str) -> None:
+    """One bit, after it was promised."""
+    (slot,) = (one for one in range(segment.slots) if segment.generation(one) == generation)
+    segment.data(slot, name)[5] ^= 1
+
+
+def vault(directory: Path, slots: dict[int, tuple[str, ...]]) -> VaultState:
+    """Of a closed epoch; a copy of role 0 with these parts of these iterations."""
+    directory.mkdir()
+    state = VaultState(3, directory, Settings(), lambda _: None)
+    names = sorted({name for parts in slots.values() for name in parts})
+    segment = Segment.create(directory / copy_name(0), LAYOUT, None, names, len(slots))
+    for slot, (iteration, parts) in enumerate(slots.items()):
+        segment.open_slot(slot, G(1, iteration), 1)
+        for name in parts:
+            segment.data(slot, name)[:] = f"{iteration} {name}".encode().ljust(64)
+            segment.seal_part(slot, name, 64, checksum(segment.data(slot, name)), 1)
+    state.table.scan()
+    state.close(1)
+    return state
+
+
+def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path: Path) -> None:
+    base = tmp_path / "dump"
+    with half_lost(tmp_path / "run") as running:
+        node = running.nodes[0]
+        strike(Segment.open(node.directory / "copy-1.seg"), G(1, 2), "shard")
+        told = [[1, [1, 2], "shard"]]
+        for _ in range(2):  # the next coordinator may ask again for what is known to be bad by then
+            assert node.dumped(base / "1-2", G(1, 2), "step")["damaged"] == told
+        assert newest_whole(base, 2, {1: NO_LIMIT})[0] is None
+        node.dumped(base / "1-1", G(1, 1), "step")
+    found, why_not = newest_whole(base, 2, {1: NO_LIMIT})
+    assert found == Restore("dump", G(1, 1), "step", str(base / "1-1"))
+    assert why_not == ["generation 1:2 lacks part shard of role 1"]
+
+
+def test_an_intact_dump_has_nothing_to_tell(tmp_path: Path) -> None:
+    with half_lost(tmp_path / "run") as running:
+        answer = running.nodes[0].dumped(tmp_path / "dump", G(1, 2), "step")
+    assert (len(answer["files"]), answer["damaged"]) == (2, [])
+
+
+def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path: Path) -> None:
+    """There is no file of it, and the second time nothing is held of it either."""
+    state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
+    (segment,) = state.table.segments.values()
+    for name in ("shard", "extras@step"):
+        strike(segment, G(1, 4), name)
+    for _ in range(2):
+        assert dump(state, tmp_path / "dump", G(1, 4), "step", None) == []
+        assert {one.part for one in damaged(state)} == {"shard", "extras@step"}
+
+
+def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -> None:
+    state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
+    (segment,) = state.table.segments.values()
+    twin = Segment.create(tmp_path / "node" / "copy-0-twin", LAYOUT, None, ("shard",), 1)
+    twin.open_slot(0, G(1, 4), 1)
+    twin.data(0, "shard")[:] = segment.data(0, "shard")
+    twin.seal_part(0, "shard", 64, checksum(twin.data(0, "shard")), 1)
+    state = VaultState(3, tmp_path / "node", Settings(), lambda _: None)
+    state.table.scan()
+    state.table.segments["twin"] = twin
+    strike(segment, G(1, 4), "shard")
+    assert len(dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)) == 1
+    assert damaged(state) == []
+    assert newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})[0] is not None
+
+
+def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path) -> None:
+    """The planner goes on to count on it; the dump was begun when nobody needed it."""
+    whole = ("shard", *STEP, "extras@step")
+    state = vault(tmp_path / "node", {3: whole, 4: whole})
+    (segment,) = state.table.segments.values()
+    strike(segment, G(1, 4), "shard")
+    dump(state, tmp_path / "dump" / generation_name(G(1, 4)), G(1, 4), "step", None)
+    assert damaged(state) == [BadPart(3, 0, G(1, 4), "shard")]
+    found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
+    assert found is not None
+    assert found.generation == G(1, 4)
+
+
+def test_so_is_what_leads_to_a_damaged_base(tmp_path: Path) -> None:
+    whole, steps = ("shard", *STEP, "extras@step"), (*STEP, "extras@step")
+    state = vault(tmp_path / "node", {2: whole, 3: whole, 4: steps})
+    (segment,) = state.table.segments.values()
+    strike(segment, G(1, 3), "shard")
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    assert damaged(state) == [BadPart(3, 0, G(1, 3), "shard")]
+    found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
+    assert found is not None
