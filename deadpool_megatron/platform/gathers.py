@@ -25,6 +25,15 @@ import torch
 from torch.distributed import ProcessGroup
 
 
+def failure_of(work: Any) -> str | None:
+    """The failure of a completed Work, if it has failed."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 class SeveralWorks:
     """Several gloo Works as one; ``copy_results`` moves results from buffers when all are done.
 
@@ -61,13 +70,8 @@ class SeveralWorks:
 
     def failure(self) -> str | None:
         """What the first that has failed says; others may go on for as long as their timeout."""
-        for work in self._works:
-            if work.is_completed() and not work.is_success():
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    return str(error)
-        return None
+        failed = (one for one in self._works if one.is_completed() and not one.is_success())
+        return next((text for text in map(failure_of, failed) if text is not None), None)
 
     def copy_results(self) -> None:
         """Move results into the caller's outputs; once, on the caller's thread."""

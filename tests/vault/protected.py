@@ -12,16 +12,20 @@ LAYOUTS = {role: make_layout(role) for role in range(2)}
 FIRST = Generation(1, 0)
 
 
-def begin(running: Cluster, layouts: dict[int, RoleLayout] | None = None) -> list[Member]:
-    """Open epoch 1 and commit generation 0 of every role."""
+def begin(
+    running: Cluster, layouts: dict[int, RoleLayout] | None = None, last: int = 0
+) -> list[Member]:
+    """Open epoch 1 and commit the generations 0 to ``last`` of every role."""
     chosen = layouts or LAYOUTS
     running.open(running.record(1))
     members = [Member(running.nodes[role], chosen[role]) for role in sorted(chosen)]
     for member in members:
         member.client.register(member.layout, 1)
-        member.write(FIRST)
-    for member in members:
-        assert member.wait(FIRST) == "committed"
+    for iteration in range(last + 1):
+        for member in members:
+            member.write(Generation(1, iteration))
+        for member in members:
+            assert member.wait(Generation(1, iteration)) == "committed"
     return members
 
 

@@ -11,6 +11,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Holding, Restore, Seat, Source
 from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
 from tests.vault.harness import Member, cluster, content, make_layout, sources_from, wait_until
+from tests.vault.protected import begin
 
 SHARD = {"shard", "tail", "extras@step"}
 
@@ -19,15 +20,7 @@ def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
     """Three nodes, node 1 dies, spare node 2 takes role 1: the whole recovery."""
     layouts = {role: make_layout(role) for role in range(2)}
     with cluster(tmp_path, 3, roles=2) as running:
-        running.open(running.record(1))
-        members = [Member(running.nodes[r], layouts[r]) for r in range(2)]
-        for member in members:
-            member.client.register(member.layout, 1)
-        for iteration in range(4):
-            for member in members:
-                member.write(Generation(1, iteration))
-            for member in members:
-                assert member.wait(Generation(1, iteration)) == "committed"
+        members = begin(running, layouts, last=3)
         assert members[0].client.newest_committed == (Generation(1, 3), "step")
         fit = running.nodes[0].status()["fit"]["0"]
         assert fit["window_seconds"] > 0

@@ -230,15 +230,8 @@ def gone_since(
 ) -> Mapping[int, str]:
     """Nodes that were given up, but those ``known``, with the cause. ``on_trouble(text)``: for each
     note that is not understood; its node is gone all the same. Raises JournalError."""
-    found = {}
-    for node in journal.numbers(GONE):
-        if node not in known:
-            try:
-                found[node] = str(journal.read(GONE, node)["cause"])
-            except _NOT_UNDERSTOOD as error:
-                found[node] = "was given up (its note in the journal is not understood)"
-                on_trouble(f"{GONE} node {node}: {found[node]}: {type(error).__name__}: {error}")
-    return found
+    unknown = "was given up (its note in the journal is not understood)"
+    return _notes_since(journal, (GONE, "cause"), known, unknown, on_trouble)
 
 
 def wrong_since(
@@ -248,15 +241,26 @@ def wrong_since(
     role any more; empty where it has other nodes. ``on_trouble(text)``: for each note that is not
     understood; its node is wrong all the same, on a host that is not known. Raises JournalError.
     """
-    found = {}
-    for node in journal.numbers(WRONG):
+    return _notes_since(journal, (WRONG, "host"), known, "", on_trouble)
+
+
+def _notes_since(
+    journal: Journal,
+    note: tuple[str, str],
+    known: Collection[int],
+    unknown: str,
+    on_trouble: Callable[[str], None],
+) -> Mapping[int, str]:
+    """What a ``note`` (kind and key) says of each node; ``unknown``: of one without sense."""
+    (kind, key), found = note, {}
+    for node in journal.numbers(kind):
         if node not in known:
             try:
-                found[node] = str(journal.read(WRONG, node)["host"])
+                found[node] = str(journal.read(kind, node)[key])
             except _NOT_UNDERSTOOD as error:
-                found[node] = ""
-                why = "was put aside (its note in the journal is not understood)"
-                on_trouble(f"{WRONG} node {node}: {why}: {type(error).__name__}: {error}")
+                found[node] = unknown
+                why = f"{type(error).__name__}: {error}"
+                on_trouble(f"{kind} node {node}: its note in the journal is not understood: {why}")
     return found
 
 

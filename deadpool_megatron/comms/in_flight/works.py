@@ -17,7 +17,7 @@ from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
 from deadpool_megatron.comms.in_flight.futures import ending_with
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
 from deadpool_megatron.comms.operations import RECEIVES, tensors_in
-from deadpool_megatron.platform.gathers import SeveralWorks
+from deadpool_megatron.platform.gathers import SeveralWorks, failure_of
 
 #: longest time in which a wait for a collective cannot notice a close; each slice that ends
 #: unfinished costs one exception (tens of microseconds)
@@ -209,7 +209,7 @@ class HostWork(SeamWork):
                 return None
             except RuntimeError:
                 if inner.is_completed():
-                    return _failure_of(inner)
+                    return failure_of(inner)  # it may have completed just after the slice
                 if isinstance(inner, SeveralWorks) and (failure := inner.failure()) is not None:
                     return failure
                 if until is not None and monotonic() >= until:
@@ -337,15 +337,6 @@ class CompletedWork(dist.Work):
 
     def _source_rank(self) -> int:
         return 0
-
-
-def _failure_of(inner: Any) -> str | None:
-    """The failure of a completed Work: it may have completed just after a slice expired."""
-    try:
-        inner.wait()
-    except RuntimeError as error:
-        return str(error)
-    return None
 
 
 def communication_failed(error: RuntimeError) -> bool:

@@ -173,13 +173,13 @@ def lasting_buffers(chunk: torch.nn.Module) -> list[tuple[str, Tensor]]:
     (yarn_rotary_pos_embedding.py, get_cached_cos_sin): put back from before the first forward pass
     they would be used as if they were those that it has made, of another length and dtype.
     """
-    remade = {
-        id(buffer)
-        for module in chunk.modules()
-        if "max_seq_len_cached" in vars(module)
-        for buffer in module.buffers(recurse=False)
-    }
-    return [(name, buffer) for name, buffer in chunk.named_buffers() if id(buffer) not in remade]
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, module in chunk.named_modules():
+        own = vars(module)
+        if own["_buffers"] and "max_seq_len_cached" not in own:
+            for buffer_name, buffer in module.named_buffers(name, recurse=False):
+                found.setdefault(id(buffer), (buffer_name, buffer))
+    return list(found.values())
 
 
 def large_frozen_weights(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib.util
 import json
@@ -10,10 +9,8 @@ import os
 import shutil
 import socket
 from collections import namedtuple
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,11 +25,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import VaultError
+from tests.cli.start.refused import RUN_ID, agent_arguments, complain, old_run, run_arguments
 
 LAUNCH = launch.Launcher.run
-SCRIPT = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
 
 
 @pytest.fixture(autouse=True)
@@ -41,22 +37,6 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the launcher was reached")
 
     monkeypatch.setattr(launch.Launcher, "run", start)
-
-
-def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a refused command."""
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    lines = captured.err.splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith(f"deadpool {arguments[0]}: ")
-    return lines[0]
-
-
-def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SCRIPT) -> list[str]:
-    size = ["--nodes", str(nodes), "--nproc-per-node", "1", "--preload", ""]
-    return ["run", *size, "--run-dir", str(directory), *more, "--", *command.split()]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +127,6 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "leave --resume out" in other
 
 
-def agent_arguments(directory: Path, *more: str) -> list[str]:
-    size = ["--nodes", "2", "--nproc-per-node", "1", "--preload", "", "--node-id", "0"]
-    return ["agent", *size, "--run-dir", str(directory), *more, "--", SCRIPT]
-
-
 @pytest.mark.parametrize("arguments_of", [run_arguments, agent_arguments])
 def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
     arguments_of: Callable[[Path], list[str]],
@@ -231,14 +206,6 @@ def test_what_the_system_refuses_later_keeps_its_traceback(
 def test_a_demo_in_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert f"{tmp_path}/file" in complain(capsys, "demo", "--run-dir", str(tmp_path / "file"))
-
-
-def old_run(path: Path, world_size: int = 2) -> RunDirectory:
-    run = RunDirectory(path)
-    brief = Settings(close_seconds=0.2)
-    info = RunInfo("01d01d01", world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
-    run.create(info)
-    return run
 
 
 def test_resume_points_that_cannot_be_used(
@@ -350,7 +317,7 @@ def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFix
     wrong = (*join, "--coordinator", f"127.0.0.1:{port}")
     assert f"no coordinator at 127.0.0.1:{port}" in complain(capsys, *wrong)
     assert "is not HOST:PORT" in complain(capsys, *join, "--coordinator", "nowhere")
-    assert "belongs to run 01d01d01" in complain(capsys, *join, "--run-id", "new")
+    assert f"belongs to run {RUN_ID}" in complain(capsys, *join, "--run-id", "new")
     (run.path / "secret").chmod(0o644)
     assert "chmod 600" in complain(capsys, "status", str(run.path))
 
@@ -384,130 +351,6 @@ def test_a_second_launcher_neither_waits_for_the_first_nor_begins_its_run_again(
 
     monkeypatch.setattr(restarting, "_await_end", it_comes_to_its_end)
     assert "holds an earlier run" in complain(capsys, *run_arguments(run.path))
-
-
-def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
-    run = old_run(tmp_path / "old")
-    info = run.read_run()
-    run.skeletons.mkdir()
-    told = restarting.begin(run, restarting.Restart(info, (0, 1)))
-    assert run.skeletons.is_dir(), "the roles of a lost host may not be built again"
-    assert told == "run 01d01d01 is started again; no slots are in memory"
-    other = replace(info, command=("x.py", "--seed", "2"))
-    assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
-    assert not run.skeletons.exists(), "recipes of the other command"
-    assert run.read_run().command == other.command
-
-
-@pytest.fixture(name="left")
-def _left(tmp_path: Path) -> Iterator[RunDirectory]:
-    """A run whose processes have all died; a slot of it is still in memory."""
-    run = old_run(tmp_path / "old")
-    run_id = run.read_run().run_id
-    os.close(cleanup.claim_segments(run, run_id))
-    run.segments(run_id, 0).mkdir()
-    (run.segments(run_id, 0) / "own-0.0.0.0.seg").touch()
-    yield run
-    shutil.rmtree(segment_root(run_id))
-
-
-def with_settings(run: RunDirectory, **values: Any) -> None:
-    """The run was started with these."""
-    info = run.read_run()
-    write_json(
-        run.path / "run.json", replace(info, settings=replace(info.settings, **values)).to_dict()
-    )
-
-
-@pytest.mark.parametrize(
-    ("more", "other"),
-    [
-        (("--deadpool-max-lag", "1"), "--deadpool-max-lag 0, not 1"),
-        (("--deadpool-extras-room-mb", "1.5"), "--deadpool-extras-room-mb 0, not 1.5"),
-    ],
-)
-def test_a_run_started_again_on_its_slots_keeps_what_they_were_made_with(
-    more: tuple[str, ...], other: str, left: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """New processes are given slots like the old ones before they say what they need: with a lag
-    they found none to write to, and larger extras did not fit."""
-    line = complain(capsys, *run_arguments(left.path, *more))
-    assert f"the run in {left.path} has {other}, which its slots in memory were made with" in line
-    assert line.endswith(f"'deadpool run --resume {left.path} --run-dir NEW'")
-    assert left.read_run().settings == Settings(close_seconds=0.2)
-
-
-def test_slots_with_room_for_steps_keep_their_number(
-    left: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ("--deadpool-protection", "recompute", "--deadpool-full-every", "4")
-    with_settings(left, protection="recompute")
-    assert "has --deadpool-full-every 8, not 4" in complain(
-        capsys, *run_arguments(left.path, *more)
-    )
-    with_settings(left, protection="buddy")
-    assert restarting.other_slots(left.read_run().settings, {"full_every": 4}) == ""
-
-
-def test_slots_on_a_host_that_cannot_be_seen_count_as_well(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = old_run(tmp_path / "old")
-    listing = json.loads(cleanup.listing(1, {}, run.segments("01d01d01", 0)))
-    write_json(run.node(0), {**listing, "hostname": "another", "started": {}})
-    with_lag = run_arguments(run.path, "--deadpool-max-lag", "1")
-    assert "has --deadpool-max-lag 0, not 1" in complain(capsys, *with_lag)
-
-
-def restarted_with(run: RunDirectory, settings: Settings) -> restarting.Restart | None:
-    args = argparse.Namespace(nodes=2, nproc_per_node=1, spares=0, resume=None, command=["x.py"])
-    return restarting.restart_of(run, args, settings)
-
-
-def test_a_run_without_slots_may_get_others(tmp_path: Path) -> None:
-    """Its host was started anew, so it goes on from a checkpoint."""
-    run = old_run(tmp_path / "old")
-    others = Settings(max_lag=1, extras_room_mb=2)
-    restart = restarted_with(run, others)
-    assert restart is not None
-    assert restart.info.settings == others
-
-
-def test_slots_in_memory_do_not_keep_other_settings(left: RunDirectory) -> None:
-    others = Settings(replicas=1, cadence="4", full_every=3, memory_gb=2, chunk_bytes=1 << 20)
-    restart = restarted_with(left, others)
-    assert restart is not None
-    assert restart.info.settings == others
-
-
-def test_a_new_directory_takes_other_slots(left: RunDirectory, tmp_path: Path) -> None:
-    """As after status 76: what is left is written first, and a dump fits any slots."""
-    assert restarted_with(RunDirectory(tmp_path / "new"), Settings(extras_room_mb=2)) is None
-    write_json(left.final, {"exit_status": 76, "reason": "", "slots_kept": False})
-    assert restarted_with(left, Settings(extras_room_mb=2)) is None, "it is over"
-
-
-def test_an_agent_cannot_ask_for_other_slots_than_its_run_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It took those of the run and said nothing. What other hosts hold is not to be seen here."""
-    run = old_run(tmp_path / "old")
-    with_settings(run, max_lag=1, extras_room_mb=2.0)
-    (run.path / "secret").write_text("s" * 32)
-    (run.path / "secret").chmod(0o600)
-
-    def import_nothing(*_: object) -> None:
-        raise CommandError("so far it is good")
-
-    monkeypatch.setattr(agent, "preload_modules", import_nothing)
-    start = ("agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
-    line = complain(capsys, *start, "--deadpool-max-lag", "0")
-    assert f"the run in {run.path} has --deadpool-max-lag 1, not 0" in line
-    assert line.endswith(f"'deadpool agent --resume {run.path} --run-dir NEW'")
-    line = complain(capsys, *start, "--deadpool-extras-room-mb", "3")
-    assert "has --deadpool-extras-room-mb 2, not 3" in line
-    for fits in ((), ("--deadpool-max-lag", "1"), ("--deadpool-full-every", "3")):
-        assert "so far it is good" in complain(capsys, *start, *fits)
 
 
 def test_clean_of_a_run_whose_agent_is_just_coming_back(

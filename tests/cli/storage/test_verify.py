@@ -27,6 +27,7 @@ from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.verify import Verdict, verify_segment
 from tests.vault.harness import Member, cluster, make_layout
+from tests.vault.protected import begin
 
 G = Generation
 
@@ -53,15 +54,7 @@ def test_a_live_node_and_one_damaged_byte(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with cluster(tmp_path, 2) as running:
-        running.open(running.record(1))
-        members = [Member(running.nodes[r], make_layout(r, peers=(0, 1))) for r in range(2)]
-        for member in members:
-            member.client.register(member.layout, 1)
-        for k in range(3):
-            for member in members:
-                member.write(G(1, k))
-            for member in members:
-                assert member.wait(G(1, k)) == "committed"
+        begin(running, {role: make_layout(role, peers=(0, 1)) for role in range(2)}, last=2)
         good = findings(capsys, running.shm, 0)
         assert {f["verdict"] for f in good} == {"good"}
         assert {tuple(f["generation"]) for f in good} == {(1, 1), (1, 2)}

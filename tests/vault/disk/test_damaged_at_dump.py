@@ -15,7 +15,8 @@ from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
 from deadpool_megatron.vault.disk.whole_dumps import newest_whole
 from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import Segment, checksum
-from tests.vault.harness import Cluster, Member, cluster, make_layout
+from tests.vault.harness import Cluster, cluster, make_layout
+from tests.vault.protected import begin
 
 G = Generation
 STEP = (UPDATE_PART, SUMS_PART, gradients_part("shard"))
@@ -31,15 +32,7 @@ def half_lost(directory: Path) -> Iterator[Cluster]:
     directory.mkdir()
     layouts = {role: make_layout(role, peers=(0, 1)) for role in range(2)}
     with cluster(directory, 2) as running:
-        running.open(running.record(1))
-        members = [Member(node, layouts[node.number]) for node in running.nodes]
-        for member in members:
-            member.client.register(member.layout, 1)
-        for iteration in range(3):
-            for member in members:
-                member.write(G(1, iteration))
-            for member in members:
-                assert member.wait(G(1, iteration)) == "committed"
+        begin(running, layouts, last=2)
         running.nodes[1].die()
         running.close(1, gone={1})
         yield running

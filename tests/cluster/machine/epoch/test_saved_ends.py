@@ -173,12 +173,19 @@ def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved() ->
     assert "generation 1:7 lacks part main of role 1" in end.reason
 
 
-def test_a_damaged_part_that_another_node_has_written_costs_nothing() -> None:
-    rig = Rig(nodes=3, spares=0, replicas=2).run()
-    rig.feed(ev.NodeLost(2, "gone"))
+def damaged_beside_another_copy(nodes: int) -> Rig:
+    """The last node is lost and no spare comes: node 0 has dumped, but for a part of its copy of
+    the lost role, of which another node has one as well."""
+    rig, lost = Rig(nodes=nodes, spares=0, replicas=2).run(), nodes - 1
+    rig.feed(ev.NodeLost(lost, "gone"))
     rig.closed(g(6), g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
-    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 2, 7)))
+    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, lost, 7)))
+    return rig
+
+
+def test_a_damaged_part_that_another_node_has_written_costs_nothing() -> None:
+    rig = damaged_beside_another_copy(nodes=3)
     rig.feed(ev.Dumped(1, g(7)))
     end = rig.one(act.Finish)
     assert (end.exit_status, end.resume) == (75, Restore("dump", g(7), "step", path="/dump/1-7"))
@@ -197,11 +204,7 @@ def test_nodes_are_asked_for_another_generation_when_all_have_written_the_first(
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_what_is_damaged_is_known_when_the_last_node_does_not_answer(lost: bool) -> None:
-    rig = Rig(nodes=4, spares=0, replicas=2).run()
-    rig.feed(ev.NodeLost(3, "gone"))
-    rig.closed(g(6), g(7))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, 3, 7)))
+    rig = damaged_beside_another_copy(nodes=4)
     rig.feed(ev.Dumped(2, g(7)))
     last = ev.NodeLost(1, "gone") if lost else ev.Dumped(1, g(7), error="disk full")
     rig.feed(last)

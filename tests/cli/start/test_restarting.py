@@ -1,0 +1,157 @@
+"""A run that is started again goes on with the slots that are left of it, as they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import agent, launch, restarting
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    segment_root,
+    write_json,
+)
+from deadpool_megatron.settings import Settings
+from tests.cli.start.refused import RUN_ID, complain, old_run, run_arguments
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_launcher: launch.Launcher) -> int:
+        raise AssertionError("the launcher was reached")
+
+    monkeypatch.setattr(launch.Launcher, "run", start)
+
+
+def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
+    run = old_run(tmp_path / "old")
+    info = run.read_run()
+    run.skeletons.mkdir()
+    told = restarting.begin(run, restarting.Restart(info, (0, 1)))
+    assert run.skeletons.is_dir(), "the roles of a lost host may not be built again"
+    assert told == f"run {RUN_ID} is started again; no slots are in memory"
+    other = replace(info, command=("x.py", "--seed", "2"))
+    assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
+    assert not run.skeletons.exists(), "recipes of the other command"
+    assert run.read_run().command == other.command
+
+
+@pytest.fixture(name="left")
+def _left(tmp_path: Path) -> Iterator[RunDirectory]:
+    """A run whose processes have all died; a slot of it is still in memory."""
+    run = old_run(tmp_path / "old")
+    run_id = run.read_run().run_id
+    os.close(cleanup.claim_segments(run, run_id))
+    run.segments(run_id, 0).mkdir()
+    (run.segments(run_id, 0) / "own-0.0.0.0.seg").touch()
+    yield run
+    shutil.rmtree(segment_root(run_id))
+
+
+def with_settings(run: RunDirectory, **values: Any) -> None:
+    """The run was started with these."""
+    info = run.read_run()
+    write_json(
+        run.path / "run.json", replace(info, settings=replace(info.settings, **values)).to_dict()
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "other"),
+    [
+        (("--deadpool-max-lag", "1"), "--deadpool-max-lag 0, not 1"),
+        (("--deadpool-extras-room-mb", "1.5"), "--deadpool-extras-room-mb 0, not 1.5"),
+    ],
+)
+def test_a_run_started_again_on_its_slots_keeps_what_they_were_made_with(
+    more: tuple[str, ...], other: str, left: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """New processes are given slots like the old ones before they say what they need: with a lag
+    they found none to write to, and larger extras did not fit."""
+    line = complain(capsys, *run_arguments(left.path, *more))
+    assert f"the run in {left.path} has {other}, which its slots in memory were made with" in line
+    assert line.endswith(f"'deadpool run --resume {left.path} --run-dir NEW'")
+    assert left.read_run().settings == Settings(close_seconds=0.2)
+
+
+def test_slots_with_room_for_steps_keep_their_number(
+    left: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--deadpool-protection", "recompute", "--deadpool-full-every", "4")
+    with_settings(left, protection="recompute")
+    assert "has --deadpool-full-every 8, not 4" in complain(
+        capsys, *run_arguments(left.path, *more)
+    )
+    with_settings(left, protection="buddy")
+    assert restarting.other_slots(left.read_run().settings, {"full_every": 4}) == ""
+
+
+def test_slots_on_a_host_that_cannot_be_seen_count_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = old_run(tmp_path / "old")
+    listing = json.loads(cleanup.listing(1, {}, run.segments(RUN_ID, 0)))
+    write_json(run.node(0), {**listing, "hostname": "another", "started": {}})
+    with_lag = run_arguments(run.path, "--deadpool-max-lag", "1")
+    assert "has --deadpool-max-lag 0, not 1" in complain(capsys, *with_lag)
+
+
+def restarted_with(run: RunDirectory, settings: Settings) -> restarting.Restart | None:
+    args = argparse.Namespace(nodes=2, nproc_per_node=1, spares=0, resume=None, command=["x.py"])
+    return restarting.restart_of(run, args, settings)
+
+
+def test_a_run_without_slots_may_get_others(tmp_path: Path) -> None:
+    """Its host was started anew, so it goes on from a checkpoint."""
+    run = old_run(tmp_path / "old")
+    others = Settings(max_lag=1, extras_room_mb=2)
+    restart = restarted_with(run, others)
+    assert restart is not None
+    assert restart.info.settings == others
+
+
+def test_slots_in_memory_do_not_keep_other_settings(left: RunDirectory) -> None:
+    others = Settings(replicas=1, cadence="4", full_every=3, memory_gb=2, chunk_bytes=1 << 20)
+    restart = restarted_with(left, others)
+    assert restart is not None
+    assert restart.info.settings == others
+
+
+def test_a_new_directory_takes_other_slots(left: RunDirectory, tmp_path: Path) -> None:
+    """As after status 76: what is left is written first, and a dump fits any slots."""
+    assert restarted_with(RunDirectory(tmp_path / "new"), Settings(extras_room_mb=2)) is None
+    write_json(left.final, {"exit_status": 76, "reason": "", "slots_kept": False})
+    assert restarted_with(left, Settings(extras_room_mb=2)) is None, "it is over"
+
+
+def test_an_agent_cannot_ask_for_other_slots_than_its_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took those of the run and said nothing. What other hosts hold is not to be seen here."""
+    run = old_run(tmp_path / "old")
+    with_settings(run, max_lag=1, extras_room_mb=2.0)
+    (run.path / "secret").write_text("s" * 32)
+    (run.path / "secret").chmod(0o600)
+
+    def import_nothing(*_: object) -> None:
+        raise CommandError("so far it is good")
+
+    monkeypatch.setattr(agent, "preload_modules", import_nothing)
+    start = ("agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
+    line = complain(capsys, *start, "--deadpool-max-lag", "0")
+    assert f"the run in {run.path} has --deadpool-max-lag 1, not 0" in line
+    assert line.endswith(f"'deadpool agent --resume {run.path} --run-dir NEW'")
+    line = complain(capsys, *start, "--deadpool-extras-room-mb", "3")
+    assert "has --deadpool-extras-room-mb 2, not 3" in line
+    for fits in ((), ("--deadpool-max-lag", "1"), ("--deadpool-full-every", "3")):
+        assert "so far it is good" in complain(capsys, *start, *fits)
