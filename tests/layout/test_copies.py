@@ -162,6 +162,7 @@ def test_domains_file() -> None:
     assert domain_of(table, 1) == "rack-a"
     assert domain_of(table, 2, "host7") == "rack-b"
     assert domain_of(table, 3, "host9") == "node3"
+    assert domain_of(table, 4, "host7.cluster.example") == "rack-b"
 
 
 @pytest.mark.parametrize("text", ["0\n", "0 a b\n", "0 a\n0 b\n"])
