@@ -242,9 +242,9 @@ class Settings:
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            if entry.name.endswith("_seconds") and not 0 < value <= _LONGEST_SECONDS:
+            if entry.name.endswith("_seconds") and not 0 < value <= LONGEST_SECONDS:
                 raise SettingsError(
-                    f"{flag_name(entry.name)} must be above 0 and at most {_LONGEST_SECONDS:.0f}"
+                    f"{flag_name(entry.name)} must be above 0 and at most {LONGEST_SECONDS:.0f}"
                     f" (11 days), got {value:g}"
                 )
         for name, least in _LEAST.items():
@@ -422,7 +422,7 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "chunk_bytes": (4096, 1 << 30),
 }
 # The kernel counts what it waits for in milliseconds, as int.
-_LONGEST_SECONDS = 1e6
+LONGEST_SECONDS = 1e6
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 LONGEST_CADENCE = 1000
 _URL = re.compile(r"https?://[^/\s]\S*|(?!https?:)[A-Za-z][A-Za-z0-9+.-]*://\S+")
