@@ -131,16 +131,21 @@ def check_window(plan: Plan, placement: Placement, times: Timing) -> None:
     for key, seconds in (("nic_gb_s", times.ship_seconds), ("pcie_gb_s", times.copy_seconds)):
         # The window and its two limits leave this much for the one that is changed.
         left = times.window_seconds - (times.least_commit_seconds - seconds)
-        limit = times.step_seconds if key == "nic_gb_s" else times.forward_backward_seconds
+        limit = times.cycle_seconds if key == "nic_gb_s" else times.forward_backward_seconds
         allowed = min(left, limit)
-        if allowed > 0:
+        if 0 < allowed < seconds:
             rate = _up(getattr(plan.cluster, key) * seconds / allowed)
             if _fits(_with(plan, "cluster", key, rate), placement):
                 _refuse(f"cluster.{key}", what, f"at least {rate:g}")
-    longer = times.least_commit_seconds / plan.cluster.forward_backward_fraction
+    longer = max(
+        times.least_commit_seconds / times.window_seconds,
+        times.copy_seconds / times.forward_backward_seconds,
+        times.ship_seconds / times.cycle_seconds,
+    )
     if plan.cluster.step_seconds is not None:
-        _refuse("cluster.step_seconds", what, f"at least {_up(longer):g}")
-    tokens = (plan.cluster.tokens_per_step or 0) * longer / times.step_seconds
+        least = _up(longer * times.step_seconds)
+        _refuse("cluster.step_seconds", what, f"at least {least:g}")
+    tokens = (plan.cluster.tokens_per_step or 0) * longer
     _refuse("cluster.tokens_per_step", what, f"at least {_up(tokens):.0f}")
 
 
