@@ -31,6 +31,7 @@ SHAPE = {"layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
         ("faults", {"node_mtbf_hours": 0}, "faults.node_mtbf_hours: must be above 0"),
         ("faults", {"repair_hours": float("nan")}, "faults.repair_hours: must be a number"),
         ("faults", {"node_mtbf_hours": 1e-300}, "must be between 1e-09 and 1e+18, got 1e-300"),
+        ("parallel", {"tp": 1 << 20_000}, "1e+18, got thousands of digits"),
         ("parallel", {"tp": 10**400}, "must be between 1e-09 and 1e+18, got 1000"),
         ("cluster", {"spares": 100_000_000}, "cluster.spares: must be at most 10000"),
         ("goal", {"goodput": 1}, "goal.goodput: must be at most 0.9999"),
@@ -92,6 +93,9 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
         read_plan(tmp_path / "none.yaml")
     with pytest.raises(PlanError, match=r"cluster\.domains_file: No such file"):
         read_plan(CONFIGS / "7b.yaml", ("cluster.racks=null", "cluster.domains_file=none"))
+    nul = 'cluster.domains_file="a\\0b"'
+    with pytest.raises(PlanError, match=r"cluster\.domains_file: .*embedded null byte"):
+        read_plan(CONFIGS / "7b.yaml", ("cluster.racks=null", nul))
 
 
 def test_overrides_replace_add_and_take_away() -> None:
