@@ -99,7 +99,7 @@ def _assess(plan: Plan) -> Assessment:
     refusals.check_layout(plan)
     refusals.check_scheme(plan)
     placement = place(plan)
-    refusals.check_copies(plan, placement)
+    refusals.check_domains(plan, placement)
     step = step_seconds(plan)
     loads = traffic.node_loads(plan, placement)
     times = traffic.timing(plan, placement, loads, step)

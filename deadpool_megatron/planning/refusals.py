@@ -13,6 +13,8 @@ from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Timing, node_load
 
 # A commit that trails further is not looked for: each unit costs a slot in every segment.
 _LARGEST_LAG = 8
+# Each is placed: more would take minutes, and are a slip.
+_MOST_ROLES = 1_000_000
 _KEPT = {
     "buddy": "copies",
     "parity": "parity blocks",
@@ -65,6 +67,8 @@ def _divide(key: str, part: int, of: str, whole: int, per: int = 1) -> None:
 
 
 def _check_roles(plan: Plan, roles: int, gpus: int) -> None:
+    if roles > _MOST_ROLES:
+        raise PlanError(f"parallel.dp: {roles} roles are more than {_MOST_ROLES}: set it lower")
     if roles == gpus:
         return
     parallel, cluster = plan.parallel, plan.cluster
@@ -89,27 +93,30 @@ def check_scheme(plan: Plan) -> None:
         raise PlanError(
             "protection.cadence: recompute needs the gradients of every step: set it to 1"
         )
-
-
-def check_copies(plan: Plan, placement: Placement) -> None:
-    """Every role has its buddies, each in another failure domain. Raises PlanError."""
-    cluster, replicas = plan.cluster, plan.protection.survived
-    need = f"{replicas} {'copy' if replicas == 1 else 'copies'} beside the own node need"
-    if any(len(role.buddies) < replicas for role in placement.roles):
-        nodes = placement.nodes
-        line = f"{need} {replicas + 1} nodes, there are {nodes} with the spares"
+    nodes, replicas = plan.cluster.nodes + plan.cluster.spares, protection.survived
+    if nodes <= replicas:
+        line = f"{_need(replicas)} {replicas + 1} nodes, there are {nodes} with the spares"
         if nodes > 1:
             raise PlanError(f"protection.replicas: {line}: set it to {nodes - 1}")
         raise PlanError(f"cluster.spares: {line}: set it to {replicas}")
+
+
+def check_domains(plan: Plan, placement: Placement) -> None:
+    """No copy of a role shares a failure domain with another one. Raises PlanError."""
     if not placement.same_domain:
         return
+    cluster, replicas = plan.cluster, plan.protection.survived
     domains = len(set(placement.domains.values()))
-    line = f"{need} {replicas + 1} failure domains, there are {domains}"
+    line = f"{_need(replicas)} {replicas + 1} failure domains, there are {domains}"
     key = "cluster.domains_file" if cluster.racks is None else "cluster.racks"
     if domains > 1:
         line += f": set it to {domains - 1}, or {key} to {replicas + 1} of them"
         raise PlanError(f"protection.replicas: {line}")
     raise PlanError(f"{key}: {line}: set it to at least {replicas + 1} of them")
+
+
+def _need(replicas: int) -> str:
+    return f"{replicas} {'copy' if replicas == 1 else 'copies'} beside the own node need"
 
 
 def check_window(plan: Plan, placement: Placement, times: Timing) -> None:

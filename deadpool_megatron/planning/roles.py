@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.places.copies import choose_buddies, is_covered
+from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
 from deadpool_megatron.layout.places.domains import DomainsError, domain_of, parse_domains
 from deadpool_megatron.layout.places.parity import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
@@ -83,13 +83,11 @@ def place(plan: Plan) -> Placement:
     seats = {role: role // cluster.gpus_per_node for role in range(world)}
     domains = node_domains(cluster, plan.domains_text)
     spares = range(cluster.nodes, cluster.nodes + cluster.spares)
-    # What placement looks at beside a role's peers: the lowest role of each node.
-    lowest = {node * cluster.gpus_per_node: node for node in range(cluster.nodes)}
+    copies = CopyPlacement(seats, domains, spares, replicas)
     stages = stage_parameters(plan.model, parallel)
     roles = []
     for role in range(world):
         peers = data_parallel_peers(role, parallel)
-        few = lowest | {peer: seats[peer] for peer in peers}
         parts = tuple(
             PlannedPart(nbytes, same, covered, coded and not covered)
             for nbytes, same, covered in (
@@ -97,8 +95,7 @@ def place(plan: Plan) -> Placement:
                 for nbytes, same in _parts(role, plan, stages[role // (world // parallel.pp)])
             )
         )
-        buddies = choose_buddies(role, peers, few, domains, spares, replicas)
-        roles.append(PlannedRole(role, seats[role], parts, buddies))
+        roles.append(PlannedRole(role, seats[role], parts, copies.buddies(role, peers)))
     one = parallel.distributed_optimizer and parallel.optimizer_instances == 1
     slots = (2 if one or world == 1 else 3) + plan.protection.max_lag
     groups = _groups(plan, seats, domains, spares) if coded else ()

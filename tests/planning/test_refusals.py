@@ -164,3 +164,19 @@ def test_a_derived_step_is_made_longer_by_tokens() -> None:
     found = ADVICE.search(line)
     assert found is not None
     assess(make(cluster={**slow, "tokens_per_step": found["value"]}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"protection": {"replicas": 10**12}}, "protection.replicas: 1000000000000 copies"),
+        ({"parallel": {"tp": 10**12}}, "parallel.tp: must be at most 1000000"),
+        ({"model": {**SHAPE, "kv_heads": 10**12}}, "model.kv_heads: must be at most 1000000"),
+        (
+            {"parallel": {"dp": 10**6}, "cluster": {"nodes": 2 * 10**6}},
+            "parallel.dp: 4000000 roles are more than 1000000: set it lower",
+        ),
+    ],
+)
+def test_a_slip_of_many_zeros_is_refused_at_once(sections: dict[str, Any], said: str) -> None:
+    assert refusal(**sections).startswith(said)
