@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, NoReturn
 
+from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.model import step_seconds
 from deadpool_megatron.planning.roles import Placement
@@ -99,6 +100,29 @@ def check_scheme(plan: Plan) -> None:
         if nodes > 1:
             raise PlanError(f"protection.replicas: {line}: set it to {nodes - 1}")
         raise PlanError(f"cluster.spares: {line}: set it to {replicas}")
+    if protection.scheme == "parity":
+        _check_group(plan, nodes)
+
+
+def _check_group(plan: Plan, nodes: int) -> None:
+    """As a run does at its start."""
+    group, blocks = plan.protection.parity_group, plan.protection.replicas
+    if nodes < blocks + 2:
+        raise PlanError(
+            f"protection.scheme: parity that survives {blocks} lost nodes needs {blocks + 2}"
+            f" nodes, there are {nodes} with the spares: set it to buddy"
+        )
+    needed = max(2, min(group, plan.cluster.nodes)) + blocks
+    if needed > nodes:
+        raise PlanError(
+            f"protection.parity_group: groups of {needed - blocks} and their parity ({blocks}) need"
+            f" {needed} nodes, there are {nodes} with the spares: set it to {nodes - blocks}"
+        )
+    if group + blocks > MOST_BLOCKS:
+        raise PlanError(
+            f"protection.parity_group: groups of {group} and their parity ({blocks}) are more than"
+            f" {MOST_BLOCKS} blocks: set it to {MOST_BLOCKS - blocks}"
+        )
 
 
 def check_domains(plan: Plan, placement: Placement) -> None:

@@ -105,14 +105,7 @@ def place(plan: Plan) -> Placement:
 def _groups(
     plan: Plan, seats: Mapping[int, int], domains: Mapping[int, str], spares: Collection[int]
 ) -> tuple[ParityGroup, ...]:
-    """As in a run. Raises PlanError when there are too few nodes for any."""
     protection = plan.protection
-    nodes, least = len(domains), protection.replicas + 2
-    if nodes < least:
-        raise PlanError(
-            f"protection.scheme: parity that survives {protection.replicas} lost nodes needs"
-            f" {least} nodes, there are {nodes} with the spares: set it to buddy"
-        )
     scheme = Scheme(Kind.PARITY, group=protection.parity_group)
     placement = ParityPlacement(seats, domains, spares, ProtectionPlan(scheme), protection.replicas)
     return placement.groups

@@ -118,6 +118,12 @@ def test_a_cadence_makes_a_plan_hold_that_did_not() -> None:
     [
         ({"scheme": "recompute", "cadence": 2}, {}, "protection.cadence"),
         ({"scheme": "parity", "replicas": 8}, {}, "parity that survives 8 lost nodes needs 10"),
+        (
+            {"scheme": "parity", "parity_group": 8},
+            {"spares": 0},
+            "protection.parity_group: groups of 8 and .* need 9 nodes, there are 8 .* set it to 7",
+        ),
+        ({"scheme": "parity", "parity_group": 256}, {}, "more than 256 blocks: set it to 255"),
         ({"scheme": "parity"}, {"host_memory_gb": 30}, "GB for parity blocks"),
         ({"scheme": "none"}, {}, "must be one of buddy, parity, local, local-twice, recompute"),
     ],
