@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from deadpool_megatron.layout.reckoning.choice import choose
 from deadpool_megatron.planning.assess import Assessment, assess, lost_steps
 from deadpool_megatron.planning.compare import SCHEMES, compare
 from deadpool_megatron.planning.keys import PlanError
-from deadpool_megatron.planning.layouts import scene_of
+from deadpool_megatron.planning.layouts import protection_plan, scene_of
 from deadpool_megatron.planning.risk import holder_sets
 from deadpool_megatron.planning.roles import place
 from deadpool_megatron.planning.traffic import fetch_seconds, mean_share, node_loads
@@ -173,3 +176,15 @@ def test_mixed_is_the_first_scheme_that_holds() -> None:
     assert settled(needed * 0.99).startswith("parity(")
     with pytest.raises(PlanError, match="GB for parity blocks"):
         settled(30)
+
+
+@pytest.mark.parametrize("memory_gb", range(40, 280, 12))
+def test_mixed_is_what_a_run_chooses(memory_gb: int) -> None:
+    """One spare in a domain of its own holds all copies: it could not take a node's roles, too."""
+    cluster = {"host_memory_gb": memory_gb, "domains_file": "x", "checksum_gb_s": 100}
+    sections = {"protection": {"scheme": "mixed"}, "cluster": {**cluster, "nic_gb_s": 1000}}
+    text = "".join(f"{node} rack{node // 8}\n" for node in range(9))
+    found = assess(dataclasses.replace(make(**sections), domains_text=text))
+    scene = scene_of(found.plan, found.placement)
+    chosen = choose(scene, dict.fromkeys(scene.domains, memory_gb * 10**9))
+    assert protection_plan(found.plan) == chosen.plan
