@@ -122,6 +122,12 @@ def node_domains(cluster: Cluster, domains_text: str) -> dict[int, str]:
             table = parse_domains(domains_text)
         except DomainsError as error:
             raise PlanError(f"cluster.domains_file: {error}") from error
+        host = next((name for name in table if not name.isdecimal()), None)
+        if host is not None and any(str(node) not in table for node in nodes):
+            raise PlanError(
+                f"cluster.domains_file: a plan knows no hosts, and {host} is one: name its nodes by"
+                f" their numbers, 0 to {nodes[-1]}"
+            )
         return {node: domain_of(table, node) for node in nodes}
     return {node: f"rack{_rack(node, cluster, cluster.racks)}" for node in nodes}
 

@@ -90,6 +90,9 @@ def test_a_domains_file_that_cannot_be_read_or_is_too_coarse(tmp_path: Path) -> 
     (tmp_path / "racks").write_text("".join(f"{node} room\n" for node in range(66)))
     with pytest.raises(PlanError, match=r"^cluster\.domains_file: .* to at least 2 of them"):
         assess(read_plan(path, overrides))
+    (tmp_path / "racks").write_text("".join(f"gpu{node} rack{node % 8}\n" for node in range(66)))
+    with pytest.raises(PlanError, match=r"^cluster\.domains_file: .* gpu0 is one: .*, 0 to 65$"):
+        assess(read_plan(path, overrides))
     (tmp_path / "racks").write_text("".join(f"{node} rack{node % 8}\n" for node in range(66)))
     assert assess(read_plan(path, overrides)).placement.same_domain == 0
 
