@@ -59,6 +59,11 @@ def make_plan(values: Mapping[Any, Any]) -> Plan:
     plan = Plan(**sections)
     _check_model(plan.model)
     _check_cluster(plan.cluster)
+    if plan.model.expert_parameters and plan.cluster.step_seconds is None:
+        raise PlanError(
+            "cluster.step_seconds: missing; model.expert_parameters does not say through how many"
+            f" of them a token goes: give it in place of {', '.join(_SPEED)}, or give the shape"
+        )
     return plan
 
 

@@ -57,6 +57,14 @@ def test_wrong_values_are_named(section: str, changes: dict[str, Any], text: str
     assert "\n" not in str(caught.value)
 
 
+def test_the_step_of_experts_without_a_shape_is_not_guessed() -> None:
+    """Taken for dense, a model of which a token goes through a tenth has ten times the window."""
+    speed = {"step_seconds": None, "tflops_per_gpu": 989, "efficiency": 0.4, "tokens_per_step": 1e6}
+    with pytest.raises(PlanError, match=r"^cluster\.step_seconds: missing; model\.expert_param"):
+        make(model={"expert_parameters": 9 * 10**9}, cluster=speed)
+    make(cluster=speed)
+
+
 def test_sections_are_checked() -> None:
     with pytest.raises(PlanError, match=r"^modle: unknown section, there are model, parallel"):
         make_plan({**BASE, "modle": {}})
