@@ -165,6 +165,12 @@ def test_recovery_of_a_decoded_shard_takes_longer() -> None:
     )
 
 
+@pytest.mark.parametrize("scheme", ["local", "local-twice"])
+def test_what_no_other_node_holds_is_not_fetched(scheme: str) -> None:
+    sections = {"protection": {"scheme": scheme}, "cluster": {"nic_gb_s": 0.1}}
+    assert assess(make(**sections)).fetch_seconds == pytest.approx(SHARD / 20e9)
+
+
 def test_mixed_is_the_first_scheme_that_holds() -> None:
     def settled(memory_gb: float) -> str:
         plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})
