@@ -16,6 +16,8 @@ from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Timing, node_load
 _LARGEST_LAG = 8
 # Each is placed: more would take minutes, and are a slip.
 _MOST_ROLES = 1_000_000
+# To lose a parity group, of all groups together: each is looked at.
+_MOST_WAYS = 1_000_000
 _KEPT = {
     "buddy": "copies",
     "parity": "parity blocks",
@@ -122,6 +124,12 @@ def _check_group(plan: Plan, nodes: int) -> None:
         raise PlanError(
             f"protection.parity_group: groups of {group} and their parity ({blocks}) are more than"
             f" {MOST_BLOCKS} blocks: set it to {MOST_BLOCKS - blocks}"
+        )
+    ways, roles = math.comb(needed, blocks + 1), plan.cluster.nodes * plan.cluster.gpus_per_node
+    if ways * roles > _MOST_WAYS * (needed - blocks):
+        raise PlanError(
+            f"protection.replicas: with {blocks} parity blocks a group of {needed - blocks} is lost"
+            f" in {ways} ways, too many to count them all: set it lower"
         )
 
 

@@ -53,12 +53,13 @@ def minimal(sets: Iterable[frozenset[int]]) -> HolderSets:
     """Without the sets that contain another one: their loss is a loss already."""
     kept: set[frozenset[int]] = set()
     by_node: dict[int, list[frozenset[int]]] = defaultdict(list)
-    for candidate in sorted(set(sets), key=len):
-        if any(smaller <= candidate for node in candidate for smaller in by_node[node]):
-            continue
-        kept.add(candidate)
-        for node in candidate:
-            by_node[node].append(candidate)
+    for _, equal in itertools.groupby(sorted(set(sets), key=len), key=len):
+        # None of them contains another one.
+        new = [one for one in equal if not any(s <= one for node in one for s in by_node[node])]
+        kept.update(new)
+        for one in new:
+            for node in one:
+                by_node[node].append(one)
     return frozenset(kept)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -169,6 +170,18 @@ def test_recovery_of_a_decoded_shard_takes_longer() -> None:
 def test_what_no_other_node_holds_is_not_fetched(scheme: str) -> None:
     sections = {"protection": {"scheme": scheme}, "cluster": {"nic_gb_s": 0.1}}
     assert assess(make(**sections)).fetch_seconds == pytest.approx(SHARD / 20e9)
+
+
+def test_ways_to_lose_a_group_are_counted_or_said_to_be_too_many() -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "protection": {"scheme": "parity", "parity_group": 20, "replicas": 10},
+        "cluster": {"nodes": 32, "host_memory_gb": 5000},
+        "parallel": {"dp": 16},
+    }
+    with pytest.raises(PlanError, match=r"a group of 20 is lost in 54627300 ways, too many"):
+        assess(make(**sections))
+    sections["protection"] |= {"parity_group": 8, "replicas": 4}
+    assert assess(make(**sections)).risk.holder_sets > 1000
 
 
 def test_mixed_is_the_first_scheme_that_holds() -> None:
