@@ -192,17 +192,20 @@ def _away(plan: Plan) -> float:
     return spares.away_fraction(plan.faults.node_mtbf_hours, plan.faults.repair_hours)
 
 
-def busiest(loads: dict[int, NodeLoad], name: str) -> tuple[float, int]:
-    """Mean over the nodes that have any, and the largest, of one field of the loads."""
-    values = [value for load in loads.values() if (value := getattr(load, name))]
-    return sum(values) / max(1, len(values)), max(values, default=0)
+def busiest(found: Assessment, name: str) -> tuple[float, int]:
+    """Mean over the nodes that have any, and the largest, of one field of the loads; of those per
+    step what it is on average, for not every step sends a whole generation.
+    """
+    share = traffic.mean_share(found.plan) if name.endswith("_per_step") else 1
+    values = [value for load in found.loads.values() if (value := getattr(load, name))]
+    return share * sum(values) / max(1, len(values)), round(share * max(values, default=0))
 
 
 def verdict(found: Assessment) -> str:
     """One line."""
     plan, times, goodput = found.plan, found.timing, found.goodput
     used = times.commit_seconds / times.window_seconds
-    memory = busiest(found.loads, "memory_bytes")[1] / traffic.GIGA
+    memory = busiest(found, "memory_bytes")[1] / traffic.GIGA
     holds = (
         f"holds: a commit takes {used:.0%} of its window, slots {memory:.0f} GB of"
         f" {plan.cluster.host_memory_gb:g} GB"
@@ -229,7 +232,7 @@ def facts(found: Assessment) -> dict[str, object]:
         risk_facts["hours_between_state_losses"] = None
     nodes = {}
     for name in (*(f.name for f in dataclasses.fields(NodeLoad)), "memory_bytes"):
-        mean, largest = busiest(found.loads, name)
+        mean, largest = busiest(found, name)
         nodes[name] = {"mean": mean, "largest": largest}
     plan = dataclasses.asdict(found.plan)
     del plan["domains_text"]

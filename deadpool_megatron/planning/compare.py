@@ -26,12 +26,12 @@ class Row:
         if found is None:
             return {"scheme": self.scheme, "ok": False, "error": self.refusal}
         plan, risk = found.plan, found.risk
-        ship = busiest(found.loads, "ship_bytes")[1]
+        ship = busiest(found, "ship_bytes")[1]
         lost = lost_steps(plan, found.placement.slots)
         return {
             "scheme": self.scheme,
             "ok": True,
-            "memory_bytes": busiest(found.loads, "memory_bytes")[1],
+            "memory_bytes": busiest(found, "memory_bytes")[1],
             "sent_bytes_per_step": ship * traffic.mean_share(plan),
             "commit_of_window": found.timing.commit_seconds / found.timing.window_seconds,
             "loss_probability": list(risk.loss_probability),

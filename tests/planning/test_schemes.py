@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.layout.reckoning.choice import choose
-from deadpool_megatron.planning.assess import Assessment, assess, lost_steps
+from deadpool_megatron.planning.assess import Assessment, assess, facts, lost_steps
 from deadpool_megatron.planning.compare import SCHEMES, compare
 from deadpool_megatron.planning.keys import PlanError
 from deadpool_megatron.planning.layouts import protection_plan, scene_of
@@ -108,6 +108,16 @@ def test_cadence_lengthens_the_window_and_the_rpo(
     assert found.timing.window_seconds == pytest.approx(window)
     assert lost_steps(found.plan, found.placement.slots) == lost
     assert mean_share(found.plan) == 1 / cadence
+
+
+@pytest.mark.parametrize("more", [{"cadence": 4}, {"scheme": "recompute", "full_every": 4}])
+def test_what_is_said_to_be_sent_per_step_is_what_a_step_sends(more: dict[str, Any]) -> None:
+    plan = make(protection=more, cluster={"host_memory_gb": 5000})
+    found = assess(plan)
+    whole = max(load.out_bytes_per_step for load in found.loads.values())
+    nodes: Any = facts(found)["nodes"]
+    assert nodes["out_bytes_per_step"]["largest"] == round(whole * mean_share(plan))
+    assert nodes["unique_bytes"]["largest"] == max(x.unique_bytes for x in found.loads.values())
 
 
 def test_a_cadence_makes_a_plan_hold_that_did_not() -> None:

@@ -114,7 +114,7 @@ def _shm_bytes(args: argparse.Namespace) -> int:
         found = assess(read_plan(args.plan))
     except PlanError as error:
         raise CommandError(f"--plan {error}") from error
-    return busiest(found.loads, "memory_bytes")[1]
+    return busiest(found, "memory_bytes")[1]
 
 
 def _address(args: argparse.Namespace) -> str:

@@ -171,7 +171,7 @@ _NODE_ROWS = (
 def _node_table(found: Assessment) -> list[str]:
     rows = []
     for title, name in _NODE_ROWS:
-        mean, largest = busiest(found.loads, name)
+        mean, largest = busiest(found, name)
         rows.append((title, size(mean), size(largest)))
     return [*table(("", "mean", "largest"), rows), f"  {_placed(found)}"]
 
