@@ -141,6 +141,8 @@ def check_domains(plan: Plan, placement: Placement) -> None:
     domains = len(set(placement.domains.values()))
     line = f"{_need(replicas)} {replicas + 1} failure domains, there are {domains}"
     key = "cluster.domains_file" if cluster.racks is None else "cluster.racks"
+    if key == "cluster.racks" and replicas >= cluster.nodes:
+        raise PlanError(f"{key}: {line}: take it away (each node, spares too, is one then)")
     if domains > 1:
         line += f": set it to {domains - 1}, or {key} to {replicas + 1} of them"
         raise PlanError(f"protection.replicas: {line}")

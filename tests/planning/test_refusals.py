@@ -80,6 +80,15 @@ def test_experts_have_to_fill_their_tensor_ranks() -> None:
     assert line == "parallel.ep: tp x cp x dp (8) is no multiple of 3: make tp x cp x dp one"
 
 
+def test_racks_of_which_there_cannot_be_enough_are_to_be_left_out() -> None:
+    few = {"nodes": 1, "spares": 1, "host_memory_gb": 5000}
+    whole = {"parallel": {"tp": 1, "pp": 1, "dp": 2}, "faults": {"swap_seconds": 1e6}}
+    line = refusal(cluster={**few, "racks": 1}, **whole)
+    assert line.startswith("cluster.racks: ")
+    assert "take it away" in line
+    assess(make(cluster={**few, "nic_gb_s": 100}, **whole))
+
+
 def test_a_domains_file_that_cannot_be_read_or_is_too_coarse(tmp_path: Path) -> None:
     path = tmp_path / "65b.yaml"
     path.write_text(CONFIG.read_text())
