@@ -305,7 +305,7 @@ class Settings:
             )
 
     def _check_cadence(self) -> None:
-        known = self.cadence.isascii() and self.cadence.isdigit()
+        known = re.fullmatch(r"[0-9]{1,4}", self.cadence)
         if self.cadence != "auto" and not (known and 1 <= int(self.cadence) <= LONGEST_CADENCE):
             raise SettingsError(
                 f"--deadpool-cadence must be auto or a number from 1 to {LONGEST_CADENCE},"

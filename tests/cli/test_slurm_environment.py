@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.common import CommandError, parse_address
 from deadpool_megatron.cli.slurm_environment import (
     SlurmNode,
     host_address,
@@ -100,3 +100,14 @@ def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         host_address("debian")
     with pytest.raises(CommandError, match="is not known"):
         host_address("nowhere")
+
+
+@pytest.mark.parametrize("name", ["node..example", "x" * 300, "node\udcff"])
+def test_what_cannot_be_a_name_is_no_traceback(name: str) -> None:
+    """Python raises UnicodeError for an empty label, not what the resolver says of other names."""
+    with pytest.raises(CommandError, match="is neither an address nor a network interface"):
+        local_address(name)
+    with pytest.raises(CommandError, match="is not known"):
+        host_address(name)
+    with pytest.raises(CommandError, match="cannot be resolved"):
+        parse_address(f"{name}:4000")

@@ -75,6 +75,7 @@ def test_a_limit_that_no_clock_can_wait_for_is_refused(name: str, value: str) ->
     [
         ("--deadpool-memory-gb", "1e12", "must be between 0 and 1000000000, got 1000000000000.0"),
         ("--deadpool-rate-limit-gbps", "nan", "must be between 0 and 1000000000, got nan"),
+        ("--deadpool-cadence", "9" * 5000, "must be auto or a number from 1 to 1000, got '999"),
         ("--deadpool-restarts-in-place", "-1", "must be at least 0, got -1"),
     ],
 )
