@@ -10,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.places.parity import MEMBERS, ParityGroup, parity_layout
-from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
+from deadpool_megatron.layout.reckoning.footprint import (
+    block_bytes,
+    chain_bytes,
+    copy_bytes,
+    own_bytes,
+)
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.replaying import generations_kept, step_parts
 from deadpool_megatron.vault.memory.budget import allocated_bytes
 from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.names import copy_name
+from deadpool_megatron.vault.shm.names import copy_name, steps_name
 from deadpool_megatron.vault.shm.segment import Segment
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
@@ -40,6 +46,21 @@ def test_own_slots_and_copies(layout: RoleLayout) -> None:
         assert allocated_bytes(Path(name)) <= copy_bytes(
             layout, (p.nbytes for p in layout.parts[1:])
         )
+
+
+@settings(max_examples=15)
+@given(layouts(), st.integers(2, 9))
+def test_chains(layout: RoleLayout, full_every: int) -> None:
+    """Two files on the buddy: whole copies, and what leads on from them."""
+    shards = {part.name: part for part in layout.parts[:-1]}
+    steps = step_parts(shards, 4096, 0)
+    layout = replace(layout, parts=(*shards.values(), *steps, layout.parts[-1]))
+    others = [part.name for part in layout.parts if part.name not in shards]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        Segment.create(Path(name) / copy_name(0), layout, None, [*shards, "extras@step"])
+        slots = generations_kept(layout, full_every)
+        Segment.create(Path(name) / steps_name(0), layout, None, others, slots)
+        assert allocated_bytes(Path(name)) <= chain_bytes(layout, list(shards), full_every)
 
 
 @settings(max_examples=15)

@@ -36,26 +36,27 @@ def extras_room_bytes(extras_bytes: int, least_bytes: int = 0) -> int:
 
 def own_bytes(layout: RoleLayout) -> int:
     """All slots that a member fills."""
-    return _layout_bytes(layout.shape, tuple(part.nbytes for part in layout.parts))
+    return _layout_bytes(layout.shape, layout.slots, tuple(part.nbytes for part in layout.parts))
 
 
 def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
     """As many slots on another node, with parts of these sizes; 0 where there are none."""
     sizes = tuple(nbytes)
-    return _layout_bytes(layout.shape, sizes) if sizes else 0
+    return _layout_bytes(layout.shape, layout.slots, sizes) if sizes else 0
 
 
 def chain_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
     """A copy on another node where steps are kept: whole generations of the ``copied`` shard parts,
     and the gradients of more steps than that; extras lie in both."""
-    steps, whole = generations_kept(layout, full_every), layout.slots
     gradients = {gradients_part(name) for name in layout.shard_parts}
     sent = {gradients_part(name) for name in copied}
     known = gradients.union(layout.shard_parts)
-    extras = sum(part.nbytes for part in layout.parts if part.name not in known)
-    of_steps = sum(part.nbytes for part in layout.parts if part.name in sent)
-    of_shards = sum(part.nbytes for part in layout.parts if part.name in copied)
-    return whole * of_shards + steps * of_steps + (whole + steps) * extras
+    extras = [part.nbytes for part in layout.parts if part.name not in known]
+    of_steps = [part.nbytes for part in layout.parts if part.name in sent]
+    of_shards = [part.nbytes for part in layout.parts if part.name in copied]
+    steps = generations_kept(layout, full_every)
+    chain = _layout_bytes(layout.shape, steps, (*of_steps, *extras))
+    return copy_bytes(layout, (*of_shards, *extras)) + chain
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
@@ -68,9 +69,11 @@ def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
 
 @lru_cache(maxsize=1024)
 def _layout_bytes(
-    shape: tuple[int, int, int, tuple[tuple[str, int, int], ...]], sizes: tuple[int, ...]
+    shape: tuple[int, int, int, tuple[tuple[str, int, int], ...]],
+    slots: int,
+    sizes: tuple[int, ...],
 ) -> int:
-    slots, letters, peers, parts = shape
+    _, letters, peers, parts = shape
     names = sum(len(name) for name, _, _ in parts)
     numbers = peers + sum(replicas for _, _, replicas in parts)
     described = letters + _described(len(parts), names, numbers)

@@ -246,14 +246,16 @@ def test_the_tightest_of_all_limits_counts(tmp_path: Path) -> None:
 def test_chains_of_steps_are_counted() -> None:
     """Two slots for whole copies and 2 + 8 for steps; extras lie in all of them."""
     parts = (
-        PartInfo("shard0", 1200, (0,)),
-        PartInfo(gradients_part("shard0"), 400, (0,)),
-        PartInfo(UPDATE_PART, 20, (0,)),
-        PartInfo("extras@step", 10, (0,)),
+        PartInfo("shard0", 1200 * PAGE_BYTES, (0,)),
+        PartInfo(gradients_part("shard0"), 400 * PAGE_BYTES, (0,)),
+        PartInfo(UPDATE_PART, 20 * PAGE_BYTES, (0,)),
+        PartInfo("extras@step", 10 * PAGE_BYTES, (0,)),
     )
     layout = RoleLayout(0, parts, (0, 1), 2, "hash")
     needs = node_needs(layout, 2, Settings(protection="recompute", full_every=8))
-    assert needs.kept == 2 * (2 * 1200 + 10 * 400 + 12 * 30)
+    around = 12 + 2 * 2  # a header for each slot; words and description of two files
+    pages = 2 * 1200 + 10 * 400 + 12 * 30 + around
+    assert needs.kept == 2 * pages * PAGE_BYTES
     assert "copies with their steps" in needs.in_words()
 
 
