@@ -434,7 +434,7 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("beat_interval_seconds", "freeze_seconds", 5, "a few late beats are not a frozen process"),
     ("freeze_seconds", "node_silence_seconds", 1, "a frozen member is found before its node"),
     ("fence_seconds", "node_silence_seconds", 1.25, "a cut-off node stops before its roles go"),
-    ("fence_seconds", "rejoin_seconds", 1.25, "a node that stays away stops before its roles go"),
+    ("node_silence_seconds", "rejoin_seconds", 1, "a node allows itself the same part of both"),
     ("fence_seconds", "takeover_seconds", 0.5, "a late sign of life is not a dead coordinator"),
     ("beat_interval_seconds", "fence_seconds", 5, "a few late beats are not a cut"),
     ("health_seconds", "start_seconds", 1, "a node's health is asked before its members start"),

@@ -22,6 +22,7 @@ STOPPED = 6
 OPTIONS = (
     *("--deadpool-freeze-seconds", "20"),
     *("--deadpool-node-silence-seconds", "30"),
+    *("--deadpool-rejoin-seconds", "30"),
     *("--deadpool-spare-timeout-seconds", "4"),
 )
 

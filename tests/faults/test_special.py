@@ -248,6 +248,7 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
         subprocess.run(command, check=True, timeout=60)
 
     patient = "--deadpool-freeze-seconds 60 --deadpool-node-silence-seconds 60"
+    patient += " --deadpool-rejoin-seconds 60"
     options = {"spares": 1, "settings": patient, "when_stepping": (4, kill)}
     outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
     assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])

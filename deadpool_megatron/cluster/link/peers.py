@@ -108,7 +108,7 @@ def _join_credit_seconds(settings: Settings) -> float:
     """By how much longer an agent that only joined may be silent: it may not know that it is in,
     and then counts on the limit for rejoining.
     """
-    return max(0.0, settings.rejoin_seconds - settings.node_silence_seconds)
+    return settings.rejoin_seconds - settings.node_silence_seconds
 
 
 class PeerEvents(Protocol):

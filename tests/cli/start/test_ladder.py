@@ -11,6 +11,8 @@ import pytest
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.start import gpus
+from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, SettingsError, flag_name
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
@@ -57,6 +59,22 @@ def test_a_run_has_nccls_limits_where_it_will_use_nccl(
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", lambda _: visible)
     assert gpus.has_nccl_limits(communicator, 2, {}) is nccl
+
+
+def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:
+    """With more patience for silence alone, every node ended its members after a takeover: of 12 s
+    it took the part that the fence is of 60 s, which is less than a few beats."""
+    patient = ("--deadpool-node-silence-seconds", "60")
+    with pytest.raises(SettingsError, match=r"--deadpool-rejoin-seconds \(12 s\) must be at least"):
+        settings(*patient, nccl=False)
+    chosen = settings(*patient, "--deadpool-rejoin-seconds", "60", nccl=False)
+    fence = Fence(chosen)
+    fence.heard(0.0, 1)
+    fence.looked(1, "1 1", 0.0)
+    fence.looked(1, "1 1", 2.0)
+    claimed = 2.0 + Rhythm.of(chosen).beat
+    fence.looked(2, "2 1", claimed)
+    assert not fence.verdict(2.0 + chosen.fence_seconds)
 
 
 LIMITS = [one.name for one in dataclasses.fields(Settings) if one.name.endswith("_seconds")]
