@@ -198,6 +198,7 @@ def both(member: Member) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_forwards_equal_plain_gloo() -> None:
     assert all(run(3, both).values())
 

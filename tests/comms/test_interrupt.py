@@ -106,6 +106,7 @@ def replace(member: Member) -> dict[str, float]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADS)
 def test_killed_rank_is_replaced(kind: str) -> None:
     size, victim = 4, 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.planning.assess import assess
@@ -107,7 +107,6 @@ WINDOWS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
 @given(cluster=WINDOWS, lag=st.integers(0, 2))
 def test_the_advice_for_a_window_is_enough(cluster: dict[str, Any], lag: int) -> None:
     sections = {"cluster": cluster, "protection": {"max_lag": lag}, "faults": {"swap_seconds": 1e6}}

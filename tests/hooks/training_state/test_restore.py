@@ -153,6 +153,7 @@ def same_bytes(arguments: str) -> list[tuple[int, ...]]:
     return [part.replicas for part in ShardState(loop.optimizer).parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["--bf16", ""], ids=["bf16", "fp32"])
 def test_experts_of_peers_are_not_the_same_experts(precision: str) -> None:
     """Without the distributed optimizer, two of four on each rank: of a lost role nobody else has
