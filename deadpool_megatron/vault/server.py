@@ -399,12 +399,22 @@ class _Connection:
         self._channel.give_way(state.settings.dscp)
         with state.traffic.flow(role, generation, nbytes, epoch, self._channel.sent) as flow:
             for place in places:
+                self._await_call(epoch)
                 pieces = flow.pieces(place.view, lambda: state.is_open(epoch))
                 self._send(place, pieces, "bytes shipped", generation, to=node)
             flow.end(node)
         state.shipped(role, nbytes, epoch)
         # Before it the block is not sealed, so what it took is known by the time it counts.
         self._channel.send({"t": "end"})
+
+    def _await_call(self, epoch: int) -> None:
+        """Wait until the holder has come to the next part, or the epoch is closed: others of the
+        group may have more of the part before, and no send may take as long as that."""
+        while not self._channel.readable(1.0):
+            if not self._state.is_open(epoch):
+                raise ConnectionClosed("the epoch was closed")
+        if (kind := self._channel.receive().get("t")) != "next":
+            raise WireError(f"{kind!r} instead of the next part")
 
     def _send(
         self,

@@ -26,7 +26,7 @@ def ask(
     """Returns size (bytes) and checksum of each part, whose bytes follow, one after the other.
 
     ``node``: who asks. ``protects``: not for a restore; the bytes come at the pace of what is sent
-    to protect the role, and after them an ``end``.
+    to protect the role, those of each part after a ``next``, and after all of them an ``end``.
 
     Raises Refused; ConnectionError from one that has not adopted the epoch yet; what
     :meth:`Channel.receive` raises.
