@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from deadpool_megatron.vault.copies.intake import Intake
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import lacks_base
-from deadpool_megatron.vault.errors import NO_OFFENCE, Refusal, Refused, VaultError
+from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
@@ -44,8 +43,6 @@ _MOST_STRANGERS = 64
 _STRANGER_SECONDS = HANDSHAKE_SECONDS
 _CROWDED_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
-# What comes of values of the wrong type or size; an infinite "integer" overflows.
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 
 
 class Server:
@@ -168,7 +165,7 @@ class Server:
             pass
         except WireError as error:
             self._state.reports.refuse("connection", why_exactly=error)
-        except _MALFORMED as error:
+        except MALFORMED as error:
             self._state.reports.refuse("malformed message", why_exactly=repr(error))
         except (OSError, VaultError) as error:
             log.info("%s: %s", threading.current_thread().name, error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deadpool_megatron.layout.records import Generation, Source
-from deadpool_megatron.vault.errors import Refusal, Refused
+from deadpool_megatron.vault.errors import MALFORMED, Refusal, Refused
 from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.wire.framing import WireError
 
 # What comes of a vault that cannot be reached, or does not speak as it should.
-UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
+UNREACHABLE = (OSError, WireError, *MALFORMED)
 
 
 def ask(

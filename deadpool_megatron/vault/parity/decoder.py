@@ -28,7 +28,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.places.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.parity.blocks import Arrival, Block, BlockError, Supplier
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
@@ -295,7 +295,7 @@ class Decoder:
             self._blocks = [block]
             try:
                 members = Members.decode(block.small())
-            except (LookupError, TypeError, ValueError) as error:
+            except MALFORMED as error:
                 why = f"{MEMBERS}: {error}"
                 raise BlockError(number, source, why, members=True, final=True) from error
             finally:
