@@ -152,7 +152,8 @@ class RoleWorker(threading.Thread):
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
                 if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
-                    self._state.on_bad(self._role, self._record.restore.generation, rotten)
+                    restored = self._record.restore.generation
+                    self._state.on_bad(self.epoch, self._role, restored, rotten)
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
@@ -256,7 +257,7 @@ class RoleWorker(threading.Thread):
             segment.invalidate_part(slot, name, PartState.BAD)
         if wrong:
             self._state.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
-            self._state.on_bad(self._role, generation, wrong[0])
+            self._state.on_bad(self.epoch, self._role, generation, wrong[0])
         return not wrong
 
     def _filled(self, segment: Segment, slot: int) -> list[str]:
@@ -281,7 +282,7 @@ class RoleWorker(threading.Thread):
             if entry.state is PartState.FILLED and entry.checksum:
                 # Of another generation: the header is damaged, if it has not just been taken anew.
                 if segment.entry(slot, part.name) == entry:
-                    self._state.on_bad(self._role, generation, part.name)
+                    self._state.on_bad(self.epoch, self._role, generation, part.name)
             elif entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
                 names.append(part.name)
         return names

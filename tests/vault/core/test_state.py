@@ -91,7 +91,7 @@ def test_a_slot_that_is_overwritten_meanwhile_is_not_shipped_and_stops_nobody(
 def test_bytes_that_have_made_way_for_a_newer_generation_are_not_damaged(state: VaultState) -> None:
     """Who read them while they changed must not spoil what has taken their place."""
     told: list[Generation] = []
-    state.on_bad = lambda role, generation, part: told.append(generation)
+    state.on_bad = lambda epoch, role, generation, part: told.append(generation)
     segment = next(iter(state.table.segments.values()))
     (place,) = state.table.find(0, OLD, "shard")
     segment.data(0, "shard")[0] ^= 0xFF

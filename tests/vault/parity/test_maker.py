@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import tempfile
@@ -364,6 +365,40 @@ def test_what_protects_is_sent_as_one_shipment_at_its_pace(
         state = making.states[role]
         assert state.reports.counters["bytes shipped"] == state._shipped[role] == nbytes
         assert not state.reports.counters["bytes fetched from here"]
+
+
+def test_who_has_less_of_a_part_may_wait_for_who_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a connection may stand still: what he has of the next part is more than a
+    socket takes."""
+    large = {0: {"shard": b"s", "tail": b"t" * (2 << 20)}, 1: {"shard": b"S" * 9000, "tail": b"T"}}
+    layouts = {}
+    for role, parts in large.items():
+        layout = make_layout(role, len(parts["shard"]))
+        sized = [replace(p, nbytes=len(parts.get(p.name, b"extras"))) for p in layout.parts]
+        layouts[role] = replace(layout, parts=tuple(sized))
+    making = Makings(tmp_path, layouts)
+    making.transports[0] = QuickTransport(making.network, ("fake", 0), 0.1)
+    pieces = Flow.pieces
+
+    def slow(self: Flow, view: memoryview, going: Callable[[], bool]) -> Iterator[memoryview]:
+        for number, piece in enumerate(pieces(self, view, going)):
+            if self.role == 1 and number == 1:
+                # Role 0 has sent its shard. Five times as long as its connection may stand still.
+                with contextlib.suppress(AssertionError):
+                    wait_until(lambda: not making.servers[0]._channels, "role 0 gives up", 0.5)
+            yield piece
+
+    monkeypatch.setattr(Flow, "pieces", slow)
+    try:
+        making.begin(large)
+        assert making.announce(0) == "waited"
+        wait_until(lambda: making.announce(1) == "sealed", "the block is made", 4.0)
+        (place,) = making.state.table.find(making.block, GENERATION, "tail")
+        assert bytes(place.view[:2]) == bytes([ord("t") ^ ord("T"), ord("t")])
+    finally:
+        making.stop()
 
 
 def test_what_an_owner_stops_to_send_is_not_taken_for_damaged(
