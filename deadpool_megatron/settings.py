@@ -242,33 +242,20 @@ class Settings:
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
-            if entry.name.endswith("_seconds") and not value > 0:
-                raise SettingsError(f"{flag_name(entry.name)} must be positive, got {value}")
-        limits = {
-            "replicas": 1,
-            "parity_group": 2,
-            "full_every": 2,
-            "max_lag": 0,
-            "hash_interval": 0,
-            "audit_interval": 0,
-            "persist_interval": 0,
-            "persist_keep": 0,
-            "node_crashes": 1,
-        }
-        for name, least in limits.items():
-            if getattr(self, name) < least:
+            if entry.name.endswith("_seconds") and not 0 < value <= LONGEST_SECONDS:
                 raise SettingsError(
-                    f"{flag_name(name)} must be at least {least}, got {getattr(self, name)}"
+                    f"{flag_name(entry.name)} must be above 0 and at most {LONGEST_SECONDS:.0f}"
+                    f" (11 days), got {value:g}"
                 )
+        for name, least in _LEAST.items():
+            if (count := getattr(self, name)) < least:
+                raise SettingsError(f"{flag_name(name)} must be at least {least}, got {count}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise SettingsError(
                     f"{flag_name(name)} must be one of {', '.join(allowed)},"
                     f" got {getattr(self, name)!r}"
                 )
-        for name in ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps"):
-            if not 0 <= (size := getattr(self, name)) < 1e9:
-                raise SettingsError(f"{flag_name(name)} must be 0 or more, got {size:g}")
         if self.notify and not _URL.fullmatch(self.notify):
             raise SettingsError("--deadpool-notify must be a URL, of https or of apprise")
         if self.health_command and self.check == "off":
@@ -278,8 +265,7 @@ class Settings:
             )
         if not 0 < (part := self.link_share) <= 1:
             raise SettingsError(f"--deadpool-link-share must be above 0 and at most 1, got {part}")
-        ranges = {"dscp": (0, 63), "vault_nice": (0, 19), "chunk_bytes": (4096, 1 << 30)}
-        for name, (least, most) in ranges.items():
+        for name, (least, most) in _RANGES.items():
             if not least <= (given := getattr(self, name)) <= most:
                 raise SettingsError(
                     f"{flag_name(name)} must be between {least} and {most}, got {given}"
@@ -422,6 +408,21 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "link_gaps": ("on", "off"),
     "numa": ("auto", "off"),
 }
+_COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_interval", "persist_keep")
+_LEAST: Mapping[str, int] = {
+    **dict.fromkeys((*_COUNTS, "restarts_in_place"), 0),
+    **dict.fromkeys(("replicas", "node_crashes"), 1),
+    **dict.fromkeys(("parity_group", "full_every"), 2),
+}
+_SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
+_RANGES: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(_SIZES, (0, 10**9)),
+    "dscp": (0, 63),
+    "vault_nice": (0, 19),
+    "chunk_bytes": (4096, 1 << 30),
+}
+# The kernel counts what it waits for in milliseconds, as int.
+LONGEST_SECONDS = 1e6
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 LONGEST_CADENCE = 1000
 _URL = re.compile(r"https?://[^/\s]\S*|(?!https?:)[A-Za-z][A-Za-z0-9+.-]*://\S+")

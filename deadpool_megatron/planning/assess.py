@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, largest_group
+from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, lacking, largest_group
 from deadpool_megatron.planning import refusals, risk, spares, traffic
 from deadpool_megatron.planning.keys import Plan, PlanError
+from deadpool_megatron.planning.layouts import protection_plan, scene_of
 from deadpool_megatron.planning.model import step_seconds, total_parameters
 from deadpool_megatron.planning.risk import HolderSets
 from deadpool_megatron.planning.roles import Placement, place
@@ -72,18 +73,35 @@ class Assessment:
 
 def assess(plan: Plan) -> Assessment:
     """Work a plan out; ``mixed`` as the first scheme that holds, copies before parity and small
-    groups before large ones. Raises PlanError, with the number to change, when it cannot hold.
+    groups before large ones, and one that leaves room for a swap before one that does not, as a
+    run chooses. Raises PlanError, with the number to change, when it cannot hold.
     """
     if plan.protection.scheme != "mixed":
         return _assess(plan)
+    tight: Assessment | None = None
     last = PlanError("protection.scheme: there is none")
     for changes in _candidates(plan):
         protection = dataclasses.replace(plan.protection, **changes)
         try:
-            return _assess(dataclasses.replace(plan, protection=protection))
+            found = _assess(dataclasses.replace(plan, protection=protection))
         except PlanError as error:
             last = error  # the sparest one says what would be enough
-    raise last
+            continue
+        if _has_room(found):
+            return found
+        tight = tight or found
+    if tight is None:
+        raise last
+    return tight
+
+
+def _has_room(found: Assessment) -> bool:
+    """Whether each node could take over the roles of another one."""
+    plan, cluster = found.plan, found.plan.cluster
+    left = int((cluster.host_memory_gb - cluster.host_memory_reserved_gb) * traffic.GIGA)
+    budgets = dict.fromkeys(found.placement.domains, left)
+    scene = dataclasses.replace(scene_of(plan, found.placement), roomy=True)
+    return lacking(protection_plan(plan), scene, budgets) is None
 
 
 def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -99,7 +117,7 @@ def _assess(plan: Plan) -> Assessment:
     refusals.check_layout(plan)
     refusals.check_scheme(plan)
     placement = place(plan)
-    refusals.check_copies(plan, placement)
+    refusals.check_domains(plan, placement)
     step = step_seconds(plan)
     loads = traffic.node_loads(plan, placement)
     times = traffic.timing(plan, placement, loads, step)

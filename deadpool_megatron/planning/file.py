@@ -36,13 +36,18 @@ def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
         if plan.cluster.domains_file is None:
             return plan
         domains = path.parent / plan.cluster.domains_file
-        return dataclasses.replace(plan, domains_text=domains.read_text("utf-8"))
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: cluster.domains_file: {domains}: no text: {error}") from error
-    except OSError as error:
-        raise PlanError(f"{path}: cluster.domains_file: {error.strerror}: {domains}") from error
+        return dataclasses.replace(plan, domains_text=_domains(domains))
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
+
+
+def _domains(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise PlanError(f"cluster.domains_file: {error.strerror}: {path}") from error
+    except ValueError as error:  # no text, or no name of a file
+        raise PlanError(f"cluster.domains_file: {str(path)!r}: {error}") from error
 
 
 def make_plan(values: Mapping[Any, Any]) -> Plan:
@@ -54,6 +59,11 @@ def make_plan(values: Mapping[Any, Any]) -> Plan:
     plan = Plan(**sections)
     _check_model(plan.model)
     _check_cluster(plan.cluster)
+    if plan.model.expert_parameters and plan.cluster.step_seconds is None:
+        raise PlanError(
+            "cluster.step_seconds: missing; model.expert_parameters does not say through how many"
+            f" of them a token goes: give it in place of {', '.join(_SPEED)}, or give the shape"
+        )
     return plan
 
 
@@ -134,7 +144,7 @@ def _checked(place: str, value: Any, hint: Any, bounds: Mapping[str, Any]) -> An
 
 
 def _converted(place: str, value: Any, kind: Any) -> Any:
-    wrong = PlanError(f"{place}: must be {_NAMES[kind]}, got {value!r}")
+    wrong = PlanError(f"{place}: must be {_NAMES[kind]}, got {_shown(value)}")
     if kind in (bool, str):
         if isinstance(value, kind):
             return value
@@ -151,11 +161,18 @@ def _converted(place: str, value: Any, kind: Any) -> Any:
         raise wrong
     if not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST):
         raise PlanError(
-            f"{place}: must be between {_SMALLEST:g} and {_LARGEST:g}, got {value!r:.40}"
+            f"{place}: must be between {_SMALLEST:g} and {_LARGEST:g}, got {_shown(value):.40}"
         )
     if kind is int and value != int(value):
         raise wrong
     return kind(value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # written with the digits of base 16, of which YAML allows any number
+        return "thousands of digits"
 
 
 def _check_model(model: Model) -> None:

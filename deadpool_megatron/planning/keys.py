@@ -16,6 +16,10 @@ class PlanError(ValueError):
     """A plan that cannot be read or cannot hold; one line that says what to change."""
 
 
+# What divides something is looked for among the smaller numbers.
+_MOST_SHARES = 1_000_000
+
+
 def _key(help_text: str, default: Any = ..., **bounds: Any) -> Any:
     """``least``, ``most``: bounds that are allowed; ``above``: one that is not; ``choices``."""
     metadata = {"help": help_text, **bounds}
@@ -33,8 +37,10 @@ class Model:
     layers: int | None = _key("transformer layers", None, least=1)
     hidden: int | None = _key("hidden size", None, least=1)
     ffn: int | None = _key("inner size of the feed-forward part (of each expert)", None, least=1)
-    heads: int | None = _key("attention heads", None, least=1)
-    kv_heads: int | None = _key("heads of keys and values; default: heads", None, least=1)
+    heads: int | None = _key("attention heads", None, least=1, most=_MOST_SHARES)
+    kv_heads: int | None = _key(
+        "heads of keys and values; default: heads", None, least=1, most=_MOST_SHARES
+    )
     vocab: int | None = _key("size of the vocabulary, before padding", None, least=1)
     positions: int = _key("rows of a learned position embedding; 0: there is none", 0, least=0)
     swiglu: bool = _key("gated feed-forward part, with three matrices instead of two", False)
@@ -52,14 +58,20 @@ class Model:
 class Parallel:
     """How Megatron splits it; roles are numbered in Megatron's order tp-cp-ep-dp-pp."""
 
-    tp: int = _key("tensor parallel size", least=1)
-    pp: int = _key("pipeline parallel size", least=1)
-    dp: int = _key("data parallel size, context parallelism not included", least=1)
-    cp: int = _key("context parallel size", 1, least=1)
-    ep: int = _key("expert parallel size", 1, least=1)
-    etp: int | None = _key("tensor parallel size of experts; default: tp", None, least=1)
+    tp: int = _key("tensor parallel size", least=1, most=_MOST_SHARES)
+    pp: int = _key("pipeline parallel size", least=1, most=_MOST_SHARES)
+    dp: int = _key(
+        "data parallel size, context parallelism not included", least=1, most=_MOST_SHARES
+    )
+    cp: int = _key("context parallel size", 1, least=1, most=_MOST_SHARES)
+    ep: int = _key("expert parallel size", 1, least=1, most=_MOST_SHARES)
+    etp: int | None = _key(
+        "tensor parallel size of experts; default: tp", None, least=1, most=_MOST_SHARES
+    )
     distributed_optimizer: bool = _key("--use-distributed-optimizer", True)
-    optimizer_instances: int = _key("--num-distributed-optimizer-instances", 1, least=1)
+    optimizer_instances: int = _key(
+        "--num-distributed-optimizer-instances", 1, least=1, most=_MOST_SHARES
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, NoReturn
 
+from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.model import step_seconds
 from deadpool_megatron.planning.roles import Placement
@@ -13,6 +14,8 @@ from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Timing, node_load
 
 # A commit that trails further is not looked for: each unit costs a slot in every segment.
 _LARGEST_LAG = 8
+# Each is placed: more would take minutes, and are a slip.
+_MOST_ROLES = 1_000_000
 _KEPT = {
     "buddy": "copies",
     "parity": "parity blocks",
@@ -65,6 +68,8 @@ def _divide(key: str, part: int, of: str, whole: int, per: int = 1) -> None:
 
 
 def _check_roles(plan: Plan, roles: int, gpus: int) -> None:
+    if roles > _MOST_ROLES:
+        raise PlanError(f"parallel.dp: {roles} roles are more than {_MOST_ROLES}: set it lower")
     if roles == gpus:
         return
     parallel, cluster = plan.parallel, plan.cluster
@@ -89,27 +94,53 @@ def check_scheme(plan: Plan) -> None:
         raise PlanError(
             "protection.cadence: recompute needs the gradients of every step: set it to 1"
         )
-
-
-def check_copies(plan: Plan, placement: Placement) -> None:
-    """Every role has its buddies, each in another failure domain. Raises PlanError."""
-    cluster, replicas = plan.cluster, plan.protection.survived
-    need = f"{replicas} {'copy' if replicas == 1 else 'copies'} beside the own node need"
-    if any(len(role.buddies) < replicas for role in placement.roles):
-        nodes = placement.nodes
-        line = f"{need} {replicas + 1} nodes, there are {nodes} with the spares"
+    nodes, replicas = plan.cluster.nodes + plan.cluster.spares, protection.survived
+    if nodes <= replicas:
+        line = f"{_need(replicas)} {replicas + 1} nodes, there are {nodes} with the spares"
         if nodes > 1:
             raise PlanError(f"protection.replicas: {line}: set it to {nodes - 1}")
         raise PlanError(f"cluster.spares: {line}: set it to {replicas}")
+    if protection.scheme == "parity":
+        _check_group(plan, nodes)
+
+
+def _check_group(plan: Plan, nodes: int) -> None:
+    """As a run does at its start."""
+    group, blocks = plan.protection.parity_group, plan.protection.replicas
+    if nodes < blocks + 2:
+        raise PlanError(
+            f"protection.scheme: parity that survives {blocks} lost nodes needs {blocks + 2}"
+            f" nodes, there are {nodes} with the spares: set it to buddy"
+        )
+    needed = max(2, min(group, plan.cluster.nodes)) + blocks
+    if needed > nodes:
+        raise PlanError(
+            f"protection.parity_group: groups of {needed - blocks} and their parity ({blocks}) need"
+            f" {needed} nodes, there are {nodes} with the spares: set it to {nodes - blocks}"
+        )
+    if group + blocks > MOST_BLOCKS:
+        raise PlanError(
+            f"protection.parity_group: groups of {group} and their parity ({blocks}) are more than"
+            f" {MOST_BLOCKS} blocks: set it to {MOST_BLOCKS - blocks}"
+        )
+
+
+def check_domains(plan: Plan, placement: Placement) -> None:
+    """No copy of a role shares a failure domain with another one. Raises PlanError."""
     if not placement.same_domain:
         return
+    cluster, replicas = plan.cluster, plan.protection.survived
     domains = len(set(placement.domains.values()))
-    line = f"{need} {replicas + 1} failure domains, there are {domains}"
+    line = f"{_need(replicas)} {replicas + 1} failure domains, there are {domains}"
     key = "cluster.domains_file" if cluster.racks is None else "cluster.racks"
     if domains > 1:
         line += f": set it to {domains - 1}, or {key} to {replicas + 1} of them"
         raise PlanError(f"protection.replicas: {line}")
     raise PlanError(f"{key}: {line}: set it to at least {replicas + 1} of them")
+
+
+def _need(replicas: int) -> str:
+    return f"{replicas} {'copy' if replicas == 1 else 'copies'} beside the own node need"
 
 
 def check_window(plan: Plan, placement: Placement, times: Timing) -> None:
@@ -131,16 +162,21 @@ def check_window(plan: Plan, placement: Placement, times: Timing) -> None:
     for key, seconds in (("nic_gb_s", times.ship_seconds), ("pcie_gb_s", times.copy_seconds)):
         # The window and its two limits leave this much for the one that is changed.
         left = times.window_seconds - (times.least_commit_seconds - seconds)
-        limit = times.step_seconds if key == "nic_gb_s" else times.forward_backward_seconds
+        limit = times.cycle_seconds if key == "nic_gb_s" else times.forward_backward_seconds
         allowed = min(left, limit)
-        if allowed > 0:
+        if 0 < allowed < seconds:
             rate = _up(getattr(plan.cluster, key) * seconds / allowed)
             if _fits(_with(plan, "cluster", key, rate), placement):
                 _refuse(f"cluster.{key}", what, f"at least {rate:g}")
-    longer = times.least_commit_seconds / plan.cluster.forward_backward_fraction
+    longer = max(
+        times.least_commit_seconds / times.window_seconds,
+        times.copy_seconds / times.forward_backward_seconds,
+        times.ship_seconds / times.cycle_seconds,
+    )
     if plan.cluster.step_seconds is not None:
-        _refuse("cluster.step_seconds", what, f"at least {_up(longer):g}")
-    tokens = (plan.cluster.tokens_per_step or 0) * longer / times.step_seconds
+        least = _up(longer * times.step_seconds)
+        _refuse("cluster.step_seconds", what, f"at least {least:g}")
+    tokens = (plan.cluster.tokens_per_step or 0) * longer
     _refuse("cluster.tokens_per_step", what, f"at least {_up(tokens):.0f}")
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.places.copies import choose_buddies, is_covered
+from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
 from deadpool_megatron.layout.places.domains import DomainsError, domain_of, parse_domains
 from deadpool_megatron.layout.places.parity import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
@@ -83,13 +83,11 @@ def place(plan: Plan) -> Placement:
     seats = {role: role // cluster.gpus_per_node for role in range(world)}
     domains = node_domains(cluster, plan.domains_text)
     spares = range(cluster.nodes, cluster.nodes + cluster.spares)
-    # What placement looks at beside a role's peers: the lowest role of each node.
-    lowest = {node * cluster.gpus_per_node: node for node in range(cluster.nodes)}
+    copies = CopyPlacement(seats, domains, spares, replicas)
     stages = stage_parameters(plan.model, parallel)
     roles = []
     for role in range(world):
         peers = data_parallel_peers(role, parallel)
-        few = lowest | {peer: seats[peer] for peer in peers}
         parts = tuple(
             PlannedPart(nbytes, same, covered, coded and not covered)
             for nbytes, same, covered in (
@@ -97,8 +95,7 @@ def place(plan: Plan) -> Placement:
                 for nbytes, same in _parts(role, plan, stages[role // (world // parallel.pp)])
             )
         )
-        buddies = choose_buddies(role, peers, few, domains, spares, replicas)
-        roles.append(PlannedRole(role, seats[role], parts, buddies))
+        roles.append(PlannedRole(role, seats[role], parts, copies.buddies(role, peers)))
     one = parallel.distributed_optimizer and parallel.optimizer_instances == 1
     slots = (2 if one or world == 1 else 3) + plan.protection.max_lag
     groups = _groups(plan, seats, domains, spares) if coded else ()
@@ -108,14 +105,7 @@ def place(plan: Plan) -> Placement:
 def _groups(
     plan: Plan, seats: Mapping[int, int], domains: Mapping[int, str], spares: Collection[int]
 ) -> tuple[ParityGroup, ...]:
-    """As in a run. Raises PlanError when there are too few nodes for any."""
     protection = plan.protection
-    nodes, least = len(domains), protection.replicas + 2
-    if nodes < least:
-        raise PlanError(
-            f"protection.scheme: parity that survives {protection.replicas} lost nodes needs"
-            f" {least} nodes, there are {nodes} with the spares: set it to buddy"
-        )
     scheme = Scheme(Kind.PARITY, group=protection.parity_group)
     placement = ParityPlacement(seats, domains, spares, ProtectionPlan(scheme), protection.replicas)
     return placement.groups
@@ -132,6 +122,12 @@ def node_domains(cluster: Cluster, domains_text: str) -> dict[int, str]:
             table = parse_domains(domains_text)
         except DomainsError as error:
             raise PlanError(f"cluster.domains_file: {error}") from error
+        host = next((name for name in table if not name.isdecimal()), None)
+        if host is not None and any(str(node) not in table for node in nodes):
+            raise PlanError(
+                f"cluster.domains_file: a plan knows no hosts, and {host} is one: name its nodes by"
+                f" their numbers, 0 to {nodes[-1]}"
+            )
         return {node: domain_of(table, node) for node in nodes}
     return {node: f"rack{_rack(node, cluster, cluster.racks)}" for node in nodes}
 

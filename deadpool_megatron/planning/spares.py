@@ -34,7 +34,7 @@ def at_most_away(nodes: int, most: int, fraction: float) -> float:
     """P that at most ``most`` of ``nodes`` are away."""
     if most >= nodes:
         return 1.0
-    if most < 0:
+    if most < 0 or fraction >= 1.0:  # a repair that is long enough makes it 1 by rounding
         return 0.0
     here, away = math.log1p(-fraction), math.log(fraction)
     whole = math.lgamma(nodes + 1)

@@ -167,9 +167,12 @@ def fetch_seconds(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) 
     """What a spare needs at least for the shards of the largest node: network, then PCIe.
 
     A shard that is decoded takes one block of each other role of its group; one that is recomputed
-    takes a whole copy and at most all steps since then.
+    takes a whole copy and at most all steps since then. Where no other node has one, a process that
+    is started again reads it from its own node.
     """
     shard = max(role.shard_bytes for role in placement.roles)
+    if not plan.protection.survived:
+        return shard / (plan.cluster.pcie_gb_s * GIGA)
     node = max(load.unique_bytes for load in loads.values())
     if placement.groups:
         node *= max(len(group.roles) for group in placement.groups)

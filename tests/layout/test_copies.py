@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections import Counter
 from collections.abc import Iterable
 
@@ -157,17 +157,35 @@ def test_a_spare_takes_the_place_of_the_node_it_replaces(case) -> None:  # type:
         assert after == tuple(spare if n == dead else n for n in before)
 
 
+@pytest.mark.parametrize("first", range(8, 101, 7))
+@pytest.mark.parametrize("spares", [2, 3, 4])
+def test_copies_on_spares_are_spread(first: int, spares: int) -> None:
+    """Where the nodes that train share a domain, no spare holds much more than its share."""
+    seats = {role: role // 8 for role in range(64)}
+    idle = range(first, first + spares)
+    domains = dict.fromkeys(range(8), "rack") | own_domains(idle)
+    held = Counter(choose_buddies(r, range(64), seats, domains, idle, 1)[0] for r in seats)
+    assert held.keys() == set(idle)
+    assert max(held.values()) < 2 * len(seats) / spares
+
+
 def test_domains_file() -> None:
     table = parse_domains("# racks\n0 rack-a\n1 rack-a # same\n\nhost7 rack-b\n")
     assert domain_of(table, 1) == "rack-a"
     assert domain_of(table, 2, "host7") == "rack-b"
     assert domain_of(table, 3, "host9") == "node3"
+    assert domain_of(table, 4, "host7.cluster.example") == "rack-b"
 
 
 @pytest.mark.parametrize("text", ["0\n", "0 a b\n", "0 a\n0 b\n"])
 def test_malformed_domains_file_names_the_line(text: str) -> None:
     with pytest.raises(DomainsError, match=r"line [12]"):
         parse_domains(text)
+
+
+def drawn(role: int, node: int) -> int:
+    digest = hashlib.blake2b(f"{role}:{node}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def by_the_whole_order(
@@ -190,7 +208,7 @@ def by_the_whole_order(
         own = lowest[seats[role]] if role in seats else role
         order = [seats[peer] for peer in turned(peers, role, number) if peer in seats]
         order += [seats[place] for place in turned(lowest.values(), own, number)]
-        order += sorted(spares - set(lowest), key=lambda n: (zlib.crc32(f"{role}:{n}".encode()), n))
+        order += sorted(spares - set(lowest), key=lambda n: (drawn(role, n), n))
         eligible = [n for n in order if n != seats.get(role) and n in domains and n not in chosen]
         return list(dict.fromkeys(eligible))
 

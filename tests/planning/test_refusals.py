@@ -90,6 +90,9 @@ def test_a_domains_file_that_cannot_be_read_or_is_too_coarse(tmp_path: Path) -> 
     (tmp_path / "racks").write_text("".join(f"{node} room\n" for node in range(66)))
     with pytest.raises(PlanError, match=r"^cluster\.domains_file: .* to at least 2 of them"):
         assess(read_plan(path, overrides))
+    (tmp_path / "racks").write_text("".join(f"gpu{node} rack{node % 8}\n" for node in range(66)))
+    with pytest.raises(PlanError, match=r"^cluster\.domains_file: .* gpu0 is one: .*, 0 to 65$"):
+        assess(read_plan(path, overrides))
     (tmp_path / "racks").write_text("".join(f"{node} rack{node % 8}\n" for node in range(66)))
     assert assess(read_plan(path, overrides)).placement.same_domain == 0
 
@@ -107,9 +110,17 @@ WINDOWS = st.fixed_dictionaries(
 )
 
 
-@given(cluster=WINDOWS, lag=st.integers(0, 2))
-def test_the_advice_for_a_window_is_enough(cluster: dict[str, Any], lag: int) -> None:
-    sections = {"cluster": cluster, "protection": {"max_lag": lag}, "faults": {"swap_seconds": 1e6}}
+@given(
+    cluster=WINDOWS,
+    lag=st.integers(0, 2),
+    cadence=st.integers(1, 4),
+    scheme=st.sampled_from(["buddy", "local", "local-twice"]),
+)
+def test_the_advice_for_a_window_is_enough_and_no_more(
+    cluster: dict[str, Any], lag: int, cadence: int, scheme: str
+) -> None:
+    protection = {"max_lag": lag, "cadence": cadence, "scheme": scheme}
+    sections = {"cluster": cluster, "protection": protection, "faults": {"swap_seconds": 1e6}}
     try:
         assess(make(**sections))
         return
@@ -119,11 +130,18 @@ def test_the_advice_for_a_window_is_enough(cluster: dict[str, Any], lag: int) ->
     key, value = line.partition(":")[0], ADVICE.search(line)
     assert value is not None
     section, name = key.split(".")
-    sections[section] = {**sections[section], name: value["value"]}
-    plan = make(**sections)
-    placement = place(plan)
-    loads = node_loads(plan, placement)
-    assert timing(plan, placement, loads, plan.cluster.step_seconds or 0).stall_seconds <= 1e-9
+
+    def stall(number: float) -> float:
+        changed = {**sections, section: {**sections[section], name: number}}
+        plan = make(**changed)
+        placement = place(plan)
+        loads = node_loads(plan, placement)
+        return timing(plan, placement, loads, plan.cluster.step_seconds or 0).stall_seconds
+
+    advised = float(value["value"])
+    assert stall(advised) <= 1e-9
+    if section == "cluster":
+        assert stall(advised * 0.98) > 0, "less would have been enough"
 
 
 def test_memory_is_enough_with_the_number_that_was_named() -> None:
@@ -148,3 +166,19 @@ def test_a_derived_step_is_made_longer_by_tokens() -> None:
     found = ADVICE.search(line)
     assert found is not None
     assess(make(cluster={**slow, "tokens_per_step": found["value"]}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"protection": {"replicas": 10**12}}, "protection.replicas: 1000000000000 copies"),
+        ({"parallel": {"tp": 10**12}}, "parallel.tp: must be at most 1000000"),
+        ({"model": {**SHAPE, "kv_heads": 10**12}}, "model.kv_heads: must be at most 1000000"),
+        (
+            {"parallel": {"dp": 10**6}, "cluster": {"nodes": 2 * 10**6}},
+            "parallel.dp: 4000000 roles are more than 1000000: set it lower",
+        ),
+    ],
+)
+def test_a_slip_of_many_zeros_is_refused_at_once(sections: dict[str, Any], said: str) -> None:
+    assert refusal(**sections).startswith(said)

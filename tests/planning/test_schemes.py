@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from deadpool_megatron.layout.reckoning.choice import choose
 from deadpool_megatron.planning.assess import Assessment, assess, lost_steps
 from deadpool_megatron.planning.compare import SCHEMES, compare
 from deadpool_megatron.planning.keys import PlanError
-from deadpool_megatron.planning.layouts import scene_of
+from deadpool_megatron.planning.layouts import protection_plan, scene_of
 from deadpool_megatron.planning.risk import holder_sets
 from deadpool_megatron.planning.roles import place
 from deadpool_megatron.planning.traffic import fetch_seconds, mean_share, node_loads
@@ -118,6 +121,12 @@ def test_a_cadence_makes_a_plan_hold_that_did_not() -> None:
     [
         ({"scheme": "recompute", "cadence": 2}, {}, "protection.cadence"),
         ({"scheme": "parity", "replicas": 8}, {}, "parity that survives 8 lost nodes needs 10"),
+        (
+            {"scheme": "parity", "parity_group": 8},
+            {"spares": 0},
+            "protection.parity_group: groups of 8 and .* need 9 nodes, there are 8 .* set it to 7",
+        ),
+        ({"scheme": "parity", "parity_group": 256}, {}, "more than 256 blocks: set it to 255"),
         ({"scheme": "parity"}, {"host_memory_gb": 30}, "GB for parity blocks"),
         ({"scheme": "none"}, {}, "must be one of buddy, parity, local, local-twice, recompute"),
     ],
@@ -156,6 +165,12 @@ def test_recovery_of_a_decoded_shard_takes_longer() -> None:
     )
 
 
+@pytest.mark.parametrize("scheme", ["local", "local-twice"])
+def test_what_no_other_node_holds_is_not_fetched(scheme: str) -> None:
+    sections = {"protection": {"scheme": scheme}, "cluster": {"nic_gb_s": 0.1}}
+    assert assess(make(**sections)).fetch_seconds == pytest.approx(SHARD / 20e9)
+
+
 def test_mixed_is_the_first_scheme_that_holds() -> None:
     def settled(memory_gb: float) -> str:
         plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})
@@ -167,3 +182,15 @@ def test_mixed_is_the_first_scheme_that_holds() -> None:
     assert settled(needed * 0.99).startswith("parity(")
     with pytest.raises(PlanError, match="GB for parity blocks"):
         settled(30)
+
+
+@pytest.mark.parametrize("memory_gb", range(40, 280, 12))
+def test_mixed_is_what_a_run_chooses(memory_gb: int) -> None:
+    """One spare in a domain of its own holds all copies: it could not take a node's roles, too."""
+    cluster = {"host_memory_gb": memory_gb, "domains_file": "x", "checksum_gb_s": 100}
+    sections = {"protection": {"scheme": "mixed"}, "cluster": {**cluster, "nic_gb_s": 1000}}
+    text = "".join(f"{node} rack{node // 8}\n" for node in range(9))
+    found = assess(dataclasses.replace(make(**sections), domains_text=text))
+    scene = scene_of(found.plan, found.placement)
+    chosen = choose(scene, dict.fromkeys(scene.domains, memory_gb * 10**9))
+    assert protection_plan(found.plan) == chosen.plan

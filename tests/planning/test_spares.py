@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.planning.assess import assess
 from deadpool_megatron.planning.spares import (
     at_most_away,
     away_fraction,
@@ -17,6 +18,7 @@ from deadpool_megatron.planning.spares import (
     spares_needed,
     useful_fraction,
 )
+from tests.planning.plans import make
 
 
 def simulate_away(nodes: int, spares: int, mtbf: float, repair: float, seed: int) -> list[float]:
@@ -117,3 +119,9 @@ def test_the_fewest_spares_are_enough_and_one_less_is_not(
     assert at_most_away(nodes + found, found, fraction) * useful >= goal
     if found:
         assert at_most_away(nodes + found - 1, found - 1, fraction) * useful < goal
+
+
+def test_a_repair_that_takes_for_ever_leaves_no_time_to_train() -> None:
+    found = assess(make(faults={"node_mtbf_hours": 1, "repair_hours": 1e18}))
+    assert found.goodput.hot_swap == 0
+    assert not found.reaches_goal

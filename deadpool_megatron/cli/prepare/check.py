@@ -24,6 +24,7 @@ from deadpool_megatron.planning.keys import PlanError
 from deadpool_megatron.preflight import host
 from deadpool_megatron.preflight.facts import Needs
 from deadpool_megatron.preflight.judge import problems
+from deadpool_megatron.settings import LONGEST_SECONDS
 
 _DESCRIPTION = """\
 Facts and problems of this host alone. All nodes of a run, with the links between them, are looked
@@ -82,6 +83,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the sub-command."""
+    if not 0 < args.health_seconds <= LONGEST_SECONDS:
+        raise CommandError(
+            f"--health-seconds must be above 0 and at most {LONGEST_SECONDS:.0f},"
+            f" got {args.health_seconds:g}"
+        )
     needs = Needs(nodes=1, shm_bytes=_shm_bytes(args))
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     if args.runs is not None:

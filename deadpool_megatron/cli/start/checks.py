@@ -29,7 +29,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectoryError,
     RunInfo,
 )
-from deadpool_megatron.layout.places.domains import DomainsError, parse_domains
+from deadpool_megatron.layout.places.domains import parse_domains
 from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.schemes import Kind, losses_survived
@@ -142,10 +142,10 @@ def check_domains(info: RunInfo) -> None:
     if not name:
         return
     try:
-        parse_domains(Path(name).read_text())
+        parse_domains(Path(name).read_text("utf-8"))
     except OSError as error:
         raise CommandError(f"--deadpool-domains {name}: {error.strerror}") from error
-    except DomainsError as error:
+    except ValueError as error:  # of a line that says nothing, or of bytes that are no text
         raise CommandError(f"--deadpool-domains {name}: {error}") from error
 
 

@@ -104,7 +104,7 @@ def domain_of(settings: Settings, node: int) -> str:
     """Failure domain from the domains file; every node its own without one."""
     table = {}
     if settings.domains_file:
-        table = domains.parse_domains(Path(settings.domains_file).read_text())
+        table = domains.parse_domains(Path(settings.domains_file).read_text("utf-8"))
     return domains.domain_of(table, node, socket.gethostname())
 
 

@@ -8,7 +8,7 @@ checkpoints (Gemini, REFT); skipping bytes that peers hold anyway is DeadPool's 
 from __future__ import annotations
 
 import bisect
-import zlib
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 
@@ -152,5 +152,9 @@ def _cyclic(ordered: Sequence[int], own: int, way_round: Fraction) -> Iterator[i
 
 
 def _draw(role: int, node: int) -> int:
-    """Rendezvous hashing: each role ranks spares its own way, whatever other spares exist."""
-    return zlib.crc32(f"{role}:{node}".encode())
+    """Rendezvous hashing: each role ranks spares its own way, whatever other spares exist.
+
+    No CRC: of two texts whose last digits differ, all roles would find the same one the smaller.
+    """
+    digest = hashlib.blake2b(f"{role}:{node}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -32,6 +32,9 @@ def parse_domains(text: str) -> dict[str, str]:
 
 
 def domain_of(table: Mapping[str, str], node: int, host: str = "") -> str:
-    """The failure domain of a node: by its id, else by its host name, else its own."""
-    named = table.get(str(node)) or table.get(host)
-    return named if named else f"node{node}"
+    """The failure domain of a node: by its id, else by its host name, else its own.
+
+    A host may call itself by its whole name, where the file has the short one.
+    """
+    named = (table.get(name) for name in (str(node), host, host.partition(".")[0]))
+    return next((domain for domain in named if domain), f"node{node}")

@@ -101,6 +101,8 @@ def test_domains_file_that_cannot_be_understood(
     (tmp_path / "domains").write_text("0 rack1 extra\n")
     arguments = run_arguments(tmp_path / "r", "--deadpool-domains", str(tmp_path / "domains"))
     assert "line 1" in complain(capsys, *arguments)
+    (tmp_path / "domains").write_bytes(b"\xff\xfe0 rack1\n")
+    assert "can't decode byte 0xff" in complain(capsys, *arguments)
 
 
 def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.start import gpus
-from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, SettingsError, flag_name
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 _ROW = re.compile(r"^\| `([a-z-]+)` \| ([\d.]+)(?:; with NCCL ([\d.]+))? \|", re.MULTILINE)
@@ -56,3 +57,27 @@ def test_a_run_has_nccls_limits_where_it_will_use_nccl(
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", lambda _: visible)
     assert gpus.has_nccl_limits(communicator, 2, {}) is nccl
+
+
+LIMITS = [one.name for one in dataclasses.fields(Settings) if one.name.endswith("_seconds")]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e9"])
+def test_a_limit_that_no_clock_can_wait_for_is_refused(name: str, value: str) -> None:
+    """No coordinator could be started with an infinite one, and the run did not end either."""
+    with pytest.raises(SettingsError, match=f"^{flag_name(name)} must be above 0 and at most"):
+        settings(flag_name(name), value, nccl=False)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--deadpool-memory-gb", "1e12", "must be between 0 and 1000000000, got 1000000000000.0"),
+        ("--deadpool-rate-limit-gbps", "nan", "must be between 0 and 1000000000, got nan"),
+        ("--deadpool-restarts-in-place", "-1", "must be at least 0, got -1"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(flag: str, value: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(f"{flag} {said}")):
+        settings(flag, value, nccl=False)
