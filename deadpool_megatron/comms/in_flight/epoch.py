@@ -205,14 +205,12 @@ class Epoch:
         return {place: one for found in known for place, one in found.items()} if known else None
 
     def finish_in_flight(self) -> None:
-        """Wait for every operation that nobody waited for."""
-        while self.in_flight:
-            try:
-                serial, pending = next(iter(self.in_flight.items()))
-            except (StopIteration, RuntimeError):
-                continue
-            pending.finish()
-            self.in_flight.pop(serial, None)
+        """Wait for every operation that nobody waited for, nor waits for in another thread: what
+        that thread waits for may come in an iteration of later, and gloo wakes one of two waits.
+        """
+        for pending in list(self.in_flight.values()):
+            if id(pending) not in map(id, list(self.waits.values())):
+                pending.finish()
 
     def may_write(self) -> bool:
         """After close: whether any operation can still write into memory of the caller.
