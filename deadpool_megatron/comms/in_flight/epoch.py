@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight import asleep
@@ -30,6 +30,7 @@ class Stuck:
     receives: bool = False
 
 
+@runtime_checkable
 class Pending(Protocol):
     """An operation that was started and not seen to end."""
 
@@ -221,6 +222,8 @@ class Epoch:
         """
         if any(fabric.aborting() for fabric in list(self.fabrics)):
             return True
+        if any(isinstance(one, Pending) for one in list(self.waits.values())):
+            return True  # a thread has not left its wait yet
         works = {id(work): work for work in (*self.in_flight.values(), *self.abandoned)}
         stuck = [place for work in works.values() if (place := work.unfinished_in())]
         if not stuck:
