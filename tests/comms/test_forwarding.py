@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from deadpool_megatron.comms.torch_versions import UnsupportedTorch, remark
 
 from .ranks import Member, plain_gloo, run
 
+LIMIT_SECONDS = 20.0
 EXPECTED = {
     "allgather",
     "allreduce",
@@ -235,6 +237,14 @@ def uneven(member: Member) -> bool:
     work.wait()
     assert torch.equal(output, torch.full((sizes[rank],), float(sum(range(1, size + 1)))))
     assert inputs[0][0] == rank + 1
+    slots = [torch.full((n,), -1.0) for n in sizes]
+    work = dist.all_gather(slots, torch.full((sizes[rank],), float(rank)), async_op=True)
+    until = time.monotonic() + LIMIT_SECONDS
+    while not work.is_completed():
+        assert time.monotonic() < until
+    for peer, slot in enumerate(slots):
+        assert torch.equal(slot, torch.full((sizes[peer],), float(peer))), "asked, not waited for"
+    assert work.wait()
     return True
 
 

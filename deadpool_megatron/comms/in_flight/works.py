@@ -229,7 +229,10 @@ class HostWork(SeamWork):
         return None
 
     def is_completed(self) -> bool:
-        return self._done or super().is_completed()
+        completed = self._done or super().is_completed()
+        if completed and self._after is not None and self.inner.is_success():
+            self.wait()  # who asks in a loop reads the outputs next
+        return completed
 
     # -- Pending ---------------------------------------------------------------------------------
 
