@@ -272,6 +272,23 @@ def kinds_of_gathers(member: Member) -> bool:
     return True
 
 
+def future_of_gathers(member: Member) -> bool:
+    member.init()
+    member.attach(1)
+    outputs = [[torch.zeros(2), torch.zeros(3)] for _ in range(member.size)]
+    inputs = [torch.full((n,), float(member.rank)) for n in (2, 3)]
+    future = dist.all_gather_coalesced(outputs, inputs, async_op=True)
+    value = future.wait()
+    for rank, pair in enumerate(outputs):
+        assert all(bool((one == rank).all()) for one in pair)
+    member.comms.finish_iteration()
+    return sorted(one.numel() for one in value) == sorted([2, 3] * member.size)
+
+
+def test_coalesced_gathers_have_a_future() -> None:
+    assert all(run(2, future_of_gathers).values())
+
+
 def test_coalesced_gathers_have_a_name_that_harms_nobody() -> None:
     """See platform/gathers.py: torch's own operation corrupts memory."""
     assert all(run(2, kinds_of_gathers).values())
