@@ -272,6 +272,30 @@ def kinds_of_gathers(member: Member) -> bool:
     return True
 
 
+def scatters_in_modes(member: Member) -> bool:
+    """The outputs may be tensors that are written to in the mode of the caller only."""
+    member.init()
+    member.attach(1)
+    world = dist.group.WORLD
+    with torch.inference_mode():
+        output = torch.zeros(2)
+        dist.reduce_scatter_tensor(output, torch.ones(4))
+        several = [torch.zeros(2), torch.zeros(3)]
+        with c10d._coalescing_manager(world, async_ops=True) as manager:
+            for one in several:
+                dist.reduce_scatter_tensor(one, torch.ones(one.numel() * member.size))
+        manager.wait()
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    with torch.no_grad():
+        dist.reduce_scatter_tensor(parameter, torch.ones(4))
+    assert not member.faults
+    return all(bool((one == member.size).all()) for one in [output, *several, parameter])
+
+
+def test_reduce_scatter_in_inference_mode_and_without_gradients() -> None:
+    assert all(run(2, scatters_in_modes, close_wait_seconds=0.0).values())
+
+
 def future_of_gathers(member: Member) -> bool:
     member.init()
     member.attach(1)
