@@ -228,9 +228,10 @@ def uneven(member: Member) -> bool:
     member.attach(1)
     sizes = [3, 0, 5][:size]
     slots = [torch.full((n,), -1.0) for n in sizes]
-    dist.all_gather(slots, torch.full((sizes[rank],), float(rank)))
+    dist.all_gather(slots, torch.full((sizes[rank],), float(rank), requires_grad=True))
     for peer, slot in enumerate(slots):
         assert torch.equal(slot, torch.full((sizes[peer],), float(peer)))
+        assert not slot.requires_grad, "autograd knows nothing of gathers"
     output = torch.zeros(sizes[rank])
     inputs = [torch.full((n,), float(rank + 1)) for n in sizes]
     work = dist.reduce_scatter(output, inputs, async_op=True)
