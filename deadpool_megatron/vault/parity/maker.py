@@ -57,7 +57,7 @@ class Makers:
 
     def of(self, number: int, role: int, epoch: int) -> BlockMaker:
         """Who makes parity role ``number``, which ``role`` is part of. Raises Refused when nobody
-        does, here and in this epoch."""
+        does, here and in this epoch, or while the host has no thread for it."""
         state = self._state
         with state.lock:
             if not state.is_open(epoch) or state.record is None or state.ledger is None:
@@ -73,8 +73,11 @@ class Makers:
                 if maker is not None:
                     maker.cut()
                 maker = BlockMaker(state, self._transport, state.record, state.ledger, group, index)
+                try:
+                    maker.start()
+                except RuntimeError as error:
+                    raise Refused(Refusal.EARLY, str(error)) from error
                 self._makers[number] = maker
-                maker.start()
             return maker
 
     def cut(self) -> None:

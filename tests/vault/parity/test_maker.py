@@ -428,6 +428,24 @@ def test_closed_between_the_last_byte_and_the_seal(
     assert not making.state.table.writers
 
 
+def test_a_moment_without_threads_puts_a_block_off(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making = begin()
+    start, short = threading.Thread.start, [True]
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name.startswith("block-") and short:
+            short.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    assert making.announce(0).startswith("early")
+    assert not short
+    making.announce_all([0, 1])
+
+
 # A block that has to hold more in the next epoch.
 
 
