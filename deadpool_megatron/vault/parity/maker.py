@@ -190,11 +190,12 @@ class BlockMaker(threading.Thread):
             expected = dict(self._expected)
         if not places or len(expected) < len(self._group.roles):
             return None
-        found = checksum(places[0].view)
+        members = memoryview(bytes(places[0].view))  # a newer block may take the slot meanwhile
+        found = checksum(members)
         if found != places[0].checksum:
             state.mark_bad(places[0], found)
             return None
-        contributions = Members.decode(places[0].view).contributions
+        contributions = Members.decode(members).contributions
         whole = all(
             names <= sealed and names <= set(contributions.get(role, ()))
             for role, names in expected.items()
