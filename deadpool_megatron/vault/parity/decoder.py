@@ -239,7 +239,7 @@ class Decoder:
                 if not self._state.open_part(segment, slot, name, self._record.epoch):
                     raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
                 for block in blocks:
-                    block.start()
+                    block.begin()
                 view = segment.data(slot, name, nbytes)
                 about = {"role": self._role, "iteration": self._generation.iteration, "part": name}
                 wanted, size = decoding.group.index(self._role), self._state.settings.chunk_bytes

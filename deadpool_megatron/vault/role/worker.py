@@ -221,6 +221,9 @@ class RoleWorker(threading.Thread):
                     name: checksum(segment.data(slot, name, segment.entry(slot, name).nbytes))
                     for name in names
                 }
+                for name in names:
+                    if not self._is_as_sealed(segment, slot, name, digests[name]):
+                        del digests[name]
                 with self._state.lock:
                     # Not after a close: the slot may be that of the next epoch's worker by now.
                     if not self._state.is_open(self.epoch):
@@ -231,6 +234,16 @@ class RoleWorker(threading.Thread):
                     else:
                         write_sums(segment, slot, digests, self.epoch)
                 self._state.seal_own(segment, slot, generation, self.epoch, digests)
+
+    def _is_as_sealed(self, segment: Segment, slot: int, name: str, found: int) -> bool:
+        """False for a part that an earlier vault had sealed when it died, and that has changed
+        since: its checksum is worth more than a new one of what is there now."""
+        entry = segment.entry(slot, name)
+        if entry.state is not PartState.SEALED or entry.checksum == found:
+            return True
+        place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
+        self._state.mark_bad(place, found)
+        return False
 
     @property
     def _replays(self) -> bool:

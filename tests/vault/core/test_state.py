@@ -167,6 +167,27 @@ def test_a_month_of_generations_takes_no_memory(state: VaultState) -> None:
     assert max(len(book) for book in books if isinstance(book, Sized)) < 100
 
 
+def test_what_a_dead_vault_has_sealed_is_held_against_its_checksum(state: VaultState) -> None:
+    """It died between two parts of a slot: the next one does not vouch for what it finds there."""
+    assert state.record is not None
+    told: list[str] = []
+    state.on_bad = lambda epoch, role, generation, part: told.append(part)
+    segment = next(iter(state.table.segments.values()))
+    segment.mark_writing(0)
+    segment.begin(0, NEW, 1)
+    segment.fill(0, dict.fromkeys(NAMES, 10), 1)
+    for name in NAMES[:2]:
+        segment.seal_part(0, name, 10, checksum(segment.data(0, name, 10)), 1)
+    segment.data(0, NAMES[0])[5] ^= 0x10
+    seat = Seat(0, 0, 0)
+    worker = RoleWorker(state, FakeNetwork().transport("a", 1, 1.0), state.record, 0, seat)
+    worker.seal()
+    assert segment.state(0) is SlotState.SEALED
+    assert state.table.parts(0, NEW) == set(NAMES[1:])
+    assert segment.entry(0, NAMES[0]).state is PartState.BAD
+    assert told == [NAMES[0]]
+
+
 RESTORED = Generation(0, 3)
 
 

@@ -177,6 +177,26 @@ def test_members_of_other_bytes_refuse_the_data_blocks(begin: Begin) -> None:
         vaults.obtain(record, 0)
 
 
+def test_a_moment_without_threads_is_waited_out(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    record = vaults.adopt()
+    start, short = threading.Thread.start, [True]
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name == "block-2-from-2" and short:
+            short.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    vaults.obtain(record, 0)
+    assert not short
+    assert vaults.decoded() == [[1, 2, 3]]
+
+
 def test_each_place_of_a_block_says_what_it_was_computed_from(begin: Begin) -> None:
     """Two nodes hold the block of one generation. One of them made it while peers held what role 1
     has, and its bytes are damaged: what it says of itself is nothing to the other one."""

@@ -287,6 +287,23 @@ def test_a_sealed_block_is_acknowledged_again(begin: Begin) -> None:
     assert making.announce(0, generation=OLDER) == "superseded"
 
 
+def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block of the generation after next may take it, once it has been looked up."""
+    making = begin()
+    making.announce_all([0, 1])
+    (place,) = making.state.table.find(making.block, GENERATION, MEMBERS)
+
+    def overtaken(view: memoryview) -> int:
+        found = checksum(view)
+        place.view[:] = bytes(len(place.view))
+        return found
+
+    monkeypatch.setattr("deadpool_megatron.vault.parity.maker.checksum", overtaken)
+    assert making.announce(0) == "sealed", "it was when it was read"
+
+
 def test_who_does_not_announce_is_asked(begin: Begin) -> None:
     """One vault has forgotten that it was acknowledged, and the block was damaged since: the other
     owner, who announces nothing, still has what it was made of."""
@@ -426,6 +443,24 @@ def test_closed_between_the_last_byte_and_the_seal(
     maker._owners.close()
     assert not making.state.inventory().holdings
     assert not making.state.table.writers
+
+
+def test_a_moment_without_threads_puts_a_block_off(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making = begin()
+    start, short = threading.Thread.start, [True]
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name.startswith("block-") and short:
+            short.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    assert making.announce(0).startswith("early")
+    assert not short
+    making.announce_all([0, 1])
 
 
 # A block that has to hold more in the next epoch.
