@@ -89,6 +89,13 @@ class SeveralWorks:
             return [output for output, _ in self._results]
         return [tensor for work in self._works for tensor in work.result()]
 
+    def get_future(self) -> Any:
+        """Ends with the last of them; its value is :meth:`result`."""
+        if self.private:
+            raise RuntimeError("wait for the Work of an uneven operation: it has no future")
+        ends = torch.futures.collect_all([work.get_future() for work in self._works])
+        return ends.then(lambda them: [one for each in them.value() for one in each.value()])
+
     def synchronize(self) -> None:
         for work in self._works:
             work.synchronize()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
 from deadpool_megatron.layout.places.parity import is_parity_role
+
+# What comes of values of the wrong type or size; an infinite "integer" overflows.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 
 
 class Code(StrEnum):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from deadpool_megatron.vault.copies.intake import Intake
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import lacks_base
-from deadpool_megatron.vault.errors import NO_OFFENCE, Refusal, Refused, VaultError
+from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
@@ -44,8 +43,6 @@ _MOST_STRANGERS = 64
 _STRANGER_SECONDS = HANDSHAKE_SECONDS
 _CROWDED_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
-# What comes of values of the wrong type or size; an infinite "integer" overflows.
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 
 
 class Server:
@@ -168,7 +165,7 @@ class Server:
             pass
         except WireError as error:
             self._state.reports.refuse("connection", why_exactly=error)
-        except _MALFORMED as error:
+        except MALFORMED as error:
             self._state.reports.refuse("malformed message", why_exactly=repr(error))
         except (OSError, VaultError) as error:
             log.info("%s: %s", threading.current_thread().name, error)
@@ -399,12 +396,22 @@ class _Connection:
         self._channel.give_way(state.settings.dscp)
         with state.traffic.flow(role, generation, nbytes, epoch, self._channel.sent) as flow:
             for place in places:
+                self._await_call(epoch)
                 pieces = flow.pieces(place.view, lambda: state.is_open(epoch))
                 self._send(place, pieces, "bytes shipped", generation, to=node)
             flow.end(node)
         state.shipped(role, nbytes, epoch)
         # Before it the block is not sealed, so what it took is known by the time it counts.
         self._channel.send({"t": "end"})
+
+    def _await_call(self, epoch: int) -> None:
+        """Wait until the holder has come to the next part, or the epoch is closed: others of the
+        group may have more of the part before, and no send may take as long as that."""
+        while not self._channel.readable(1.0):
+            if not self._state.is_open(epoch):
+                raise ConnectionClosed("the epoch was closed")
+        if (kind := self._channel.receive().get("t")) != "next":
+            raise WireError(f"{kind!r} instead of the next part")
 
     def _send(
         self,

@@ -31,7 +31,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
-from deadpool_megatron.vault.errors import Code, VaultError
+from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
 from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.net.links import Link, LinkServer
 from deadpool_megatron.vault.net.probe import probe
@@ -172,7 +172,7 @@ class Vault:
         def answer() -> None:
             try:
                 reply: dict[str, Any] = {"ok": True, "value": orders[kind](message)}
-            except (VaultError, OSError, LookupError, TypeError, ValueError) as error:
+            except (VaultError, OSError, *MALFORMED) as error:
                 log.warning("order %s: %s: %s", kind, type(error).__name__, error)
                 code = error.code if isinstance(error, VaultError) else Code.FAILED
                 reply = {"ok": False, "code": code, "text": f"{kind}: {error}"}

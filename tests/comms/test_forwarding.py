@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from deadpool_megatron.comms.torch_versions import UnsupportedTorch, remark
 
 from .ranks import Member, plain_gloo, run
 
+LIMIT_SECONDS = 20.0
 EXPECTED = {
     "allgather",
     "allreduce",
@@ -198,6 +200,7 @@ def both(member: Member) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_forwards_equal_plain_gloo() -> None:
     assert all(run(3, both).values())
 
@@ -226,15 +229,24 @@ def uneven(member: Member) -> bool:
     member.attach(1)
     sizes = [3, 0, 5][:size]
     slots = [torch.full((n,), -1.0) for n in sizes]
-    dist.all_gather(slots, torch.full((sizes[rank],), float(rank)))
+    dist.all_gather(slots, torch.full((sizes[rank],), float(rank), requires_grad=True))
     for peer, slot in enumerate(slots):
         assert torch.equal(slot, torch.full((sizes[peer],), float(peer)))
+        assert not slot.requires_grad, "autograd knows nothing of gathers"
     output = torch.zeros(sizes[rank])
     inputs = [torch.full((n,), float(rank + 1)) for n in sizes]
     work = dist.reduce_scatter(output, inputs, async_op=True)
     work.wait()
     assert torch.equal(output, torch.full((sizes[rank],), float(sum(range(1, size + 1)))))
     assert inputs[0][0] == rank + 1
+    slots = [torch.full((n,), -1.0) for n in sizes]
+    work = dist.all_gather(slots, torch.full((sizes[rank],), float(rank)), async_op=True)
+    until = time.monotonic() + LIMIT_SECONDS
+    while not work.is_completed():
+        assert time.monotonic() < until
+    for peer, slot in enumerate(slots):
+        assert torch.equal(slot, torch.full((sizes[peer],), float(peer))), "asked, not waited for"
+    assert work.wait()
     return True
 
 
@@ -260,6 +272,47 @@ def kinds_of_gathers(member: Member) -> bool:
     assert kinds == [plain._get_op_type()] * 3
     plain.wait()
     return True
+
+
+def scatters_in_modes(member: Member) -> bool:
+    """The outputs may be tensors that are written to in the mode of the caller only."""
+    member.init()
+    member.attach(1)
+    world = dist.group.WORLD
+    with torch.inference_mode():
+        output = torch.zeros(2)
+        dist.reduce_scatter_tensor(output, torch.ones(4))
+        several = [torch.zeros(2), torch.zeros(3)]
+        with c10d._coalescing_manager(world, async_ops=True) as manager:
+            for one in several:
+                dist.reduce_scatter_tensor(one, torch.ones(one.numel() * member.size))
+        manager.wait()
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    with torch.no_grad():
+        dist.reduce_scatter_tensor(parameter, torch.ones(4))
+    assert not member.faults
+    return all(bool((one == member.size).all()) for one in [output, *several, parameter])
+
+
+def test_reduce_scatter_in_inference_mode_and_without_gradients() -> None:
+    assert all(run(2, scatters_in_modes, close_wait_seconds=0.0).values())
+
+
+def future_of_gathers(member: Member) -> bool:
+    member.init()
+    member.attach(1)
+    outputs = [[torch.zeros(2), torch.zeros(3)] for _ in range(member.size)]
+    inputs = [torch.full((n,), float(member.rank)) for n in (2, 3)]
+    future = dist.all_gather_coalesced(outputs, inputs, async_op=True)
+    value = future.wait()
+    for rank, pair in enumerate(outputs):
+        assert all(bool((one == rank).all()) for one in pair)
+    member.comms.finish_iteration()
+    return sorted(one.numel() for one in value) == sorted([2, 3] * member.size)
+
+
+def test_coalesced_gathers_have_a_future() -> None:
+    assert all(run(2, future_of_gathers).values())
 
 
 def test_coalesced_gathers_have_a_name_that_harms_nobody() -> None:

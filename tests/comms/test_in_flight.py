@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from deadpool_megatron.comms import CommunicatorFault
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight import waiters
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Leftovers, Limits, Progress
 from deadpool_megatron.comms.in_flight.reaper import Reaper
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
 from deadpool_megatron.platform.gathers import SeveralWorks
+
+from .ranks import Member, run
 
 LIMIT_SECONDS = 30.0
 
@@ -127,3 +132,71 @@ def test_an_epoch_that_cannot_be_freed_as_a_whole_keeps_no_later_one(
     assert all_freed.wait(LIMIT_SECONDS)
     assert freed == [0, 1, 2]
     assert capsys.readouterr().err.count("Too many open files") == 1
+
+
+def has_a_thread_that_receives(member: Member) -> bool:
+    """Rank 0 sends the message in the iteration after the one that ends here."""
+    member.init()
+    side = dist.new_group([0, 1])
+    member.attach(0)
+    received = torch.zeros(1)
+    thread = threading.Thread(target=lambda: dist.recv(received, 0, group=side))
+    if member.rank == 1:
+        thread.start()
+        until = time.monotonic() + LIMIT_SECONDS
+        while member.comms.waiting_for() is None:
+            assert time.monotonic() < until
+    member.comms.finish_iteration()
+    dist.barrier()
+    if member.rank == 0:
+        dist.send(torch.ones(1), 1, group=side)
+    else:
+        thread.join(LIMIT_SECONDS)
+        assert received.item() == 1.0
+        assert member.comms.unfinished_works == 0
+    return not member.faults
+
+
+def test_an_iteration_ends_while_a_thread_waits_for_a_message_of_a_later_one() -> None:
+    settings = {"operation_timeout_seconds": 3.0, "close_wait_seconds": 0.0}
+    assert all(run(2, has_a_thread_that_receives, **settings).values())
+
+
+class Running:
+    """A Work that goes on, whatever happens to its connections, until it is told to end."""
+
+    def __init__(self) -> None:
+        self.waited, self.ended = threading.Event(), threading.Event()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waited.set()
+        if not self.ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_memory_is_not_safe_while_another_thread_waits_for_what_it_has_not_left(
+    handed: bool,
+) -> None:
+    """Nobody but that thread knows of an operation that its caller did not make asynchronous."""
+    epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
+    group: Any = SimpleNamespace(epoch=epoch, description="dp", place="dp", size=2)
+    running = Running()
+    work = HostWork(running, group, "reduce_scatter", 1, (), handed, False, True, None)
+
+    def wait() -> None:
+        with pytest.raises(EpochClosed):
+            work.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert running.waited.wait(LIMIT_SECONDS)
+    epoch.close()
+    assert epoch.may_write()
+    running.ended.set()
+    thread.join(LIMIT_SECONDS)
+    assert not epoch.may_write()

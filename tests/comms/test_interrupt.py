@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from typing import Any
@@ -106,6 +107,7 @@ def replace(member: Member) -> dict[str, float]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADS)
 def test_killed_rank_is_replaced(kind: str) -> None:
     size, victim = 4, 2
@@ -386,3 +388,29 @@ def test_interrupt_wakes_a_receive_at_once() -> None:
         result = ranks.hear(0, "result")
         assert result["out"] < 0.3
         assert result["drained"]
+
+
+def without_descriptors(member: Member) -> bool:
+    """The script has opened too many files: nothing can be looked at, nor cut, at this moment."""
+    member.init()
+    member.attach(0)
+    received = torch.zeros(4)
+    work = dist.irecv(received, 1 - member.rank)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        member.comms.interrupt(0)
+        with pytest.raises(EpochClosed):
+            work.wait()
+        fabric = member.comms._current.fabrics[0]
+        assert not fabric.quiescent()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert member.comms.drain()
+    member.attach(1)
+    dist.barrier()
+    return True
+
+
+def test_an_epoch_is_left_without_a_descriptor_to_spare() -> None:
+    assert all(run(2, without_descriptors).values())

@@ -134,6 +134,7 @@ def without_store(member: Member) -> bool:
     return bool(other[0].item() == 4.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gloo", "fake-nccl"])
 def test_nothing_touches_the_store_after_attach(kind: str) -> None:
     with Ranks(2, kind=kind) as ranks:

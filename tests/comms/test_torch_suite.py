@@ -52,6 +52,7 @@ def gradients(member: Member) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ddp_sends_through_the_communicator_of_the_moment() -> None:
     assert all(run(2, gradients).values())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.planning.assess import assess
@@ -119,7 +119,6 @@ WINDOWS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
 @given(
     cluster=WINDOWS,
     lag=st.integers(0, 2),

@@ -185,6 +185,26 @@ def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path: Path) -> 
         assert held[0, Generation(1, 1)] == {"shard", "tail", "extras@step"}
 
 
+def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path: Path) -> None:
+    """The member computes, and reads what its vault has told it when it asks for its state."""
+    at = {"point": "vault.sealed", "match": {"role": 0, "iteration": 2}}
+    with cluster(tmp_path, 2, faults=[{"id": "damage", "action": "mark", **at}]) as running:
+        members = begin(running, last=1)
+        for member in members:
+            member.write(Generation(1, 2))
+        running.nodes[0].told(Kind.CORRUPTION)
+        kept = Generation(1, 1)
+        found = sources_from(running.close(1), kept, LAYOUTS)
+        record = running.record(2, Restore("memory", kept, sources=found))
+        running.open(record)
+        members[0].check(record)
+        running.nodes[1].send_signal(signal.SIGSTOP)
+        members[0].write(Generation(2, 2))
+        assert members[0].wait(Generation(2, 2), seconds=0.3) == "shut"
+        running.nodes[1].send_signal(signal.SIGCONT)
+        assert members[0].wait(Generation(2, 2)) == "committed"
+
+
 def test_no_damaged_byte_is_restored(tmp_path: Path) -> None:
     """Rule 4: the only source is damaged, the member is told what was tried."""
     with cluster(tmp_path, 3, roles=2) as running:

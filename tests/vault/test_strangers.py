@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.records import RecordSocket
 from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin
 
@@ -173,6 +176,40 @@ def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
             assert member.wait(Generation(1, 1)) == "committed"
         for connection in silent:
             connection.close()
+
+
+def test_an_infinite_number_ends_no_vault(tmp_path: Path) -> None:
+    """Of a process on its node, of its agent, or of a vault whose link is measured."""
+    with cluster(tmp_path, 1) as running, socket.create_server(("127.0.0.1", 0)) as liar:
+        (node,) = running.nodes
+        pid = node.status()["pid"]
+        hello = {"t": "member", "layout": LAYOUTS[0].to_dict(), "seat": [0, math.inf, 0]}
+        with socket.socket(socket.AF_UNIX) as member:
+            member.connect(node.socket_path)
+            framing.send(member, {**hello, "rehearsed": 0, "has_slots": 0, "memory_node": None})
+            assert is_cut(member)
+        with socket.socket(socket.AF_UNIX) as agent:
+            agent.connect(node.socket_path)
+            for message in ({"t": "agent"}, {"t": "close", "id": 1, "epoch": math.inf}):
+                framing.send(agent, message)
+            assert framing.receive(agent)["ok"] is False
+
+        def answer() -> None:
+            connection = RecordSocket.of(liar.accept()[0])
+            secret = auth.load_secret(running.directory)
+            auth.accept(connection, secret, realm_of(RUN_ID))
+            framing.receive(connection)
+            framing.send(connection, {"t": "probed", "node": 7, "wall": 10**400})
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert node.control is not None
+        peer = (7, "127.0.0.1", liar.getsockname()[1])
+        (found,) = node.order(node.control.probe([peer], 20.0, bulk=False))
+        thread.join(10)
+        assert "too large" in found["error"]
+        assert node.status()["pid"] == pid
 
 
 def test_fetches_that_are_not_accepted(tmp_path: Path) -> None:

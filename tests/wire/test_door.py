@@ -95,6 +95,7 @@ class Slow(socket.socket):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agents", "most_strangers", "seconds"),
     [
@@ -177,6 +178,7 @@ async def come_again(connection: socket.socket, said: bytes) -> None:
         connection.sendall(said)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
 def test_strangers_who_come_again_keep_nobody_out() -> None:
     """Put out one after the other, with a last call for each, they held every place for ever."""

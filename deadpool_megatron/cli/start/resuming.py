@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.persist import frozen_folder
-from deadpool_megatron.vault.disk.whole_dumps import newest_whole
+from deadpool_megatron.vault.disk.whole_dumps import last_boundary, newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 
 _PAUSE_SECONDS = 0.2
@@ -65,7 +65,7 @@ def resume_point(
         )
     whole, why_not = _whole(old, info, others)
     try:
-        durable = _durable(old)
+        durable = _durable(old, world_size)
     except CommandError:
         if whole is None:
             raise
@@ -91,7 +91,7 @@ def resume_point(
     return durable.to_dict()
 
 
-def _durable(old: RunDirectory) -> Restore | None:
+def _durable(old: RunDirectory, world_size: int) -> Restore | None:
     try:
         values = read_json(old.latest)
         restore = Restore.from_dict(values)
@@ -99,8 +99,14 @@ def _durable(old: RunDirectory) -> Restore | None:
         return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
-    if restore.kind != "initial" and not Path(restore.path).is_dir():
+    if restore.kind == "initial":
+        return restore
+    if not Path(restore.path).is_dir():
         raise CommandError(f"--resume {old.path}: {restore.path} is not there any more")
+    if restore.kind == "dump":
+        boundary, lacking = last_boundary(Path(restore.path), restore.generation, world_size)
+        if boundary is None:
+            raise CommandError(f"--resume {old.path}: {restore.path} lacks {lacking}")
     return restore
 
 

@@ -36,7 +36,7 @@ class Orders:
         self._options = options
         self._peers = peers
         self._teller: RecordTeller | None = None
-        self._next: RecordTeller | None = None  # of a record that is not announced yet
+        self._next: RecordTeller | None = None  # of a record that nobody has been told yet
 
     def give(self, order: Order) -> None:
         """Send it to whom it is for. It arrives once, on this connection or on the next one; of
@@ -120,14 +120,14 @@ class Orders:
 
     def prepare(self, record: EpochRecord) -> None:
         """Work out what agents that have the record before need of this one; in any thread."""
+        self._next = self._prepared(record)
+
+    def _prepared(self, record: EpochRecord) -> RecordTeller:
         teller = RecordTeller(record, None if self._teller is None else self._teller.record)
         teller.begin()
-        self._next = teller
+        return teller
 
     def _announce(self, record: EpochRecord) -> None:
-        if self._next is None or self._next.record is not record:
-            self.prepare(record)
-        self._teller = self._next
         self._peers.in_turn(self._peers.listening(), lambda peer: self._tell(peer, record))
 
     def _tell(self, peer: AgentPeer, record: EpochRecord) -> None:
@@ -137,10 +137,14 @@ class Orders:
 
     def _told(self, peer: AgentPeer, record: EpochRecord) -> dict[str, Any] | None:
         """What the agent lacks of the record; it is counted as told from here on."""
-        if self._teller is None or self._teller.record is not record:
-            self._teller = RecordTeller(record, None)
-        parts = self._teller.parts(peer.node, peer.told)
-        peer.told = record.epoch
+        teller = self._teller
+        if teller is None or teller.record is not record:
+            teller = self._next
+            if teller is None or teller.record is not record:
+                teller = self._prepared(record)
+            self._teller = teller
+        parts = teller.parts(peer.node, peer.told)
+        peer.told = max(peer.told, record.epoch)
         return parts
 
     def _drop(self, order: actions.DropNode) -> None:

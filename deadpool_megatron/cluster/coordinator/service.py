@@ -10,7 +10,6 @@ steps down.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.ending import RunEnd
+from deadpool_megatron.cluster.coordinator.garbage import GarbageSearch
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
@@ -47,7 +47,6 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
@@ -58,12 +57,9 @@ from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
 EXIT_SUPERSEDED = 71
-# So many new objects are looked through in some milliseconds, all of them almost never.
-_GARBAGE_THRESHOLDS = (4_000, 3, 700)
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
-_URGENT_PHASES = frozenset({Phase.GATHERING, Phase.CLOSING, Phase.DECIDING, Phase.OPENING})
 
 
 class Coordinator:
@@ -87,6 +83,7 @@ class Coordinator:
             on_newer=lambda term: self._step_down(f"term {term} has begun"),
             on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
         )
+        self._garbage = GarbageSearch(now)
         self._is_watching = False
         self._exit_status: int | None = None
         self._over = asyncio.Event()
@@ -142,6 +139,8 @@ class Coordinator:
         )
         door = Door(options.listener, lock, self._peers)
         port = options.listener.getsockname()[1]
+        if (record := self._state.record) is not None:
+            await self._stepper.aside(self._orders.prepare, record)
         self._spawn(door.run())
         pid, hostname = os.getpid(), socket.gethostname()
         started = {str(pid): posix.start_time(pid)}
@@ -188,8 +187,6 @@ class Coordinator:
         self._stepper.feed(item)
 
     def _took(self, before: State, produced: list[actions.Action]) -> None:
-        if self._state.phase is not before.phase:
-            _collect_garbage_in(self._state.phase)
         for action in produced:
             self._carry_out(action)
         if self._state.requests is not before.requests:
@@ -346,6 +343,7 @@ class Coordinator:
                 self._spawn(self._watch())
             self.feed(inputs.Tick())
             self._exports.tick()
+            self._garbage.tick(now)
 
     async def _watch(self) -> None:
         """Look at the progress of all roles, once."""
@@ -423,18 +421,6 @@ class Coordinator:
         task.add_done_callback(finished)
 
 
-def _collect_garbage_in(phase: Phase) -> None:
-    """Inventories and records are millions of objects without a cycle among them. Nobody looks
-    through them while all wait for a decision, where that stops the loop for half a second; nor
-    later, as they live as long as the epoch.
-    """
-    if phase in _URGENT_PHASES:
-        gc.disable()
-    elif not gc.isenabled():
-        gc.freeze()
-        gc.enable()
-
-
 def run_coordinator(options: CoordinatorOptions) -> int:
     """Run a coordinator in this process; returns the exit status of the run."""
     set_process_name("dp-coordinator")
@@ -445,6 +431,4 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     if complaint := descriptors.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
-    gc.disable()  # until it coordinates: see _collect_garbage_in()
     return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

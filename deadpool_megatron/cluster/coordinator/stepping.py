@@ -155,7 +155,9 @@ def goes_far(state: State, event: inputs.Input, now: float) -> bool:
         case inputs.Tick():
             late = doing.deadline is not None and now >= doing.deadline
             suspicion = state.blame.suspicion
-            return late or (suspicion is not None and now >= suspicion.until)
+            # They have their deadlines as well, which all have at the start.
+            many = len(fleet.members.building) >= _MANY_ROLES
+            return many or late or (suspicion is not None and now >= suspicion.until)
         case inputs.NodeJoined():
             known = state.seats.nodes if state.record is None else state.record.nodes
             return not gathering or len(fleet.nodes) + len(fleet.gone) + 1 >= len(known)

@@ -36,7 +36,9 @@ class RecordTeller:
         self.record = record
         self._bases = {} if before is None else {before.epoch: before}
         self._changes: dict[int, str] = {}
-        self._sources = sources_by_node(record)
+        self._roles: dict[int, list[int]] = {}
+        for role, seat in record.seats.items():
+            self._roles.setdefault(seat.node, []).append(role)
 
     def begin(self) -> None:
         """Make the change that most agents need, before it is needed."""
@@ -44,10 +46,11 @@ class RecordTeller:
 
     def parts(self, node: int, known_epoch: int) -> dict[str, Any] | None:
         """What a node lacks that has the record of ``known_epoch`` (0: none); None: nothing."""
-        if known_epoch == self.record.epoch:
+        if known_epoch >= self.record.epoch:
             return None
         base = known_epoch if known_epoch in self._bases else 0
-        return {"change": self._change(base), "sources": self._sources.get(node, {})}
+        sources = sources_of(self.record, self._roles.get(node, ()))
+        return {"change": self._change(base), "sources": sources}
 
     def _change(self, base: int) -> str:
         if base not in self._changes:
@@ -105,21 +108,20 @@ class NotTheBase(ValueError):
     """The change is against a record that is not the one at hand."""
 
 
-def sources_by_node(record: EpochRecord) -> dict[int, dict[str, Any]]:
-    """Node -> JSON form of the sources (and recipes) of its roles; nodes without any are missing.
-
-    One entry per role: [part -> places] or [part -> places, recipe].
+def sources_of(record: EpochRecord, roles: Iterable[int]) -> dict[str, Any]:
+    """Returns the JSON form of the sources (and recipes) of these roles, as far as they have any:
+    role -> [part -> places] or [part -> places, recipe].
     """
-    recipes = record.restore.recipes
-    found: dict[int, dict[str, Any]] = {}
-    for role, parts in record.restore.sources.items():
-        if role in record.seats:
+    restore = record.restore
+    found: dict[str, Any] = {}
+    for role in roles:
+        if (parts := restore.sources.get(role)) is not None:
             entry: list[Any] = [
                 {name: [source.to_list() for source in places] for name, places in parts.items()}
             ]
-            if role in recipes:
-                entry.append(recipes[role].to_dict())
-            found.setdefault(record.seats[role].node, {})[str(role)] = entry
+            if role in restore.recipes:
+                entry.append(restore.recipes[role].to_dict())
+            found[str(role)] = entry
     return found
 
 

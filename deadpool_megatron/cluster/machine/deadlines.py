@@ -82,8 +82,7 @@ def _check_members(turn: Turn) -> None:
             drop_node(turn, place[0], silent(place[0], "cannot end a killed process"))
     if not isinstance(turn.state.doing, phases.Open):
         return
-    seated = turn.state.seats.role_by_place
-    idle = sorted(place for place in turn.state.fleet.members.building if place not in seated)
-    for place in idle:
-        if turn.now - turn.state.fleet.members[place].since > settings.start_seconds:
+    seated, members = turn.state.seats.role_by_place, turn.state.fleet.members
+    for place in sorted(place for place in members.building if place not in seated):
+        if turn.now - members[place].since > settings.start_seconds:
             turn.kill(place)

@@ -7,6 +7,7 @@ leave what still waits) is forced by gloo, which has no abort.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -69,13 +70,17 @@ class GlooFabric(Fabric):
         return GlooGroup(spec, self._epoch, plain, backend)
 
     def abort(self) -> None:
-        with self._lock:
+        # Without a descriptor left, waits are left uncut, and a drain aborts again.
+        with self._lock, contextlib.suppress(OSError):
             if self._device is not None:
                 poison.cut_connections(self._epoll)
 
     def quiescent(self) -> bool:
         with self._lock:
-            return self._device is None or poison.connected_sockets(self._epoll) == 0
+            try:
+                return self._device is None or poison.connected_sockets(self._epoll) == 0
+            except OSError:
+                return False
 
     def close(self) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ milliseconds. Linux only.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -60,7 +61,10 @@ def cut_connections(epoll: int) -> int:
 
 
 def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
-    """Duplicates of the TCP sockets registered with ``epoll``, closed after their turn."""
+    """Duplicates of the TCP sockets registered with ``epoll``, closed after their turn.
+
+    Raises OSError for want of descriptors: what cannot be looked at may well be connected.
+    """
     try:
         listing = Path(f"/proc/self/fdinfo/{epoll}").read_text()
     except FileNotFoundError:
@@ -68,8 +72,10 @@ def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
     for number, inode in _REGISTERED.findall(listing):
         try:
             copy = os.dup(int(number))
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                continue  # closed since the listing
+            raise
         # The number may have been given to another file since the listing: the inode proves it.
         if os.fstat(copy).st_ino != int(inode, 16):
             os.close(copy)

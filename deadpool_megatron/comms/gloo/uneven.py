@@ -27,7 +27,7 @@ def allgather(
     outputs = output_lists[0] if output_lists else ()
     if isinstance(outputs, torch.Tensor) or _even(outputs):
         return plain.allgather(output_lists, inputs, *args, **kwargs)
-    source = inputs if isinstance(inputs, torch.Tensor) else inputs[0]
+    source = (inputs if isinstance(inputs, torch.Tensor) else inputs[0]).detach()
     buffers = [torch.empty_like(o, memory_format=torch.contiguous_format) for o in outputs]
     buffers[rank].copy_(source.reshape(buffers[rank].shape))
     works = []

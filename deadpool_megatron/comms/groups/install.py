@@ -189,7 +189,14 @@ class Installation:
                 made: ReconfigurableGroup | None = group
             else:
                 made = None
-            self._host.group_created(members, requested, values["group_desc"] or "", made)
+            try:
+                self._host.group_created(members, requested, values["group_desc"] or "", made)
+            except BaseException:
+                # The caller gets no group, and its peers may not have come to this call: in every
+                # later epoch they would be waited for in vain.
+                if made is not None:
+                    _c10d.destroy_process_group(made)
+                raise
             return group
 
         return _new_group_with_tag

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight import asleep
@@ -30,6 +30,7 @@ class Stuck:
     receives: bool = False
 
 
+@runtime_checkable
 class Pending(Protocol):
     """An operation that was started and not seen to end."""
 
@@ -205,14 +206,12 @@ class Epoch:
         return {place: one for found in known for place, one in found.items()} if known else None
 
     def finish_in_flight(self) -> None:
-        """Wait for every operation that nobody waited for."""
-        while self.in_flight:
-            try:
-                serial, pending = next(iter(self.in_flight.items()))
-            except (StopIteration, RuntimeError):
-                continue
-            pending.finish()
-            self.in_flight.pop(serial, None)
+        """Wait for every operation that nobody waited for, nor waits for in another thread: what
+        that thread waits for may come in an iteration of later, and gloo wakes one of two waits.
+        """
+        for pending in list(self.in_flight.values()):
+            if id(pending) not in map(id, list(self.waits.values())):
+                pending.finish()
 
     def may_write(self) -> bool:
         """After close: whether any operation can still write into memory of the caller.
@@ -223,6 +222,8 @@ class Epoch:
         """
         if any(fabric.aborting() for fabric in list(self.fabrics)):
             return True
+        if any(isinstance(one, Pending) for one in list(self.waits.values())):
+            return True  # a thread has not left its wait yet
         works = {id(work): work for work in (*self.in_flight.values(), *self.abandoned)}
         stuck = [place for work in works.values() if (place := work.unfinished_in())]
         if not stuck:

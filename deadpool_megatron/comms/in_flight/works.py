@@ -16,7 +16,7 @@ from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
 from deadpool_megatron.comms.in_flight.futures import ending_with
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
-from deadpool_megatron.comms.operations import RECEIVES, tensors_in
+from deadpool_megatron.comms.operations import POINT_TO_POINT, RECEIVES, tensors_in
 from deadpool_megatron.platform.gathers import SeveralWorks, failure_of
 
 #: longest time in which a wait for a collective cannot notice a close; each slice that ends
@@ -220,6 +220,8 @@ class HostWork(SeamWork):
     def _wait_handed(self, timeout: timedelta | None) -> str | None:
         inner = self.inner
         call = inner.wait if timeout is None else lambda: inner.wait(timeout)
+        if self.operation not in POINT_TO_POINT:
+            call = _in_mode_of_caller(call)
         try:
             self.epoch.pool.call(call, self.epoch)
         except Left as left:
@@ -229,7 +231,10 @@ class HostWork(SeamWork):
         return None
 
     def is_completed(self) -> bool:
-        return self._done or super().is_completed()
+        completed = self._done or super().is_completed()
+        if completed and self._after is not None and self.inner.is_success():
+            self.wait()  # who asks in a loop reads the outputs next
+        return completed
 
     # -- Pending ---------------------------------------------------------------------------------
 
@@ -262,6 +267,17 @@ class HostWork(SeamWork):
         self._after = None
         if self._serial >= 0:
             self.epoch.in_flight.pop(self._serial, None)
+
+
+def _in_mode_of_caller(wait: Callable[[], Any]) -> Callable[[], None]:
+    """For another thread: such a wait copies into outputs, as autograd allows it the caller."""
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def call() -> None:
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            wait()
+
+    return call
 
 
 class StreamWork(SeamWork):

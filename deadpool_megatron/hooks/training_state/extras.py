@@ -11,7 +11,7 @@ from torch import Tensor
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.training_state import attributes, fp8_state, loss_sums
 from deadpool_megatron.hooks.training_state.optimizer import (
-    inner_optimizers,
+    loss_scalers,
     param_group_tensors,
     param_group_values,
     restore_param_group_values,
@@ -33,15 +33,13 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         "counters": dict(loop.counters),
         "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
         "scheduler.num_steps": loop.scheduler.num_steps,
+        "schedule": _schedule(loop.scheduler),
         "param_groups": param_group_values(loop.optimizer),
     }
     for place, tensor in param_group_tensors(loop.optimizer).items():
         values[f"param_group.{place}"] = tensor
-    for index, inner in enumerate(inner_optimizers(loop.optimizer)):
-        scaler = getattr(inner, "grad_scaler", None)
-        if scaler is not None:
-            for key, value in scaler.state_dict().items():
-                values[f"scaler{index}.{key}"] = value
+    for name, scaler in loss_scalers(loop.optimizer).items():
+        values.update({f"{name}.{key}": value for key, value in scaler.state_dict().items()})
     values["extra_state"] = loop.extra_state()
     for name, tensor in frozen_and_buffers(loop):
         values[f"buffer.{name}"] = tensor
@@ -77,21 +75,16 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     loop.log_sums.clear()
     loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
     # Set, not load_state_dict: that one adds the steps to the live value.
+    if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
+        vars(loop.scheduler).update(values.get("schedule", {}))
     loop.scheduler.num_steps = values["scheduler.num_steps"]
     restore_param_group_values(
         loop.optimizer, values["param_groups"], _named(values, "param_group.")
     )
-    for index, inner in enumerate(inner_optimizers(loop.optimizer)):
-        scaler = getattr(inner, "grad_scaler", None)
-        if scaler is not None:
-            state = {
-                key: values[f"scaler{index}.{key}"]
-                for key in scaler.state_dict()
-                if f"scaler{index}.{key}" in values
-            }
-            if state:
-                # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
-                scaler.load_state_dict(state)
+    for name, scaler in loss_scalers(loop.optimizer).items():
+        if state := _named(values, f"{name}."):
+            # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
+            scaler.load_state_dict(state)
     loop.restore_extra_state(values["extra_state"])
     with torch.no_grad():
         for name, tensor in frozen_and_buffers(loop):
@@ -136,6 +129,15 @@ def restore_last(values: dict[str, Any]) -> None:
     """Put back what rebuilding the data loaders may touch: loss sums, and the random states."""
     loss_sums.restore(values)
     set_random_states(values)
+
+
+def _schedule(scheduler: Any) -> dict[str, Any]:
+    """What a scheduler goes by beside its count of steps, under Megatron's names.
+
+    With --use-checkpoint-opt-param-scheduler a load takes it from the checkpoint, and a process
+    that takes a role over later has loaded none.
+    """
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
 
 
 def _restore_tracked(states: dict[str, Any]) -> None:

@@ -37,6 +37,19 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
 
+def loss_scalers(optimizer: Any) -> dict[str, Any]:
+    """Those of all optimizers by name, of stubs as well: the first one's scale is that of the loss
+    (optimizer.py, ``ChainedOptimizer.get_loss_scale``), be it a stub or not."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = inner_optimizers(optimizer)
+    names = [
+        f"scaler{inner.index(one)}" if one in inner else f"scaler_of_stub{number}"
+        for number, one in enumerate(chained)
+    ]
+    scalers = [getattr(one, "grad_scaler", None) for one in chained]
+    return {name: one for name, one in zip(names, scalers, strict=True) if one is not None}
+
+
 def is_distributed(inner: Any) -> bool:
     """True for Megatron's DistributedOptimizer (state sharded over data-parallel peers)."""
     return isinstance(inner, DistributedOptimizer)
@@ -62,6 +75,11 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
     ):
         raise UnsupportedOptimizer(
             "CUDA graphs hold the communicators of the time of their capture"
+        )
+    if getattr(config, "qk_clip", False):
+        raise UnsupportedOptimizer(
+            "QK-clip multiplies weights and their masters apart; weights that a recovery casts anew"
+            " from the masters would differ in their last bits"
         )
     for reason in (_refused_low_precision(config, inner), *map(_refused_adam, inner)):
         if reason:
@@ -89,8 +107,6 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
         return "weights in FP8 can be cast anew by the distributed optimizer only"
     if any(masters_in_adam(one) for one in inner):
         return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast anew"
-    if getattr(config, "qk_clip", False):
-        return "weights in FP8 that QK-clip changes after the update cannot be cast anew"
     if recipe == "delayed" and any(getattr(one, "grad_scaler", None) for one in inner):
         return (
             "weights in FP8, delayed scaling and a loss scaler: after a skipped update nobody knows"
@@ -335,13 +351,14 @@ def statistics_span_the_world(optimizer: Any) -> bool:
 
 
 def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """The plain values of every parameter group (lr, weight decay, ...): what the scheduler set.
+    """The plain values of every parameter group: what the scheduler has set (lr, weight decay), and
+    what a load has taken from a checkpoint (betas).
 
     FusedAdam counts its steps here, too, from its first step on.
     """
     return [
         [
-            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str)}
+            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | tuple)}
             for group in inner.optimizer.param_groups
         ]
         for inner in inner_optimizers(optimizer)
@@ -377,7 +394,8 @@ def restore_param_group_values(
                 known = isinstance(value, int | float | bool | str | Tensor)
                 if known and key not in kept and key not in arrived:
                     del group[key]
-            group.update(kept)
+            # A list was a tuple: JSON has none.
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
             for key, tensor in arrived.items():
                 if isinstance(live := group.get(key), Tensor):
                     live.copy_(tensor)

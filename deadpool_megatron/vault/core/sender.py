@@ -16,6 +16,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Flow
+from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.shm.table import Place
@@ -82,8 +83,7 @@ class Sender(threading.Thread, ABC):
     def _bring(self, work: Work) -> bool:
         """True to go on at once, False to try again after a pause.
 
-        OSError, WireError, LookupError, TypeError and ValueError break the connection and are
-        followed by a pause.
+        What :data:`fetch.UNREACHABLE` names breaks the connection and is followed by a pause.
         """
 
     def run(self) -> None:
@@ -95,7 +95,7 @@ class Sender(threading.Thread, ABC):
                 continue
             try:
                 done = self._bring(work)
-            except (OSError, WireError, LookupError, TypeError, ValueError) as error:
+            except fetch.UNREACHABLE as error:
                 log.info("%s: %s: %s", self.name, type(error).__name__, error)
                 self._disconnect()
                 done = False

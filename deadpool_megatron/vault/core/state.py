@@ -41,8 +41,8 @@ class VaultState:
     """Shared by all threads. ``lock`` guards every field that changes; methods take it themselves.
 
     ``changed`` is notified whenever a wait of a worker may be over. ``on_committed(role,
-    generation, boundary, released)`` and ``on_bad(role, generation, part)`` are called without
-    waiting for anybody and tell the member.
+    generation, boundary, released)`` and ``on_bad(epoch, role, generation, part)`` are called
+    without waiting for anybody and tell the member.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class VaultState:
         self.reports = Reports(node, emit, lambda: self.open_epoch)
         self.committed: dict[int, tuple[Generation, str]] = {}
         self.on_committed: Callable[[int, Generation, str, bool], None] = lambda *_: None
-        self.on_bad: Callable[[int, Generation, str], None] = lambda *_: None
+        self.on_bad: Callable[[int, int, Generation, str], None] = lambda *_: None
         self._unprotected: dict[int, float] = {}  # role -> monotonic time since when
         # Bytes shipped since the last commit, of roles of which a copy was missing.
         self._shipped: dict[int, int] = {}
@@ -289,7 +289,7 @@ class VaultState:
         )
         # Of an older generation the lost part is fetched again; a new one can only be recomputed.
         if place.segment.seat is not None and generation.lineage == self.open_epoch:
-            self.on_bad(role, generation, place.name)
+            self.on_bad(generation.lineage, role, generation, place.name)
 
     def fail_point_corrupt(
         self, point: str, segment: Segment, slot: int, names: Collection[str]

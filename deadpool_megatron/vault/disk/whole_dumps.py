@@ -32,7 +32,7 @@ def newest_whole(
     for generation, directory in dumped_generations(base):
         if not is_kept(kept, generation):
             continue
-        boundary, lacking = _boundary(directory, generation, world_size)
+        boundary, lacking = last_boundary(directory, generation, world_size)
         if boundary is not None:
             return Restore("dump", generation, boundary, str(directory)), refusals
         refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {lacking}")
@@ -49,8 +49,10 @@ def dumped_generations(base: Path) -> list[tuple[Generation, Path]]:
     return sorted(found, reverse=True)
 
 
-def _boundary(directory: Path, generation: Generation, world_size: int) -> tuple[str | None, str]:
-    """The last boundary that all roles have reached, or None and what is missing."""
+def last_boundary(
+    directory: Path, generation: Generation, world_size: int
+) -> tuple[str | None, str]:
+    """The last boundary that all roles have reached in this dump, or None and what is missing."""
     iteration = generation.iteration
     layouts: dict[int, RoleLayout] = {}
     parts: dict[int, set[str]] = {}

@@ -78,7 +78,7 @@ class VaultClient:
         self._epoch = 0
         self._restored: Generation | None = None
         self._commit: tuple[int, Generation, str, bool] | None = None  # epoch, ..., released
-        self._bad: str | None = None
+        self._bad: tuple[int, str] | None = None  # epoch, what a person is told
         self._reply: dict[str, Any] | None = None
         self._rehearsed = False
 
@@ -132,7 +132,7 @@ class VaultClient:
 
     def _enter(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch, self._restored, self._bad = epoch, None, None
+            self._epoch, self._restored = epoch, None
 
     # Writing.
 
@@ -252,8 +252,8 @@ class VaultClient:
             known = self._known(generation, boundary)
             if known is not None:
                 return known
-            if self._bad is not None:
-                raise VaultError(self._bad)
+            if self._bad is not None and self._bad[0] == self._epoch:
+                raise VaultError(self._bad[1])
             now = time.monotonic()
             if now >= min(reports):
                 on_wait(now - started)
@@ -429,9 +429,7 @@ class VaultClient:
             if self._commit is None or news >= self._commit[:2]:
                 self._commit = (*news, message["boundary"], message["released"])
         elif kind == "bad":
-            self._bad = (
-                f"part {message['part']} of generation {message['generation']} was damaged in the"
-                " member's own slot"
-            )
+            about = f"part {message['part']} of generation {message['generation']}"
+            self._bad = int(message["epoch"]), f"{about} was damaged in the member's own slot"
         elif message.get("epoch", self._epoch) == self._epoch:
             self._reply = message  # to a request of this epoch; older ones were given up

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deadpool_megatron.layout.records import Generation, Source
-from deadpool_megatron.vault.errors import Refusal, Refused
+from deadpool_megatron.vault.errors import MALFORMED, Refusal, Refused
 from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.wire.framing import WireError
 
 # What comes of a vault that cannot be reached, or does not speak as it should.
-UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
+UNREACHABLE = (OSError, WireError, *MALFORMED)
 
 
 def ask(
@@ -26,7 +26,7 @@ def ask(
     """Returns size (bytes) and checksum of each part, whose bytes follow, one after the other.
 
     ``node``: who asks. ``protects``: not for a restore; the bytes come at the pace of what is sent
-    to protect the role, and after them an ``end``.
+    to protect the role, those of each part after a ``next``, and after all of them an ``end``.
 
     Raises Refused; ConnectionError from one that has not adopted the epoch yet; what
     :meth:`Channel.receive` raises.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import MALFORMED, VaultError
 from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
@@ -135,7 +135,7 @@ class LinkServer:
             self._dialogue(link, self._stopping)
         except framing.ConnectionClosed:
             pass
-        except (WireError, VaultError, OSError, LookupError, TypeError, ValueError) as error:
+        except (WireError, VaultError, OSError, *MALFORMED) as error:
             log.warning("%s: %s: %s", threading.current_thread().name, type(error).__name__, error)
         finally:
             link.close()

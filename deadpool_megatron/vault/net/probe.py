@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from deadpool_megatron.vault.errors import MALFORMED
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
@@ -61,7 +62,7 @@ def _probe_one(transport: Transport, peer: Peer, bulk: bool) -> dict[str, Any]:
                 rate = _receive(channel)
         finally:
             channel.close()
-    except (OSError, WireError, KeyError, TypeError, ValueError) as error:
+    except (OSError, WireError, *MALFORMED) as error:
         found["error"] = _reason_of(error)
     return {**found, "bytes_per_second": rate}
 

@@ -102,7 +102,8 @@ class Transport(ABC):
 
     @abstractmethod
     def accept(self, seconds: float) -> Channel | None:
-        """The next channel, not yet authenticated, or None when nobody came in time."""
+        """The next channel, not yet authenticated, or None when nobody came in time, or who came is
+        gone. Raises OSError for want of descriptors, for one."""
 
     @abstractmethod
     def close(self) -> None:
@@ -223,10 +224,13 @@ class TcpTransport(Transport):
             return None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if self._tls is not None:
-            connection = self._tls.wrap(connection, accepted=True)
-        else:
-            connection = RecordSocket.of(connection)
+        try:
+            if self._tls is not None:
+                connection = self._tls.wrap(connection, accepted=True)
+            else:
+                connection = RecordSocket.of(connection)
+        except OSError:  # he has said something, and cut the connection: no reason for a pause
+            return None
         return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
 
     def close(self) -> None:

@@ -236,6 +236,13 @@ class Block(Arrival, threading.Thread):
         self._piece: bytearray | None = None
         self._ended = False
 
+    def begin(self) -> None:
+        """Start to receive. Raises BlockError where the host has no thread left at the moment."""
+        try:
+            self.start()
+        except RuntimeError as error:
+            raise self._translated(error) from error
+
     def cut(self) -> None:
         """End it, from any thread."""
         self._over.set()

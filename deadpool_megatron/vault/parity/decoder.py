@@ -28,7 +28,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.places.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.parity.blocks import Arrival, Block, BlockError, Supplier
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
@@ -95,7 +95,7 @@ class _Candidates:
         self._silent = silent
         self._zeros = {number for number, places in decoding.blocks.items() if not places}
         self._left = {n: list(places) for n, places in decoding.blocks.items() if places}
-        self._wrong: set[frozenset[int]] = set()
+        self._wrong: set[frozenset[tuple[int, Source | None]]] = set()
         self._untold: set[Source] = set()
         self._damaged: Counter[tuple[Source, bool]] = Counter()
 
@@ -109,17 +109,20 @@ class _Candidates:
         def is_silent(source: Source) -> bool:
             return source.node in self._silent
 
-        best = {number: min(found, key=is_silent) for number, found in self._left.items() if found}
-        order = sorted(best, key=lambda number: (is_silent(best[number]), number))
+        left = {n: sorted(found, key=is_silent) for n, found in self._left.items() if found}
+        order = sorted(left, key=lambda number: (is_silent(left[number][0]), number))
         for numbers in itertools.combinations((*sorted(self._zeros), *order), self._count):
-            told = any(n >= self._count and best[n] not in self._untold for n in numbers)
-            if told and frozenset(numbers) not in self._wrong:
-                return {number: best.get(number) for number in sorted(numbers)}
+            places = [[*left.get(number, (None,))] for number in sorted(numbers)]
+            for chosen in itertools.product(*places):
+                choice = dict(zip(sorted(numbers), chosen, strict=True))
+                told = any(n >= self._count and s not in self._untold for n, s in choice.items())
+                if told and frozenset(choice.items()) not in self._wrong:
+                    return choice
         return None
 
     def drop_together(self, choice: Choice) -> None:
         """These do not give the part, whichever of them is to blame."""
-        self._wrong.add(frozenset(choice))
+        self._wrong.add(frozenset(choice.items()))
 
     def drop(self, error: BlockError, late: bool) -> bool:
         """Take a failure into account; True when its place is given up for what it was asked."""
@@ -164,7 +167,7 @@ class Decoder:
         self._target = target
         self._seal = seal
         self._blocks: list[Block] = []
-        self._members: dict[int, Members] = {}
+        self._members: dict[Source, Members] = {}
         self._silent: set[int] = set()
 
     def cut(self) -> None:
@@ -236,7 +239,7 @@ class Decoder:
                 if not self._state.open_part(segment, slot, name, self._record.epoch):
                     raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
                 for block in blocks:
-                    block.start()
+                    block.begin()
                 view = segment.data(slot, name, nbytes)
                 about = {"role": self._role, "iteration": self._generation.iteration, "part": name}
                 wanted, size = decoding.group.index(self._role), self._state.settings.chunk_bytes
@@ -286,13 +289,13 @@ class Decoder:
         raise failed
 
     def _told_by(self, number: int, source: Source, name: str, decoding: Decoding) -> Members:
-        members = self._members.get(source.role)
+        members = self._members.get(source)
         if members is None:
             block = self._block(number, source, MEMBERS, None)
             self._blocks = [block]
             try:
                 members = Members.decode(block.small())
-            except (LookupError, TypeError, ValueError) as error:
+            except MALFORMED as error:
                 why = f"{MEMBERS}: {error}"
                 raise BlockError(number, source, why, members=True, final=True) from error
             finally:
@@ -303,7 +306,7 @@ class Decoder:
             raise BlockError(number, source, f"is block {facts[2]} of {facts[0]}", final=True)
         if name not in members.contributions.get(self._role, ()):
             raise BlockError(number, source, "was computed without the part", final=True)
-        self._members[source.role] = members
+        self._members[source] = members
         return members
 
     def _report(self, name: str, choice: Choice, nbytes: int, seconds: float) -> None:

@@ -57,7 +57,7 @@ class Makers:
 
     def of(self, number: int, role: int, epoch: int) -> BlockMaker:
         """Who makes parity role ``number``, which ``role`` is part of. Raises Refused when nobody
-        does, here and in this epoch."""
+        does, here and in this epoch, or while the host has no thread for it."""
         state = self._state
         with state.lock:
             if not state.is_open(epoch) or state.record is None or state.ledger is None:
@@ -73,8 +73,11 @@ class Makers:
                 if maker is not None:
                     maker.cut()
                 maker = BlockMaker(state, self._transport, state.record, state.ledger, group, index)
+                try:
+                    maker.start()
+                except RuntimeError as error:
+                    raise Refused(Refusal.EARLY, str(error)) from error
                 self._makers[number] = maker
-                maker.start()
             return maker
 
     def cut(self) -> None:
@@ -187,11 +190,12 @@ class BlockMaker(threading.Thread):
             expected = dict(self._expected)
         if not places or len(expected) < len(self._group.roles):
             return None
-        found = checksum(places[0].view)
+        members = memoryview(bytes(places[0].view))  # a newer block may take the slot meanwhile
+        found = checksum(members)
         if found != places[0].checksum:
             state.mark_bad(places[0], found)
             return None
-        contributions = Members.decode(places[0].view).contributions
+        contributions = Members.decode(members).contributions
         whole = all(
             names <= sealed and names <= set(contributions.get(role, ()))
             for role, names in expected.items()

@@ -72,7 +72,8 @@ class Owners:
             return layout, held
 
     def request(self, role: int, generation: Generation, parts: Parts) -> None:
-        """Have parts sent, one after the other, in this order."""
+        """Have parts sent, one after the other, in this order: each when :meth:`arrival` calls for
+        it."""
         node, source = self._state.node, self._sources[role]
         with self._asking(role) as channel:
             found = fetch.ask(
@@ -85,9 +86,11 @@ class Owners:
         self, role: int, generation: Generation, part: str, nbytes: int, expected: int
     ) -> Arrival:
         """The next part of those requested, in pieces of ``piece_bytes``."""
+        with self._asking(role) as channel:
+            channel.send({"t": "next"})
         return _Share(
             self._state,
-            self._channels[role],
+            channel,
             self._numbers[role],
             self._sources[role],
             generation,

@@ -62,11 +62,12 @@ class Members:
         if dialogue is not None:
             dialogue.push_committed(generation, boundary, released)
 
-    def _bad(self, role: int, generation: Generation, part: str) -> None:
+    def _bad(self, epoch: int, role: int, generation: Generation, part: str) -> None:
         with self._lock:
             dialogue = self._dialogues.get(role)
         if dialogue is not None:
-            dialogue.link.send({"t": "bad", "generation": generation.to_list(), "part": part})
+            about = {"epoch": epoch, "generation": generation.to_list(), "part": part}
+            dialogue.link.send({"t": "bad", **about})
 
 
 class MemberDialogue:

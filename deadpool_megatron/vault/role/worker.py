@@ -152,7 +152,8 @@ class RoleWorker(threading.Thread):
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
                 if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
-                    self._state.on_bad(self._role, self._record.restore.generation, rotten)
+                    restored = self._record.restore.generation
+                    self._state.on_bad(self.epoch, self._role, restored, rotten)
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
@@ -220,6 +221,9 @@ class RoleWorker(threading.Thread):
                     name: checksum(segment.data(slot, name, segment.entry(slot, name).nbytes))
                     for name in names
                 }
+                for name in names:
+                    if not self._is_as_sealed(segment, slot, name, digests[name]):
+                        del digests[name]
                 with self._state.lock:
                     # Not after a close: the slot may be that of the next epoch's worker by now.
                     if not self._state.is_open(self.epoch):
@@ -230,6 +234,16 @@ class RoleWorker(threading.Thread):
                     else:
                         write_sums(segment, slot, digests, self.epoch)
                 self._state.seal_own(segment, slot, generation, self.epoch, digests)
+
+    def _is_as_sealed(self, segment: Segment, slot: int, name: str, found: int) -> bool:
+        """False for a part that an earlier vault had sealed when it died, and that has changed
+        since: its checksum is worth more than a new one of what is there now."""
+        entry = segment.entry(slot, name)
+        if entry.state is not PartState.SEALED or entry.checksum == found:
+            return True
+        place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
+        self._state.mark_bad(place, found)
+        return False
 
     @property
     def _replays(self) -> bool:
@@ -256,7 +270,7 @@ class RoleWorker(threading.Thread):
             segment.invalidate_part(slot, name, PartState.BAD)
         if wrong:
             self._state.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
-            self._state.on_bad(self._role, generation, wrong[0])
+            self._state.on_bad(self.epoch, self._role, generation, wrong[0])
         return not wrong
 
     def _filled(self, segment: Segment, slot: int) -> list[str]:
@@ -281,7 +295,7 @@ class RoleWorker(threading.Thread):
             if entry.state is PartState.FILLED and entry.checksum:
                 # Of another generation: the header is damaged, if it has not just been taken anew.
                 if segment.entry(slot, part.name) == entry:
-                    self._state.on_bad(self._role, generation, part.name)
+                    self._state.on_bad(self.epoch, self._role, generation, part.name)
             elif entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
                 names.append(part.name)
         return names

@@ -44,6 +44,8 @@ class Watch:
         self._file = file
         self._began: Clocks | None = None
         self._where: list[str] = []
+        self._collecting = _now()
+        self._garbage: list[str] = []
         self._run = asyncio.Handle._run
 
     def begin(self) -> None:
@@ -52,10 +54,10 @@ class Watch:
         gc.callbacks.append(self._note_garbage)
 
         def measured(handle: asyncio.Handle) -> None:
-            watch._where, watch._began = [], _now()
+            watch._where, watch._garbage, watch._began = [], [], _now()
             run(handle)
             began, watch._began = watch._began, None
-            watch._tell("callback", began, watch._where)
+            watch._tell("callback", began, watch._where + watch._garbage)
 
         asyncio.Handle._run = measured  # type: ignore[method-assign]
         main = threading.main_thread().ident
@@ -77,9 +79,12 @@ class Watch:
 
     def _note_garbage(self, phase: str, facts: dict[str, int]) -> None:
         # No other thread gets a turn meanwhile.
-        began = self._began
-        if phase == "stop" and began is not None and _between(began, _now()) > _LEAST_SECONDS:
-            self._where = [f"garbage of generation {facts['generation']}"]
+        if phase == "start":
+            self._collecting = _now()
+        elif (seconds := _between(self._collecting, _now())) > _LEAST_SECONDS:
+            who = threading.current_thread().name
+            words = f"garbage of generation {facts['generation']} in {who}, {seconds * 1000:.0f} ms"
+            self._garbage = [words]
 
     def _look(self, thread: int) -> None:
         while True:

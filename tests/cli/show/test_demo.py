@@ -93,6 +93,7 @@ def test_a_failed_run_shows_its_last_lines(
     assert "| the last thing it said" in error
 
 
+@pytest.mark.slow
 def test_a_silent_run_is_interrupted_and_may_clean_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

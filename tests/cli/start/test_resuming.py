@@ -100,3 +100,17 @@ def test_frozen_weights_come_along_with_a_dump_only(
     with pytest.raises(CommandError, match=r"7 bytes.* No space left on device; make room") as told:
         bring_frozen_weights(old.path, new, WHOLE.to_dict())
     assert "\n" not in str(told.value)
+
+
+def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest state that the run has told of; somebody has removed a file of it."""
+    host = Host(tmp_path, monkeypatch)
+    dump = host.old.dump / "1-9"
+    dump.mkdir(parents=True)
+    write_json(host.old.latest, Restore("dump", Generation(1, 9), path=str(dump)).to_dict())
+    with pytest.raises(CommandError, match=r"dump/1-9 lacks role 0"):
+        resume_point(host.old, ARGS)
+    host.pauses = 1  # an older one is whole
+    assert resume_point(host.old, ARGS) == WHOLE.to_dict()

@@ -97,6 +97,7 @@ class Proxy:
             sink.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_an_altered_record_costs_a_connection_and_no_node(
     monkeypatch: pytest.MonkeyPatch, direction: str

@@ -91,7 +91,7 @@ def test_a_slot_that_is_overwritten_meanwhile_is_not_shipped_and_stops_nobody(
 def test_bytes_that_have_made_way_for_a_newer_generation_are_not_damaged(state: VaultState) -> None:
     """Who read them while they changed must not spoil what has taken their place."""
     told: list[Generation] = []
-    state.on_bad = lambda role, generation, part: told.append(generation)
+    state.on_bad = lambda epoch, role, generation, part: told.append(generation)
     segment = next(iter(state.table.segments.values()))
     (place,) = state.table.find(0, OLD, "shard")
     segment.data(0, "shard")[0] ^= 0xFF
@@ -165,6 +165,27 @@ def test_a_month_of_generations_takes_no_memory(state: VaultState) -> None:
     known = traffic._roles[0]
     books = [*vars(known).values(), *vars(known.window).values()]
     assert max(len(book) for book in books if isinstance(book, Sized)) < 100
+
+
+def test_what_a_dead_vault_has_sealed_is_held_against_its_checksum(state: VaultState) -> None:
+    """It died between two parts of a slot: the next one does not vouch for what it finds there."""
+    assert state.record is not None
+    told: list[str] = []
+    state.on_bad = lambda epoch, role, generation, part: told.append(part)
+    segment = next(iter(state.table.segments.values()))
+    segment.mark_writing(0)
+    segment.begin(0, NEW, 1)
+    segment.fill(0, dict.fromkeys(NAMES, 10), 1)
+    for name in NAMES[:2]:
+        segment.seal_part(0, name, 10, checksum(segment.data(0, name, 10)), 1)
+    segment.data(0, NAMES[0])[5] ^= 0x10
+    seat = Seat(0, 0, 0)
+    worker = RoleWorker(state, FakeNetwork().transport("a", 1, 1.0), state.record, 0, seat)
+    worker.seal()
+    assert segment.state(0) is SlotState.SEALED
+    assert state.table.parts(0, NEW) == set(NAMES[1:])
+    assert segment.entry(0, NAMES[0]).state is PartState.BAD
+    assert told == [NAMES[0]]
 
 
 RESTORED = Generation(0, 3)

@@ -57,7 +57,7 @@ HELD = st.builds(
 SLOTS = st.dictionaries(st.integers(1, 4), HELD, min_size=1, max_size=4)
 
 
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(st.lists(SLOTS, min_size=1, max_size=2))
 def test_what_can_be_recomputed_counts_as_there(files: list[dict[int, set[str]]]) -> None:
     """The files of two nodes are put together, and all that is recomputed begins at one base."""

@@ -53,7 +53,7 @@ FILES = st.dictionaries(
 )
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(files=FILES, limit=st.integers(0, 4))
 def test_the_newest_whole_generation_of_the_kept_line(
     files: dict[tuple[int, int, int, int], set[str]], limit: int

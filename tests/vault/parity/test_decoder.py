@@ -26,7 +26,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.shm.names import dump_name
+from deadpool_megatron.vault.shm.names import copy_name, dump_name
 from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import wait_until
 from tests.vault.parity.coded import GENERATION, CodedGroup, flip, seal
@@ -175,6 +175,65 @@ def test_members_of_other_bytes_refuse_the_data_blocks(begin: Begin) -> None:
     record = vaults.adopt()
     with pytest.raises(RestoreUnavailable, match="other bytes than the parity was computed from"):
         vaults.obtain(record, 0)
+
+
+def test_a_moment_without_threads_is_waited_out(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    record = vaults.adopt()
+    start, short = threading.Thread.start, [True]
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name == "block-2-from-2" and short:
+            short.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    vaults.obtain(record, 0)
+    assert not short
+    assert vaults.decoded() == [[1, 2, 3]]
+
+
+def test_each_place_of_a_block_says_what_it_was_computed_from(begin: Begin) -> None:
+    """Two nodes hold the block of one generation. One of them made it while peers held what role 1
+    has, and its bytes are damaged: what it says of itself is nothing to the other one."""
+    vaults = begin(2, 1, {0})
+    coded = vaults.coded
+    (number,) = coded.group.blocks
+    whole = vaults.block(0).read_bytes()
+    parts = {name: coded.part(0, name) for name in ("shard", "tail")}
+    told = coded.members(0)
+    parts[MEMBERS] = replace(told, contributions={0: told.contributions[0]}).encode()
+    seal(vaults.block(0), coded.layouts[number], None, parts)
+    vaults.directories[vaults.spare].joinpath(copy_name(number)).write_bytes(whole)
+    vaults.open()
+    record = vaults.adopt()
+    places = (Source(2, number), Source(vaults.spare, number))
+    assert record.restore.recipes[0].decodings["shard"].blocks[2] == places
+    flip(vaults.block(0), "shard")
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[1, 2]]
+
+
+def test_a_block_of_other_bytes_falls_to_the_same_block_elsewhere(begin: Begin) -> None:
+    """Intact as its place vouches for it, but wrong: only with that place it gives nothing."""
+    vaults = begin(2, 1, {0})
+    coded = vaults.coded
+    (number,) = coded.group.blocks
+    vaults.directories[vaults.spare].joinpath(copy_name(number)).write_bytes(
+        vaults.block(0).read_bytes()
+    )
+    parts = {name: coded.parity(0, name)[::-1] for name in ("shard", "tail")}
+    parts[MEMBERS] = coded.members(0).encode()
+    seal(vaults.block(0), coded.layouts[number], None, parts)
+    vaults.open()
+    vaults.obtain(vaults.adopt(), 0)
+    assert vaults.decoded() == [[1, 2]]
+    wheres = [str(event.data["where"]) for event in vaults.corruptions()]
+    assert wheres == [f"decoded from role 1 on node 1, role {number} on node 2"] * 2
 
 
 def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin: Begin) -> None:

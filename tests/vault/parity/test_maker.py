@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import tempfile
@@ -286,6 +287,23 @@ def test_a_sealed_block_is_acknowledged_again(begin: Begin) -> None:
     assert making.announce(0, generation=OLDER) == "superseded"
 
 
+def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block of the generation after next may take it, once it has been looked up."""
+    making = begin()
+    making.announce_all([0, 1])
+    (place,) = making.state.table.find(making.block, GENERATION, MEMBERS)
+
+    def overtaken(view: memoryview) -> int:
+        found = checksum(view)
+        place.view[:] = bytes(len(place.view))
+        return found
+
+    monkeypatch.setattr("deadpool_megatron.vault.parity.maker.checksum", overtaken)
+    assert making.announce(0) == "sealed", "it was when it was read"
+
+
 def test_who_does_not_announce_is_asked(begin: Begin) -> None:
     """One vault has forgotten that it was acknowledged, and the block was damaged since: the other
     owner, who announces nothing, still has what it was made of."""
@@ -366,6 +384,40 @@ def test_what_protects_is_sent_as_one_shipment_at_its_pace(
         assert not state.reports.counters["bytes fetched from here"]
 
 
+def test_who_has_less_of_a_part_may_wait_for_who_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a connection may stand still: what he has of the next part is more than a
+    socket takes."""
+    large = {0: {"shard": b"s", "tail": b"t" * (2 << 20)}, 1: {"shard": b"S" * 9000, "tail": b"T"}}
+    layouts = {}
+    for role, parts in large.items():
+        layout = make_layout(role, len(parts["shard"]))
+        sized = [replace(p, nbytes=len(parts.get(p.name, b"extras"))) for p in layout.parts]
+        layouts[role] = replace(layout, parts=tuple(sized))
+    making = Makings(tmp_path, layouts)
+    making.transports[0] = QuickTransport(making.network, ("fake", 0), 0.1)
+    pieces = Flow.pieces
+
+    def slow(self: Flow, view: memoryview, going: Callable[[], bool]) -> Iterator[memoryview]:
+        for number, piece in enumerate(pieces(self, view, going)):
+            if self.role == 1 and number == 1:
+                # Role 0 has sent its shard. Five times as long as its connection may stand still.
+                with contextlib.suppress(AssertionError):
+                    wait_until(lambda: not making.servers[0]._channels, "role 0 gives up", 0.5)
+            yield piece
+
+    monkeypatch.setattr(Flow, "pieces", slow)
+    try:
+        making.begin(large)
+        assert making.announce(0) == "waited"
+        wait_until(lambda: making.announce(1) == "sealed", "the block is made", 4.0)
+        (place,) = making.state.table.find(making.block, GENERATION, "tail")
+        assert bytes(place.view[:2]) == bytes([ord("t") ^ ord("T"), ord("t")])
+    finally:
+        making.stop()
+
+
 def test_what_an_owner_stops_to_send_is_not_taken_for_damaged(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +443,24 @@ def test_closed_between_the_last_byte_and_the_seal(
     maker._owners.close()
     assert not making.state.inventory().holdings
     assert not making.state.table.writers
+
+
+def test_a_moment_without_threads_puts_a_block_off(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making = begin()
+    start, short = threading.Thread.start, [True]
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name.startswith("block-") and short:
+            short.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    assert making.announce(0).startswith("early")
+    assert not short
+    making.announce_all([0, 1])
 
 
 # A block that has to hold more in the next epoch.

@@ -146,7 +146,8 @@ def test_the_last_words_of_a_vault_reach_a_member_that_had_something_to_tell_it(
     """Damage in the member's own slot is said once; the next vault has nothing to seal there."""
     client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
     client._link, vault = socket.socketpair()
-    framing.send(vault, {"t": "bad", "generation": [1, 4], "part": "shard"})
+    client._enter(1)
+    framing.send(vault, {"t": "bad", "epoch": 1, "generation": [1, 4], "part": "shard"})
     vault.close()
     interrupted = os.eventfd(0, os.EFD_CLOEXEC)
     with pytest.raises(VaultError, match="part shard"):

@@ -87,7 +87,7 @@ def _dump_generation(turn: Turn, words: LastWords, restore: Restore) -> None:
         chains = state.doing.chains | _chains(restore)
         _forget_lost(turn, replace(state.doing, chains=chains))
         return
-    nodes = PersistentSet(node for node in state.memory.promised if node in state.fleet.nodes)
+    nodes = PersistentSet(node for node in state.memory.held if node in state.fleet.nodes)
     deadline = turn.now + turn.config.settings.first_step_seconds
     chains, failed = _chains(restore), _failed(turn)
     turn.enter(Dumping(deadline, words, saved, nodes, chains=chains, failed=failed))

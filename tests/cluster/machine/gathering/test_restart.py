@@ -207,6 +207,24 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     assert end.keeps_slots
 
 
+def test_a_dump_has_what_lay_on_nodes_that_came_under_new_numbers() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    rig.alter("line", newest=7)
+    rig.alter("fleet", gone=rig.state.fleet.gone.set(1, "connection closed"))
+    join(rig, 0, 0, generations=(g(7),))
+    rig.feed(ev.DumpRequested("enough"))
+    join(rig, 5, 1, generations=(g(7),))
+    closed(rig, 0, 0, generations=(g(7),))
+    order = rig.one(act.Dump)
+    assert (order.nodes, order.directory) == ((0, 5), "/dump/1-7")
+    rig.feed(ev.Dumped(0, g(7)))
+    assert not rig.of(act.Finish)
+    rig.feed(ev.Dumped(5, g(7)))
+    assert "state dumped to /dump/1-7" in rig.one(act.Finish).reason
+
+
 def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
     rig = outlived_by_their_slots(Rig(nodes=2, spares=0).run())
     rig.feed(ev.NodeLost(1, "connection closed"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deadpool_megatron.cluster.link.record_delta import apply, change, sources_by_node
+from deadpool_megatron.cluster.link.record_delta import RecordTeller, apply, unpack
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.layout.decision import BadPart
@@ -85,11 +85,10 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None
     rig = begin()
     lose_role_1(rig, g(7))
     record = rig.record
-    told = sources_by_node(record)
-    changed = json.loads(json.dumps(change(None, record)))
+    teller = RecordTeller(record, None)
     for role, seat in record.seats.items():
-        text = json.loads(json.dumps(told[seat.node]))
-        found = apply(None, changed, text)
+        told = json.loads(json.dumps(teller.parts(seat.node, 0)))
+        found = apply(None, unpack(told["change"]), told["sources"])
         assert found == replace(for_node(record, seat.node), history=History())
         assert set(found.restore.recipes) == ({1} if role == 1 else set())
 

@@ -1,0 +1,63 @@
+"""The coordinator looks for garbage itself, so little at a time that nobody waits for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator import garbage
+from deadpool_megatron.cluster.coordinator.garbage import GarbageSearch
+
+
+class Circle:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.it = self
+
+
+@pytest.fixture
+def search() -> Iterator[GarbageSearch]:
+    yield GarbageSearch(0.0)
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_is_new_and_unused_is_freed_with_the_next_tick(search: GarbageSearch) -> None:
+    search.tick(1.0)
+    circle = weakref.ref(Circle())
+    assert circle() is not None
+    search.tick(2.0)
+    assert circle() is None
+
+
+def test_what_was_in_use_when_it_was_new_is_freed_within_the_hour(search: GarbageSearch) -> None:
+    gc.freeze()  # what the tests before this one have left
+    circle = Circle()
+    seen = weakref.ref(circle)
+    search.tick(1.0)
+    del circle
+    search.tick(2.0)
+    assert seen() is not None
+    search.tick(3601.0)
+    assert seen() is None
+
+
+def test_objects_of_all_roles_are_never_looked_through(
+    search: GarbageSearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "_MOST_NEW_OBJECTS", 1000)
+    search.tick(1.0)
+    inventories = [[number] for number in range(2000)]
+    looks: list[str] = []
+    gc.callbacks.append(look := lambda phase, facts: looks.append(phase))
+    try:
+        search.tick(2.0)
+        search.tick(3.0)
+    finally:
+        gc.callbacks.remove(look)
+    assert looks == ["start", "stop"]  # of the second tick, with next to nothing in it
+    assert not any(one is inventories[0] for one in gc.get_objects())
