@@ -52,6 +52,8 @@ class FromExtras(Mark):
             except (KeyError, IndexError, TypeError) as error:
                 name = ".".join(map(str, self.path))
                 raise FillingError(f"the extras do not hold {name}") from error
+        if isinstance(found, list):
+            return tuple(found)  # JSON has no tuples
         return found + self.plus if self.plus else found
 
 

@@ -128,6 +128,7 @@ def test_marks_are_filled() -> None:
         return torch.tensor(3.0)
 
     extras = {"counters": {"iteration": 7}, "sums": {"loss": (0.5).hex()}, "g": [[{"lr": 0.25}]]}
+    extras["betas"] = [0.9, 0.95]
     step = ("shard0", 64, "float32")
     template = {
         "counters": FromExtras(("counters",)),
@@ -138,6 +139,7 @@ def test_marks_are_filled() -> None:
             argparse.Namespace(lr=1, seen=0), {"seen": FromExtras(("counters", "iteration"))}
         ),
         "constant": (1, "two"),
+        "betas": FromExtras(("betas",)),
     }
     assert has_marks(template)
     filled = fill(template, extras, read)
@@ -145,6 +147,7 @@ def test_marks_are_filled() -> None:
     assert filled["counters"] == {"iteration": 7}
     assert filled["groups"] == [{"lr": 0.25, "step": 3.0}]
     assert torch.equal(filled["state"]["common_step"], torch.tensor(3.0))
+    assert filled["betas"] == (0.9, 0.95), "as Megatron has them"
     assert filled["own"] == {"a": 1, "sums": {"loss": 0.5}}
     assert filled["args"] == argparse.Namespace(lr=1, seen=7)
     assert template["args"].whole.seen == 0, "a skeleton is used more than once"

@@ -360,7 +360,7 @@ class _Maker:
                 marked[key] = step
             elif isinstance(live.get(key), Tensor):
                 marked[key] = FromExtras((f"param_group.{index}.{number}.{key}",))
-            elif key in live and isinstance(value, int | float | bool | str):
+            elif key in live and isinstance(value, int | float | bool | str | tuple):
                 marked[key] = FromExtras(("param_groups", index, number, key))
             else:
                 marked[key] = value

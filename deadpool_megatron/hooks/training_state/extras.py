@@ -33,6 +33,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         "counters": dict(loop.counters),
         "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
         "scheduler.num_steps": loop.scheduler.num_steps,
+        "schedule": _schedule(loop.scheduler),
         "param_groups": param_group_values(loop.optimizer),
     }
     for place, tensor in param_group_tensors(loop.optimizer).items():
@@ -77,6 +78,8 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     loop.log_sums.clear()
     loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
     # Set, not load_state_dict: that one adds the steps to the live value.
+    if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
+        vars(loop.scheduler).update(values.get("schedule", {}))
     loop.scheduler.num_steps = values["scheduler.num_steps"]
     restore_param_group_values(
         loop.optimizer, values["param_groups"], _named(values, "param_group.")
@@ -136,6 +139,16 @@ def restore_last(values: dict[str, Any]) -> None:
     """Put back what rebuilding the data loaders may touch: loss sums, and the random states."""
     loss_sums.restore(values)
     set_random_states(values)
+
+
+def _schedule(scheduler: Any) -> dict[str, Any]:
+    """What Megatron's scheduler goes by beside its count of steps; empty of any other.
+
+    With --use-checkpoint-opt-param-scheduler a load takes it from the checkpoint, and a process
+    that takes a role over later has loaded none.
+    """
+    is_megatrons = hasattr(scheduler, "use_checkpoint_opt_param_scheduler")
+    return scheduler.state_dict() if is_megatrons else {}
 
 
 def _restore_tracked(states: dict[str, Any]) -> None:

@@ -335,13 +335,14 @@ def statistics_span_the_world(optimizer: Any) -> bool:
 
 
 def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """The plain values of every parameter group (lr, weight decay, ...): what the scheduler set.
+    """The plain values of every parameter group: what the scheduler has set (lr, weight decay), and
+    what a load has taken from a checkpoint (betas).
 
     FusedAdam counts its steps here, too, from its first step on.
     """
     return [
         [
-            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str)}
+            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | tuple)}
             for group in inner.optimizer.param_groups
         ]
         for inner in inner_optimizers(optimizer)
@@ -377,7 +378,8 @@ def restore_param_group_values(
                 known = isinstance(value, int | float | bool | str | Tensor)
                 if known and key not in kept and key not in arrived:
                     del group[key]
-            group.update(kept)
+            # A list was a tuple: JSON has none.
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
             for key, tensor in arrived.items():
                 if isinstance(live := group.get(key), Tensor):
                     live.copy_(tensor)

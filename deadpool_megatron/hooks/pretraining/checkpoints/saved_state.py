@@ -51,7 +51,8 @@ def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
     state["iteration"] = FromExtras(("counters", "iteration"))
     state["num_floating_point_operations_so_far"] = FromExtras(("extra_state", "operations"))
     if "opt_param_scheduler" in state:
-        state["opt_param_scheduler"]["num_steps"] = FromExtras(("scheduler.num_steps",))
+        marks = {name: FromExtras(("schedule", name)) for name in state["opt_param_scheduler"]}
+        state["opt_param_scheduler"] = marks
     state["content_metadata"] = checkpointing._clean_metadata_for_serialization(metadata)
     return state
 
