@@ -11,7 +11,7 @@ from torch import Tensor
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.training_state import attributes, fp8_state, loss_sums
 from deadpool_megatron.hooks.training_state.optimizer import (
-    inner_optimizers,
+    loss_scalers,
     param_group_tensors,
     param_group_values,
     restore_param_group_values,
@@ -38,11 +38,8 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
     }
     for place, tensor in param_group_tensors(loop.optimizer).items():
         values[f"param_group.{place}"] = tensor
-    for index, inner in enumerate(inner_optimizers(loop.optimizer)):
-        scaler = getattr(inner, "grad_scaler", None)
-        if scaler is not None:
-            for key, value in scaler.state_dict().items():
-                values[f"scaler{index}.{key}"] = value
+    for name, scaler in loss_scalers(loop.optimizer).items():
+        values.update({f"{name}.{key}": value for key, value in scaler.state_dict().items()})
     values["extra_state"] = loop.extra_state()
     for name, tensor in frozen_and_buffers(loop):
         values[f"buffer.{name}"] = tensor
@@ -84,17 +81,10 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     restore_param_group_values(
         loop.optimizer, values["param_groups"], _named(values, "param_group.")
     )
-    for index, inner in enumerate(inner_optimizers(loop.optimizer)):
-        scaler = getattr(inner, "grad_scaler", None)
-        if scaler is not None:
-            state = {
-                key: values[f"scaler{index}.{key}"]
-                for key in scaler.state_dict()
-                if f"scaler{index}.{key}" in values
-            }
-            if state:
-                # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
-                scaler.load_state_dict(state)
+    for name, scaler in loss_scalers(loop.optimizer).items():
+        if state := _named(values, f"{name}."):
+            # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
+            scaler.load_state_dict(state)
     loop.restore_extra_state(values["extra_state"])
     with torch.no_grad():
         for name, tensor in frozen_and_buffers(loop):

@@ -18,6 +18,7 @@ from deadpool_megatron.hooks.training_state.extras import (
 )
 from deadpool_megatron.hooks.training_state.optimizer import (
     inner_optimizers,
+    loss_scalers,
     raw_tensors,
     state_tensors,
 )
@@ -67,6 +68,9 @@ def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
         yield f"logits.{name}", tensor
     for number, part in enumerate(inner_optimizers(loop.optimizer)):
         yield from _optimizer_entries(f"optimizer.{number}", part)
+    for name, scaler in loss_scalers(loop.optimizer).items():
+        values = sorted(scaler.state_dict().items())
+        yield name, repr([(key, float(value)) for key, value in values])
     yield from _generator_entries()
     yield "scheduler", repr(loop.scheduler.num_steps)
     yield "counters", repr(sorted(loop.counters.items()))
@@ -85,10 +89,6 @@ def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
             yield f"{place}.main", parameter
             for key, tensor in state_tensors(part, parameter).items():
                 yield f"{place}.{key}", tensor
-    scaler = getattr(part, "grad_scaler", None)
-    if scaler is not None:
-        values = sorted(scaler.state_dict().items())
-        yield f"{name}.scaler", repr([(key, float(value)) for key, value in values])
 
 
 def _generator_entries() -> Iterator[_Entry]:

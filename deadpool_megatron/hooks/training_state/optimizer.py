@@ -37,6 +37,19 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
 
+def loss_scalers(optimizer: Any) -> dict[str, Any]:
+    """Those of all optimizers by name, of stubs as well: the first one's scale is that of the loss
+    (optimizer.py, ``ChainedOptimizer.get_loss_scale``), be it a stub or not."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = inner_optimizers(optimizer)
+    names = [
+        f"scaler{inner.index(one)}" if one in inner else f"scaler_of_stub{number}"
+        for number, one in enumerate(chained)
+    ]
+    scalers = [getattr(one, "grad_scaler", None) for one in chained]
+    return {name: one for name, one in zip(names, scalers, strict=True) if one is not None}
+
+
 def is_distributed(inner: Any) -> bool:
     """True for Megatron's DistributedOptimizer (state sharded over data-parallel peers)."""
     return isinstance(inner, DistributedOptimizer)
