@@ -143,3 +143,23 @@ def test_junk_of_aborted_communication_goes_nowhere(
     assert scalars(outcome) == scalars(wanted)
     assert_nothing_of_junk(outcome, wanted)
     assert junk_read(tmp_path / "junk")
+
+
+def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path: Path) -> None:
+    """Of a blend there are just as many as training and evaluations take."""
+    text = real_text(tmp_path)
+    (tmp_path / "blend").write_text(f"{text['data_path']} {text['data_path']}")
+    flags = {
+        **text,
+        "data_path": None,
+        "data_args_path": tmp_path / "blend",
+        "split": "80,10,10",
+        "eval_iters": 1,
+        "train_iters": 3,
+    }
+    plan = [
+        dies("last-step", "log.end", 1, 3),
+        dies("test", "evaluation.begin", 1, when_section="test"),
+    ]
+    outcome = strike(tmp_path / "run", gpt(nodes=2, **flags), plan, spares=2)
+    assert set(restart_kinds(outcome)[1:]) == {"memory"}

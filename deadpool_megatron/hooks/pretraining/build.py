@@ -77,7 +77,7 @@ class Build:
         made = []
         for source in self._sources:
             known = {"build_train_valid_test_datasets": _keep(source.datasets)}
-            with acting(known), _loaders_draw_apart():
+            with acting(known), _loaders_draw_apart(), _loaders_may_be_empty():
                 made.append(source.make_iterators(source.provider))
         self.iterators = made
         train, valid, _ = self.iterator_arguments()
@@ -182,6 +182,28 @@ def _loaders_draw_apart() -> Iterator[None]:
 
     name = "build_pretraining_data_loader"
     with replaced(training, name, drawing_apart(getattr(training, name))):
+        yield
+
+
+@contextlib.contextmanager
+def _loaders_may_be_empty() -> Iterator[None]:
+    """While the block runs, a data set of which every sample is read gets a loader without batches.
+
+    Megatron's sampler refuses to begin there (data_samplers.py), and there a run stands after its
+    last iteration and its last evaluation: a blend has just as many samples as they take.
+    """
+    from megatron.training import get_args, training
+
+    name = "build_pretraining_data_loader"
+    build = getattr(training, name)
+
+    def made(dataset: Any, consumed_samples: int) -> Any:
+        begins_anew = get_args().dataloader_type != "single"
+        if dataset is None or begins_anew or consumed_samples < len(dataset):
+            return build(dataset, consumed_samples)
+        return []
+
+    with replaced(training, name, made):
         yield
 
 
