@@ -161,7 +161,7 @@ TABLE = (
     Row(
         "largest logits",
         "attention modules, current_max_attn_logits",
-        "QK-clip would take them for those of the next step",
+        "they would be logged as those of the next step",
         _logits,
     ),
     Row(

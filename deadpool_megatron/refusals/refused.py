@@ -99,6 +99,13 @@ STATE = (
         "HybridDeviceOptimizer has no inventory of its state",
     ),
     FlagRow(
+        "--qk-clip",
+        on("qk_clip"),
+        "it multiplies weights and their masters apart, and a recovery casts the weights from the"
+        " masters: their last bits would differ",
+        "leave it out; --qk-layernorm bounds the logits as well",
+    ),
+    FlagRow(
         "--overlap-param-gather-with-optimizer-step",
         on("overlap_param_gather_with_optimizer_step"),
         "a gather runs while parameters are updated, which was never tried with protection",

@@ -115,11 +115,11 @@ REVIEWED = (
     Family(
         "optimizer",
         "numbers of parameter groups are captured with them; Adam's state in each of these types"
-        " is in the inventory; qk-clip comes after the update and before the seal",
+        " is in the inventory",
         """
         weight-decay start-weight-decay end-weight-decay weight-decay-incr-style
         apply-wd-to-qk-layernorm no-weight-decay-cond-type clip-grad adam-beta1 adam-beta2 adam-eps
-        decoupled-lr decoupled-min-lr qk-clip qk-clip-alpha qk-clip-threshold
+        decoupled-lr decoupled-min-lr
         use-distributed-optimizer num-distributed-optimizer-instances use-precision-aware-optimizer
         main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
         """,
@@ -263,7 +263,8 @@ REVIEWED = (
         min-offloaded-tensor-size optimizer-offload-fraction use-torch-optimizer-for-cpu-offload
         overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params sgd-momentum muon-momentum
         muon-no-split-qkv muon-use-nesterov muon-scale-mode muon-fp32-matmul-prec muon-num-ns-steps
-        muon-tp-mode muon-extra-scale-factor profile-step-start profile-step-end profile-ranks
+        muon-tp-mode muon-extra-scale-factor qk-clip-alpha qk-clip-threshold
+        profile-step-start profile-step-end profile-ranks
         use-pytorch-profiler disable-symmetric-registration sharp-enabled-group
         adlr-autoresume-interval error-injection-type calc-ft-timeouts ft-num-warmup-iters
         straggler-ctrlr-port straggler-minmax-count disable-straggler-on-startup

@@ -57,7 +57,7 @@ from deadpool_megatron.hooks.generations.replay import (
     update_copies,
     why_not_replayed,
 )
-from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
+from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.training_state.optimizer import (
     UnsupportedOptimizer,
@@ -77,8 +77,8 @@ _SUMS = 2  # of a fingerprint
 SealedPart = Callable[[Generation, str], memoryview | None]
 
 
-def _refuse_what_cannot_be_audited(optimizer: Any, config: Any) -> None:
-    why, inner_ones = why_not_replayed(optimizer, config), inner_optimizers(optimizer)
+def _refuse_what_cannot_be_audited(optimizer: Any) -> None:
+    why, inner_ones = why_not_replayed(optimizer), inner_optimizers(optimizer)
     for inner in inner_ones:
         if not is_distributed(inner):
             why = "without the distributed optimizer wrong state stays in the replica that has it"
@@ -145,7 +145,7 @@ class Audit:
         settle: Callable[[], None],
         reports: Reports,
     ) -> None:
-        _refuse_what_cannot_be_audited(loop.optimizer, model_config(loop))
+        _refuse_what_cannot_be_audited(loop.optimizer)
         self._loop = loop
         self._inner = inner_optimizers(loop.optimizer)
         self._shards = shards

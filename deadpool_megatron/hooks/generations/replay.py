@@ -50,10 +50,8 @@ class InnerUpdate:
         return InnerUpdate(list(values["groups"]), tuple(values["without_gradient"]))
 
 
-def why_not_replayed(optimizer: Any, config: Any) -> str:
+def why_not_replayed(optimizer: Any) -> str:
     """Why the same update could give other bytes, in words; empty where it cannot."""
-    if getattr(config, "qk_clip", False):
-        return "QK-clip changes weights after the update"
     if param_group_tensors(optimizer):
         return "the optimizer is capturable: its steps and learning rate lie on the device"
     for inner in inner_optimizers(optimizer):
@@ -72,9 +70,9 @@ def why_not_replayed(optimizer: Any, config: Any) -> str:
     return ""
 
 
-def refuse_what_cannot_be_replayed(optimizer: Any, config: Any) -> None:
+def refuse_what_cannot_be_replayed(optimizer: Any) -> None:
     """Raise UnsupportedOptimizer where the same update could give other bytes."""
-    if why := why_not_replayed(optimizer, config):
+    if why := why_not_replayed(optimizer):
         raise UnsupportedOptimizer(
             f"--deadpool-protection recompute: {why}; use --deadpool-protection buddy"
         )

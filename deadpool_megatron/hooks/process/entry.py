@@ -381,7 +381,7 @@ class EpochEntry(Stages):
         self._pristine = self._pristine or self.capture_extras()
         steps = None
         if may_recompute(self._settings):
-            refuse_what_cannot_be_replayed(optimizer, config)
+            refuse_what_cannot_be_replayed(optimizer)
             steps = StepKeeper(
                 optimizer, self._shard, self._platform, self._vault, self._reports.report_rehearsal
             )
@@ -408,9 +408,7 @@ class EpochEntry(Stages):
             steps=steps,
         )
         protection = self._protection
-        # QK-clip changes the weights after the update; their copies then start with the rest.
-        after = [] if getattr(config, "qk_clip", False) else [protection.updated]
-        before = [protection.using]
+        before, after = [protection.using], [protection.updated]
         if self._settings.audit_interval:
             self.audit = Audit(
                 loop,

@@ -1,7 +1,7 @@
 """State that Megatron keeps in plain attributes of its objects.
 
 * ``current_max_attn_logits`` of attention (transformer_engine.py, ``TEDotProductAttention``): an
-  evaluation adds to it, and the clip of the next step (optimizer/qk_clip.py) goes by it
+  evaluation adds to it, and the next step logs it (optimizer/qk_clip.py)
 * the counts and largest values by which the rerun machine finds a spike (rerun_state_machine.py,
   ``is_unexpectedly_large``)
 """

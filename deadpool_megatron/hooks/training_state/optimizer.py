@@ -76,6 +76,11 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
         raise UnsupportedOptimizer(
             "CUDA graphs hold the communicators of the time of their capture"
         )
+    if getattr(config, "qk_clip", False):
+        raise UnsupportedOptimizer(
+            "QK-clip multiplies weights and their masters apart; weights that a recovery casts anew"
+            " from the masters would differ in their last bits"
+        )
     for reason in (_refused_low_precision(config, inner), *map(_refused_adam, inner)):
         if reason:
             raise UnsupportedOptimizer(reason)
@@ -102,8 +107,6 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
         return "weights in FP8 can be cast anew by the distributed optimizer only"
     if any(masters_in_adam(one) for one in inner):
         return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast anew"
-    if getattr(config, "qk_clip", False):
-        return "weights in FP8 that QK-clip changes after the update cannot be cast anew"
     if recipe == "delayed" and any(getattr(one, "grad_scaler", None) for one in inner):
         return (
             "weights in FP8, delayed scaling and a loss scaler: after a skipped update nobody knows"

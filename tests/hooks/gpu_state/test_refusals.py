@@ -53,7 +53,7 @@ AWARE = {
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}, {}, "MXFP8"),
         ({"fp8": "e4m3", "fp8_param": True}, {"plain": True}, "distributed optimizer only"),
         ({"fp8": "e4m3", "fp8_param": True}, {"config": AWARE}, "casts itself"),
-        ({"fp8": "e4m3", "fp8_param": True, "qk_clip": True}, {}, "QK-clip"),
+        ({"qk_clip": True}, {}, "QK-clip"),
         ({"fp8": "e4m3", "fp8_param": True}, {"grad_scaler": object()}, "skipped update"),
         ({"cuda_graph_impl": "local"}, {}, "CUDA graphs"),
         ({"enable_cuda_graph": True}, {}, "CUDA graphs"),

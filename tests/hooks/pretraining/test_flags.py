@@ -47,6 +47,7 @@ EXAMPLES = {
     "--use-torch-fsdp2": "",
     "--optimizer": "dist_muon",
     "--optimizer-cpu-offload": "",
+    "--qk-clip": "",
     "--overlap-param-gather-with-optimizer-step": "",
     "--fp4-format": "e2m1",
     "--fp8-recipe": "custom",
@@ -124,6 +125,7 @@ PARSED_ONLY = {
     "--overlap-moe-expert-parallel-comm",
     "--overlap-param-gather-with-optimizer-step",
     "--perform-rl-step",
+    "--qk-clip",
     "--tp-comm-overlap",
     "--use-megatron-fsdp",
     "--use-torch-fsdp2",
@@ -138,7 +140,6 @@ HARMLESS = (
     "--check-for-spiky-loss",
     "--rerun-mode disabled",
     "--dataloader-type cyclic",
-    "--qk-clip",
     "--exit-duration-in-mins 10 --exit-interval 3",
     "--cpu-offloading-num-layers 0",
     "--error-injection-rate 0",
@@ -496,8 +497,8 @@ def answers() -> dict[str, Answer]:
     }
     for extra in HARMLESS:
         words = extra.split()
-        # One needs a package, the other training by samples.
-        validate = not {"--qk-clip", "--rampup-batch-size"}.intersection(words)
+        # It needs training by samples.
+        validate = "--rampup-batch-size" not in words
         questions[extra or "nothing"] = Question([*MODEL, "--deadpool", *words], validate=validate)
     questions["without"] = Question([*MODEL, "--use-sharp"], show=("deadpool", "use_sharp"))
     questions["async"] = Question([*MODEL, "--deadpool", "--async-save"], show=("async_save",))

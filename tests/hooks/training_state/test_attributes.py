@@ -16,7 +16,7 @@ from tests.hooks.training_state.plain_loop import plain_loop
 
 
 class Attention(torch.nn.Module):
-    """What Megatron's attention keeps for the clip of the next step."""
+    """What Megatron's attention keeps for the log of the next step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def captured(made: Any) -> dict[str, Any]:
     return codec.decode(codec.encode(extras.capture(made)))
 
 
-def test_the_clip_after_an_evaluation_goes_by_what_the_evaluation_has_seen() -> None:
+def test_the_largest_logits_are_logged_with_what_an_evaluation_has_seen() -> None:
     made = plain_loop(attention := Attention())
     before, digests = captured(made), hashing.state_digests(made)
     attention.see(3.0, 14.5)

@@ -212,3 +212,36 @@ def test_a_missed_parameter_sync_is_found_by_comparison() -> None:
     flags = "--bf16 --use-distributed-optimizer"
     found = run_ranks(2, forget_the_sync, f"{TINY} {flags}")
     assert all("parameters of roles" in text for text in found)
+
+
+def clip(arguments: str) -> list[str]:
+    """On one rank: train, clip as Megatron does behind an update, cast the weights anew from their
+    masters; the names of those that are others then."""
+    import torch
+    from megatron.core.optimizer.qk_clip import clip_qk
+
+    from deadpool_megatron.hooks.dimensions.data import DataHook
+    from deadpool_megatron.hooks.training_state.hashing import state_digests
+    from deadpool_megatron.trainer.arguments import parse_args
+    from deadpool_megatron.trainer.loop import TrainingLoop
+
+    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    for _ in range(3):
+        loop.train_step()
+    for module in loop.model_chunks[0].modules():
+        if hasattr(module, "clip_qk"):
+            module.config.qk_clip = True
+            # With Transformer Engine only: above the threshold of 100.
+            module.core_attention.current_max_attn_logits = torch.full((4,), 130.0)
+    clip_qk(loop.model_chunks)
+    clipped = state_digests(loop)
+    DataHook(loop).rebuild_from_peers()
+    found = state_digests(loop)
+    return [name for name in clipped if found[name] != clipped[name]]
+
+
+def test_weights_that_qk_clip_has_changed_are_not_what_their_masters_give() -> None:
+    """Why --qk-clip is refused."""
+    (differing,) = run_ranks(1, clip, f"{TINY} --bf16")
+    assert len(differing) == 2
+    assert all(name.endswith("linear_qkv.weight") for name in differing)
