@@ -165,8 +165,11 @@ class Build:
         return made
 
     def _make_datasets(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._sources[-1].datasets = original(*args, **kwargs)
-        return self._sources[-1].datasets
+        datasets = original(*args, **kwargs)
+        for one in datasets:
+            _keep_whole_mask(one)
+        self._sources[-1].datasets = datasets
+        return datasets
 
     def _reach(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -174,6 +177,19 @@ class Build:
         self.train, self.train_arguments = original, dict(bound.arguments)
         self.complete = True
         raise Reached
+
+
+def _keep_whole_mask(dataset: Any) -> None:
+    """Have the mask of losses that a data set keeps for all of its samples be one without holes.
+
+    Megatron keeps that of the first sample which a process, or each worker of a loader, reads, and
+    then masks the padding of that sample in it (gpt_dataset.py, ``__getitem__``). So what counts of
+    later samples would depend on where a process has begun, and a spare begins elsewhere.
+    """
+    for one in getattr(dataset, "datasets", [dataset]):  # of a blend
+        if getattr(one, "masks_and_position_ids_are_cacheable", False) and len(one) > 0:
+            one[0]
+            one.cached_loss_mask.fill_(1)
 
 
 @contextlib.contextmanager

@@ -154,6 +154,8 @@ class PretrainLoop(ProtectedLoop):
             iteration, operations = exact_load.load_exactly(
                 checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )
+        # The load sets the parameter groups before it takes over the checkpoint's weight decay.
+        self.scheduler.step(increment=0)
         self.counters.update(iteration=iteration, **self._places())
         self._newest, self._operations = Newest(operations), operations
         self._saves.restore(0)

@@ -184,6 +184,14 @@ NAMES: tuple[Name, ...] = (
         "megatron/core/optimizer_param_scheduler.py",
         "OptimizerParamScheduler.num_steps",
     ),
+    Name(
+        "megatron/core/optimizer_param_scheduler.py",
+        "OptimizerParamScheduler.use_checkpoint_opt_param_scheduler",
+    ),
+    Name(
+        "megatron/core/datasets/gpt_dataset.py", "GPTDataset.masks_and_position_ids_are_cacheable"
+    ),
+    Name("megatron/core/datasets/gpt_dataset.py", "GPTDataset.cached_loss_mask"),
     # What an interrupted step leaves behind.
     Name(_RERUN, "_GLOBAL_RERUN_STATE_MACHINE"),
     Name(_RERUN, "get_rerun_state_machine"),

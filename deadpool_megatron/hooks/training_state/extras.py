@@ -132,12 +132,13 @@ def restore_last(values: dict[str, Any]) -> None:
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
-    """What a scheduler goes by beside its count of steps, under Megatron's names.
+    """What Megatron's scheduler goes by beside its count of steps; empty of any other.
 
     With --use-checkpoint-opt-param-scheduler a load takes it from the checkpoint, and a process
     that takes a role over later has loaded none.
     """
-    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    is_megatrons = hasattr(scheduler, "use_checkpoint_opt_param_scheduler")
+    return scheduler.state_dict() if is_megatrons else {}
 
 
 def _restore_tracked(states: dict[str, Any]) -> None:

@@ -1,0 +1,66 @@
+"""A checkpoint that a run falls back to leaves every role with the same numbers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
+
+
+def schedule(weight_decay: float) -> Any:
+    optimizer = SimpleNamespace(param_groups=[{"max_lr": 0.1, "min_lr": 0.0}])
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=0.1,
+        min_lr=0.0,
+        lr_warmup_steps=2,
+        lr_decay_steps=20,
+        lr_decay_style="linear",
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=20,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=True,
+        override_opt_param_scheduler=False,
+    )
+
+
+def test_a_newcomer_decays_weights_as_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's scheduler sets the groups before it takes the weight decay over."""
+    saved = schedule(0.2)
+    saved.step(6)
+    packages = {name: ModuleType(name) for name in ("megatron.training", "checkpointing")}
+    package, checkpointing = packages.values()
+    vars(package)["checkpointing"] = checkpointing
+    monkeypatch.setitem(sys.modules, "megatron.training", package)
+
+    def load_checkpoint(*objects: Any, **_: Any) -> tuple[int, float]:
+        objects[2].load_state_dict(saved.state_dict())
+        return 6, 0.0
+
+    vars(checkpointing)["load_checkpoint"] = load_checkpoint
+    newcomer = schedule(0.01)
+    names = "load ckpt_step exit_on_missing_checkpoint pretrained_checkpoint finetune"
+    names += " no_load_optim no_load_rng"
+    loop = SimpleNamespace(
+        _args=SimpleNamespace(**dict.fromkeys(names.split())),
+        _abandon_saves=lambda: None,
+        _places=dict,
+        _saves=SimpleNamespace(restore=lambda unfinished: None),
+        scheduler=newcomer,
+        counters={},
+        build=SimpleNamespace(objects=([], None, newcomer)),
+    )
+    as_it_is: Any = loop
+    PretrainLoop.load_checkpoint(as_it_is, Path("iter_0000006"))
+    assert loop.counters == {"iteration": 6}
+    (wanted,), (found,) = saved.optimizer.param_groups, newcomer.optimizer.param_groups
+    assert (found["lr"], found["weight_decay"]) == (wanted["lr"], wanted["weight_decay"])
+    assert newcomer.num_steps == 6
