@@ -61,6 +61,8 @@ class Samples:
         match event.kind:
             case Kind.RUN_STARTED:
                 self._started_at = event.wall_seconds
+            case Kind.NODE_JOINED:
+                self._ended = None  # the run goes on from what it had saved
             case Kind.STEP if event.iteration is not None:
                 self._add_step(event)
             case Kind.EPOCH_CLOSED:

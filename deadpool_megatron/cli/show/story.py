@@ -130,6 +130,8 @@ class Story:
                 self.started = self.started or event
             case Kind.RUN_ENDED:
                 self.ended = event
+            case Kind.NODE_JOINED:
+                self.ended = None  # the run goes on from what it had saved
             case Kind.STEP:
                 self._add_step(event)
             case Kind.NODE_LOST | Kind.MEMBER_LOST | Kind.VAULT_LOST:

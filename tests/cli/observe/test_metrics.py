@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
-from deadpool_megatron.events import Event, Kind, take_events
+from deadpool_megatron.events import Event, Kind, take_events, to_line
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
 from tests.cluster.running import Run, environment, send
@@ -236,3 +237,32 @@ def test_addresses_that_are_none(
 ) -> None:
     assert cli.main(["metrics", str(tmp_path), "--listen", text]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def value_of(samples: Samples, name: str, status: dict[str, Any] | None, now: float) -> float:
+    """The only value of a metric."""
+    (found,) = (m for m in samples.metrics(status, now) if m.name == f"deadpool_{name}")
+    return found.samples[0].value
+
+
+def trained(steps: int) -> list[Event]:
+    """A node that trains one iteration a second."""
+    joined = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
+    opened = Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0)
+    return [joined, opened, *(step(k, 10.0 + k) for k in range(1, steps + 1))]
+
+
+def step(iteration: int, at: float) -> Event:
+    return Event(Kind.STEP, 1, iteration=iteration, wall_seconds=at)
+
+
+def test_a_run_that_is_started_again_has_not_ended() -> None:
+    """With an exit status no alert would fire for the rest of the run."""
+    samples = Samples("run", "version")
+    ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0)
+    for event in [*trained(5), ended]:
+        samples.add(event)
+    assert value_of(samples, "exit_status", None, 31.0) == 75
+    for event in trained(5):
+        samples.add(event)
+    assert "deadpool_exit_status" not in [m.name for m in samples.metrics(None, 100.0)]

@@ -231,3 +231,14 @@ def test_summary_is_untrimmed_and_by_nearest_rank() -> None:
     assert found["p99"] == 100.0
     assert found["max"] == 1000.0
     assert math.isclose(found["mean"], (5050 + 1000) / 101)
+
+
+def test_a_run_that_is_started_again_has_not_ended(tmp_path: Path) -> None:
+    """It ended with its state in memory, was started again, and has lost a node since."""
+    first = list(events_of(3, None, 0.0, began=1000.0))
+    joined = Event(Kind.NODE_JOINED, 1, 0, data={"spare": False}, wall_seconds=1100.0)
+    lost = Event(Kind.NODE_LOST, 1, 0, data={"cause": "gone"}, wall_seconds=1101.0)
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"cause": "gone"}, wall_seconds=1101.0)
+    story = story_of([*first, joined, lost, closed])
+    assert [loss.node for loss in story.failures[0].losses] == [0]
+    assert "exit status" not in report.state_of(tmp_path, story, None)
