@@ -47,6 +47,8 @@ class PageState:
         story = self._story
         ended = story.ended
         times = summary(story.step_seconds())
+        # Where nobody answers, nobody knows what nodes do since the newest event.
+        until = None if status is None else now
         return {
             "run": self._run_id,
             "now": now,
@@ -55,10 +57,10 @@ class PageState:
             "progress": self._progress.to_dict(),
             "epoch": story.epoch,
             "step_seconds": times.get("p50"),
-            "goodput": story.account.goodput(None if ended is not None else now),
+            "goodput": story.account.goodput(until),
             "node_seconds": {
                 use.value: seconds
-                for use, seconds in story.account.seconds(None if ended else now).items()
+                for use, seconds in story.account.seconds(until).items()
                 if seconds > 0
             },
             "loss": self._losses(),

@@ -118,8 +118,9 @@ class Samples:
         if self._checkpoint is not None:
             yield _gauge("checkpoint_iteration", "The newest durable one.", self._checkpoint)
         yield from self._counters()
-        yield from self._times(now if self._ended is None else None)
-        if status is not None and status.get("phase") != "over":
+        # Where nobody answers, nobody knows what nodes do since the newest event.
+        yield from self._times(None if status is None else now)
+        if status is not None:
             yield from _of_status(status)
 
     def _counters(self) -> Iterator[Metric]:

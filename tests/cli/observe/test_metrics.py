@@ -266,3 +266,10 @@ def test_a_run_that_is_started_again_has_not_ended() -> None:
     for event in trained(5):
         samples.add(event)
     assert "deadpool_exit_status" not in [m.name for m in samples.metrics(None, 100.0)]
+
+
+def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
+    samples = Samples("run", "version")
+    for event in trained(10):
+        samples.add(event)
+    assert value_of(samples, "goodput_ratio", None, 1e6) == pytest.approx(0.5)

@@ -259,3 +259,15 @@ def test_addresses_that_cannot_be_listened_on(
     for text in ("8800", "127.0.0.1:99999"):
         assert cli.main(["serve", str(tmp_path), "--listen", text]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
+    state = PageState("run")
+    joined = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
+    opened = Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0)
+    step = Event(Kind.STEP, 1, iteration=1, data={"loss": "0x1p+1"}, wall_seconds=20.0)
+    for event in (joined, opened, step):
+        state.add(event)
+    shown = state.to_dict(None, 1e6)
+    assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
+    assert shown["goodput"] == 0.5
