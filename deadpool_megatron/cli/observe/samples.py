@@ -67,6 +67,8 @@ class Samples:
                 self._add_step(event)
             case Kind.EPOCH_CLOSED:
                 self._pace_since = None  # what lies between is no step
+            case Kind.EPOCH_DECIDED if "forgotten_from" in data:
+                self._iteration = min(self._iteration, int(data["forgotten_from"]) - 1)
             case Kind.RECOVERED:
                 kind = str(data.get("kind", "")) or "unknown"
                 self._recoveries.setdefault(kind, []).append(float(data.get("seconds") or 0.0))

@@ -273,3 +273,11 @@ def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
     for event in trained(10):
         samples.add(event)
     assert value_of(samples, "goodput_ratio", None, 1e6) == pytest.approx(0.5)
+
+
+def test_steps_that_are_thrown_away_are_not_the_newest() -> None:
+    samples = Samples("run", "version")
+    forgotten = Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 6}, wall_seconds=21.0)
+    for event in [*trained(10), forgotten]:
+        samples.add(event)
+    assert value_of(samples, "iteration", None, 22.0) == 5
