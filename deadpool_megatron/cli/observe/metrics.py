@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import LOOK_SECONDS, CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
+from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
@@ -76,7 +77,7 @@ class Watched:
         """Raises RunDirectoryError when there is no run."""
         from deadpool_megatron.cli.observe.samples import Samples
 
-        self._run = run
+        self._run, self._asker = run, Asker(run)
         info = run.read_run(only_to_show=True)
         self._samples = Samples(info.run_id, deadpool_megatron.__version__)
         self._tail = EventTail(run.events)
@@ -86,7 +87,7 @@ class Watched:
         """Yield all metrics as of now."""
         with self._lock:
             self._read()
-            yield from self._samples.metrics(self._status(), time.time())
+            yield from self._samples.metrics(self._asker.status(), time.time())
 
     def _read(self) -> None:
         while events := self._tail.poll():
@@ -94,16 +95,6 @@ class Watched:
                 # A damaged event costs itself alone.
                 with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
                     self._samples.add(event)
-
-    def _status(self) -> dict[str, Any] | None:
-        if self.is_over():
-            return None
-        try:
-            answer = ask(self._run, {"command": "status"}, LOOK_SECONDS)
-            status: dict[str, Any] = answer["status"]
-        except CommandError:
-            return None
-        return status
 
     def is_over(self) -> bool:
         """Whether the run has its result."""

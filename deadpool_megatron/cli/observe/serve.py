@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from deadpool_megatron.cli.common import LOOK_SECONDS, CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
+from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -73,7 +74,7 @@ class Watched:
 
     def __init__(self, run: RunDirectory) -> None:
         """Raises RunDirectoryError when there is no run."""
-        self._run = run
+        self._asker = Asker(run)
         self._state = PageState(run.read_run(only_to_show=True).run_id)
         self._tail = EventTail(run.events)
         self._lock = threading.Lock()
@@ -91,20 +92,10 @@ class Watched:
                             LookupError, TypeError, ValueError, AttributeError
                         ):
                             self._state.add(event)
-                found = self._state.to_dict(self._status(), time.time())
+                found = self._state.to_dict(self._asker.status(), time.time())
                 self._made = json.dumps(found, allow_nan=False).encode()
                 self._good_until = time.monotonic() + _LOOK_SECONDS
             return self._made
-
-    def _status(self) -> dict[str, Any] | None:
-        if self._run.final.exists():
-            return None
-        try:
-            answer = ask(self._run, {"command": "status"}, LOOK_SECONDS)
-            status: dict[str, Any] = answer["status"]
-        except CommandError:
-            return None
-        return status if "roles" in status else None
 
 
 def make_server(watched: Watched, host: str, port: int, token: str) -> ThreadingHTTPServer:

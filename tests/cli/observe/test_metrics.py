@@ -281,3 +281,29 @@ def test_steps_that_are_thrown_away_are_not_the_newest() -> None:
     for event in [*trained(10), forgotten]:
         samples.add(event)
     assert value_of(samples, "iteration", None, 22.0) == 5
+
+
+@pytest.fixture
+def silent_run(tmp_path: Path) -> RunDirectory:
+    """A run that has written some events, and whose coordinator is away."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings(), "/dev/shm/x")
+    (run.path / "run.json").write_text(json.dumps(info.to_dict()))
+    run.events.write_bytes(b"".join(map(to_line, trained(5))))
+    write_json(run.coordinator, {"host": "127.0.0.1", "port": free_port(), "pid": 1})
+    return run
+
+
+@pytest.mark.parametrize("what", ["no secret", "another version", "directory gone"])
+def test_a_coordinator_that_cannot_be_asked_costs_its_answer_alone(
+    silent_run: RunDirectory, what: str
+) -> None:
+    watched, page = Watched(silent_run), serve.Watched(silent_run)
+    if what == "another version":
+        (silent_run.path / "run.json").write_text('{"settings": {"of_tomorrow": 1}}')
+    elif what == "directory gone":
+        shutil.rmtree(silent_run.path)
+    found = {metric.name: metric.samples[0].value for metric in watched.collect()}
+    assert found["deadpool_up"] == 0.0
+    assert json.loads(page.answer())["status"] is None
