@@ -131,7 +131,9 @@ PART_BYTES = 64 << 20
 _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
 # So many lines that are no events are named one by one.
 _WARNINGS = 5
-_NO_EVENT = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+# What is raised by whoever takes in an event that is none, or that holds other values than its kind
+# should: it costs that event alone.
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def to_line(event: Event) -> bytes:
@@ -271,7 +273,7 @@ def take_events(
                     break  # being written: its rest, read now, would look like a line of its own
                 try:
                     take(parse_line(line))
-                except _NO_EVENT as error:
+                except DAMAGE as error:
                     skipped += 1
                     if skipped <= _WARNINGS:
                         why = f"{type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
 from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import DAMAGE
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -93,7 +94,7 @@ class Watched:
         while events := self._tail.poll():
             for event in events:
                 # A damaged event costs itself alone.
-                with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+                with contextlib.suppress(*DAMAGE):
                     self._samples.add(event)
 
     def is_over(self) -> bool:

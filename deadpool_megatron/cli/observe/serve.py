@@ -22,6 +22,7 @@ from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import DAMAGE
 
 _DESCRIPTION = """\
 Shows a run on one page: nodes and roles, iteration and loss, protection, the timeline of each
@@ -88,9 +89,7 @@ class Watched:
                 while events := self._tail.poll():
                     for event in events:
                         # A damaged event costs itself alone.
-                        with contextlib.suppress(
-                            LookupError, TypeError, ValueError, AttributeError
-                        ):
+                        with contextlib.suppress(*DAMAGE):
                             self._state.add(event)
                 found = self._state.to_dict(self._asker.status(), time.time())
                 self._made = json.dumps(found, allow_nan=False).encode()

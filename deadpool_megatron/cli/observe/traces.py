@@ -13,6 +13,7 @@ from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
 from deadpool_megatron.cli.show.story import Interruption, Story
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import DAMAGE
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -89,9 +90,7 @@ def _follow(directory: RunDirectory, tracer: Tracer, run_id: str) -> None:
         while events := tail.poll():
             for event in events:
                 # A damaged event costs itself alone.
-                with contextlib.suppress(
-                    LookupError, TypeError, ValueError, AttributeError, OverflowError
-                ):
+                with contextlib.suppress(*DAMAGE):
                     story.add(event)
         finished = len(story.failures) - (story.current is not None)
         for interruption in story.failures[told:finished]:

@@ -23,7 +23,7 @@ from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import DAMAGE, Event, Kind
 
 _STATUS_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -164,7 +164,7 @@ class Follower:
     def _show(self, event: Event) -> None:
         try:
             line = tell(event)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGE as error:
             # Of an agent that has lost its mind; whoever watches must not end the run.
             line = Line(f"event {event.kind} cannot be shown: {error!r}", "red")
         if line is None or self._is_known(event):
@@ -179,7 +179,7 @@ class Follower:
 
     def _count(self, event: Event) -> None:
         # A damaged event costs itself alone.
-        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(*DAMAGE):
             if self._story is None:
                 self._account.add(event)
             self._progress.add(event)

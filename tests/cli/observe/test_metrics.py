@@ -307,3 +307,11 @@ def test_a_coordinator_that_cannot_be_asked_costs_its_answer_alone(
     found = {metric.name: metric.samples[0].value for metric in watched.collect()}
     assert found["deadpool_up"] == 0.0
     assert json.loads(page.answer())["status"] is None
+
+
+def test_a_number_beyond_all_floats_costs_its_event_alone(silent_run: RunDirectory) -> None:
+    bad = Event(Kind.STEP, 1, iteration=6, data={"loss": "0x1p+5000"}, wall_seconds=16.0)
+    with open(silent_run.events, "ab") as file:
+        file.write(to_line(bad) + to_line(step(7, 17.0)))
+    found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
+    assert found["deadpool_iteration"] == 7

@@ -149,3 +149,9 @@ def test_a_terminal_has_lines_above_one_status() -> None:
     for part in ("step 1", "step 2", "a line", "behind it"):
         assert part in text
     assert text.count("behind it") == 2
+
+
+def test_a_loss_beyond_all_floats_ends_nothing(tmp_path: Path) -> None:
+    step = Event(Kind.STEP, iteration=1, data={"loss": "0x1p+5000"})
+    heard = followed(tmp_path, [step, Event(Kind.EPOCH_OPENED, epoch=1)])
+    assert [line.split()[0] for line in heard.lines] == ["event", "epoch"]
