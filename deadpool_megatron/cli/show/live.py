@@ -145,7 +145,10 @@ class Follower:
 
     def look(self) -> bool:
         """Tell what is new; return whether there was anything."""
-        events = self._tail.poll()
+        try:
+            events = self._tail.poll()
+        except OSError:  # a run must not end because nobody can be told of it for a moment
+            return False
         for event in events:
             if self._story is not None:
                 self._story.add(event)

@@ -22,11 +22,16 @@ class EventTail:
     def poll(self) -> list[Event]:
         """New events in order, without waiting; a line that is not finished is left for later, one
         that is no event is left out. Of long files one piece is read, the next one is for the next
-        time.
+        time. Raises OSError where a file cannot be read; what stands before it was handed over.
         """
         events, left = list[Event](), _PIECE_BYTES
         for path in event_files(self._path):
-            found = self._added(path, left)
+            try:
+                found = self._added(path, left)
+            except OSError:
+                if events:
+                    break
+                raise
             events += _events(found[: found.rfind(b"\n") + 1])
             left -= len(found)
             if left <= 0:
