@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
@@ -127,12 +128,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stay(watched: Watched, linger_seconds: float, look: Any) -> None:
-    """Look every few seconds, until some time after the end of the run."""
+def _stay(watched: Watched, linger_seconds: float, look: Callable[[], None]) -> None:
+    """Look every few seconds, until some time after the end of the run. Raises OSError where the
+    first look fails; a later one is told, once for each reason, and made again.
+    """
+    look()
+    said = ""
     ended: float | None = None
     while ended is None or time.monotonic() - ended < linger_seconds:
-        look()
         if ended is None and watched.is_over():
             ended = time.monotonic()
+        try:
             look()
+        except OSError as error:
+            if str(error) != said:
+                said = str(error)
+                print(f"deadpool metrics: {error}; it is tried again", file=sys.stderr, flush=True)
         time.sleep(min(_INTERVAL_SECONDS, max(0.05, linger_seconds)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import socket
@@ -18,10 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.observe import serve
+from deadpool_megatron.cli.observe import metrics, serve
 from deadpool_megatron.cli.observe.metrics import Watched
 from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
@@ -315,3 +318,36 @@ def test_a_number_beyond_all_floats_costs_its_event_alone(silent_run: RunDirecto
         file.write(to_line(bad) + to_line(step(7, 17.0)))
     found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
     assert found["deadpool_iteration"] == 7
+
+
+def test_a_disk_that_is_full_for_a_moment_does_not_end_the_textfile(
+    silent_run: RunDirectory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write, answers = prometheus_client.write_to_textfile, iter([None, True, True, None])
+
+    def full_for_a_moment(path: str, registry: Any) -> None:
+        if next(answers, None):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, registry)
+        tries.append(path)
+        silent_run.final.write_text("{}")  # the run is over
+
+    tries: list[str] = []
+    textfile = tmp_path / "deadpool.prom"
+    monkeypatch.setattr(prometheus_client, "write_to_textfile", full_for_a_moment)
+    monkeypatch.setattr(metrics, "_INTERVAL_SECONDS", 0.05)
+    words = ["--textfile", str(textfile), "--linger-seconds", "1"]
+    assert cli.main(["metrics", str(silent_run.path), *words]) == 0
+    assert len(tries) > 1
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_textfile_that_cannot_be_written_at_all(
+    silent_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--textfile", str(silent_run.path / "none" / "deadpool.prom")]
+    assert cli.main(["metrics", str(silent_run.path), *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
