@@ -34,6 +34,7 @@ class Progress:
             self._recent.clear()  # the next step takes as long as the recovery
         elif event.kind is Kind.EPOCH_DECIDED and "forgotten_from" in event.data:
             self._newest = min(self._newest, int(event.data["forgotten_from"]) - 1)
+            self._recent.clear()  # of what was thrown away, some may have come in since the close
         elif event.kind is Kind.STEP and (event.iteration or 0) > self._newest:
             self._newest = int(event.iteration or 0)
             samples = event.data.get("samples")
