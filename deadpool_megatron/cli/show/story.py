@@ -190,11 +190,14 @@ class Story:
         """Losses that closed no epoch: a spare, a vault that was started again."""
         return [*self.ignored_losses, *self._losses]
 
-    def step_seconds(self) -> list[float]:
-        """Time of each step from the one before it, steps struck by a failure left out."""
+    def step_seconds(self, newest: int | None = None) -> list[float]:
+        """Time of each step from the one before it, or of so many newest ones; steps struck by a
+        failure left out.
+        """
+        timed = self.steps.times(None if newest is None else newest + 1)
         began = [failure.began for failure in self.failures]
         found = []
-        for (k, before), (following, after) in itertools.pairwise(self.steps.times()):
+        for (k, before), (following, after) in itertools.pairwise(timed):
             struck = bool(began) and bisect_left(began, before) < bisect_right(began, after)
             if not struck and following == k + 1:
                 found.append(after - before)

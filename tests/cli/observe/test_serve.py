@@ -271,3 +271,12 @@ def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
     shown = state.to_dict(None, 1e6)
     assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
     assert shown["goodput"] == 0.5
+
+
+def test_the_pace_is_that_of_the_newest_steps() -> None:
+    """As the time left is: a run that has become slow after months shows it."""
+    state, now = PageState("run"), 0.0
+    for iteration in range(1, 1061):
+        now += 1.0 if iteration <= 1000 else 3.0
+        state.add(Event(Kind.STEP, iteration=iteration, wall_seconds=now))
+    assert state.to_dict(None, now)["step_seconds"] == 3.0
