@@ -210,8 +210,16 @@ class Story:
         )
 
     def _add_step(self, event: Event) -> None:
-        if event.iteration is not None:
-            self.steps.add(event.iteration, event.data, event.wall_seconds)
+        if event.iteration is None:
+            return
+        failure = self.current
+        is_new = event.iteration > self.last_iteration
+        if failure is not None and failure.opened is not None and is_new:
+            if failure.ended is None:
+                failure.ended = event.wall_seconds  # that it is over is told next
+            else:
+                _end_untold(failure)
+        self.steps.add(event.iteration, event.data, event.wall_seconds)
 
     def _add_loss(self, event: Event) -> None:
         if self.ended is not None:
@@ -224,6 +232,7 @@ class Story:
     def _close(self, event: Event) -> None:
         if self.current is not None:
             self.current.closes += 1
+            self.current.opened = self.current.ended = None
             return
         related = [
             loss
@@ -261,7 +270,7 @@ class Story:
                 if forgotten is not None:
                     self.steps.forget_from(int(forgotten))
             case Kind.EPOCH_OPENED:
-                failure.opened = event
+                failure.opened = failure.opened or event  # a coordinator that took over repeats it
             case Kind.STACK:
                 failure.stacks.append(event)
             case Kind.HANG:
@@ -283,6 +292,22 @@ class Story:
                     failure.began = min(failure.began, began)
             case _:
                 pass
+
+
+def _end_untold(failure: Interruption) -> None:
+    """Nobody tells that it is over: its coordinator was lost behind the opening."""
+    assert failure.opened is not None
+    assert failure.ended is not None
+    values: dict[str, Any] = {
+        "epoch": failure.opened.epoch,
+        "cause": failure.cause,
+        "generation": failure.generation,
+        "phases": failure.opened.data.get("phases", {}),
+        "seconds": failure.ended - failure.began,
+    }
+    if failure.generation is not None:
+        values["steps_recomputed"] = max(0, failure.last_iteration - failure.generation[1])
+    failure.recovery = FinishedRecovery.from_dict(values)
 
 
 def _member_phase(event: Event) -> MemberPhase:

@@ -242,3 +242,17 @@ def test_a_run_that_is_started_again_has_not_ended(tmp_path: Path) -> None:
     story = story_of([*first, joined, lost, closed])
     assert [loss.node for loss in story.failures[0].losses] == [0]
     assert "exit status" not in report.state_of(tmp_path, story, None)
+
+
+def test_a_recovery_of_which_nobody_tells_the_end_is_over_all_the_same() -> None:
+    """Its coordinator was lost behind the opening, and the next one knows of no recovery."""
+    events = [e for e in struck_events() if e.kind not in (Kind.RECOVERED, Kind.RUN_ENDED)]
+    story = story_of(events)
+    assert story.current is None
+    (failure,) = story.failures
+    assert failure.recovery is not None
+    assert failure.recovery.seconds == pytest.approx(0.899, abs=0.02)  # but for the detection
+    assert failure.recovery.steps_recomputed == 0
+    later = Event(Kind.EPOCH_CLOSED, 2, data={"cause": "again"}, wall_seconds=1100.0)
+    story.add(later)
+    assert [one.closes for one in story.failures] == [1, 1]
