@@ -8,6 +8,7 @@ import hmac
 import json
 import secrets
 import socket
+import sys
 import threading
 import time
 from http import HTTPStatus
@@ -108,7 +109,11 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
 
         def do_GET(self) -> None:
             """Answer one request; without the token nothing is answered but that it is missing."""
-            parts = urlsplit(self.path)
+            try:
+                parts = urlsplit(self.path)
+            except ValueError:
+                self._answer(HTTPStatus.BAD_REQUEST, b"that is no address\n", "text/plain")
+                return
             given = parse_qs(parts.query).get("token", [""])[0]
             if not hmac.compare_digest(given.encode(), token.encode()):
                 self._answer(HTTPStatus.FORBIDDEN, b"the token is missing\n", "text/plain")
@@ -141,6 +146,11 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Say nothing of a reader that went away, or that is too slow."""
+            if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+                super().handle_error(request, client_address)
 
     return Server((host, port), Handler)
 

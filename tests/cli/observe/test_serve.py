@@ -6,6 +6,8 @@ import html
 import json
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -280,3 +282,35 @@ def test_the_pace_is_that_of_the_newest_steps() -> None:
         now += 1.0 if iteration <= 1000 else 3.0
         state.add(Event(Kind.STEP, iteration=iteration, wall_seconds=now))
     assert state.to_dict(None, now)["step_seconds"] == 3.0
+
+
+@pytest.mark.parametrize("target", ["http://[", "//[?token=x", "/state?token=" + "%ff" * 9])
+def test_an_address_that_is_none_is_answered(
+    target: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By whoever reaches the port, without the token."""
+    with served({}) as address, socket.create_connection(place_of(address), 10) as client:
+        client.sendall(f"GET {target} HTTP/1.0\r\n\r\n".encode())
+        assert client.makefile("rb").readline().split()[1] in (b"400", b"403")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_reader_that_goes_away_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """A closed tab of a browser leaves nothing on the terminal."""
+    large = {"text": "x" * (16 << 20)}
+    with served(large) as address, socket.create_connection(place_of(address), 10) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(f"GET /state?token={TOKEN} HTTP/1.0\r\n\r\n".encode())
+        assert client.recv(1)
+        client.close()
+        wait_for("the thread of the request to end", lambda: not requests())
+    assert capfd.readouterr().err == ""
+
+
+def requests() -> list[str]:
+    return [one.name for one in threading.enumerate() if "process_request" in one.name]
+
+
+def place_of(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("http://").partition(":")
+    return host, int(port)
