@@ -256,3 +256,14 @@ def test_a_recovery_of_which_nobody_tells_the_end_is_over_all_the_same() -> None
     later = Event(Kind.EPOCH_CLOSED, 2, data={"cause": "again"}, wall_seconds=1100.0)
     story.add(later)
     assert [one.closes for one in story.failures] == [1, 1]
+
+
+def test_a_coordinator_on_another_host_is_not_looked_for_here(tmp_path: Path) -> None:
+    """As on a login node: nothing is known of processes elsewhere."""
+    run = write_run(tmp_path / "run", strike=6)
+    (run / "final.json").unlink()
+    place = {"host": "10.0.0.1", "port": 1, "pid": 2**22 + 1, "hostname": "b7", "started": {}}
+    (run / "coordinator.json").write_text(json.dumps(place))
+    story = story_of([e for e in struck_events() if e.kind is not Kind.RUN_ENDED])
+    state = report.state_of(run, story, None)
+    assert state == "running, as far as its events tell: its coordinator was last on host b7"
