@@ -121,7 +121,7 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
                 self._answer(HTTPStatus.OK, watched.answer(), "application/json")
             elif (file := _FILES.get(parts.path)) is not None:
                 name, kind = file
-                body = (_ROOM / name).read_text()
+                body = (_ROOM / name).read_text("utf-8")
                 if name == "page.html":  # data, which no text of a run can end
                     first = watched.answer().decode().replace("<", "\\u003c")
                     body = body.replace("TOKEN", token).replace("FIRST", first)

@@ -314,3 +314,16 @@ def requests() -> list[str]:
 def place_of(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+def test_the_page_is_the_same_in_every_locale() -> None:
+    program = (
+        "from tests.cli.observe.test_serve import TOKEN, get, served\n"
+        "with served({}) as address:\n"
+        "    status, body, _ = get(f'{address}/page.js?token={TOKEN}')\n"
+        "assert status == 200 and '\\u2013' in body.decode('utf-8'), status\n"
+    )
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**environment(), **plain}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
