@@ -61,12 +61,15 @@ class Samples:
         match event.kind:
             case Kind.RUN_STARTED:
                 self._started_at = event.wall_seconds
-            case Kind.NODE_JOINED:
-                self._ended = None  # the run goes on from what it had saved
+            case Kind.NODE_JOINED if self._ended is not None:
+                # The run goes on from what it had saved.
+                self._started_at, self._ended = event.wall_seconds, None
             case Kind.STEP if event.iteration is not None:
                 self._add_step(event)
             case Kind.EPOCH_CLOSED:
                 self._pace_since = None  # what lies between is no step
+                if data.get("kind") == FailureKind.RESTART:
+                    self._started_at = event.wall_seconds
             case Kind.EPOCH_DECIDED if "forgotten_from" in data:
                 self._iteration = min(self._iteration, int(data["forgotten_from"]) - 1)
             case Kind.RECOVERED:

@@ -351,3 +351,18 @@ def test_a_textfile_that_cannot_be_written_at_all(
     words = ["--textfile", str(silent_run.path / "none" / "deadpool.prom")]
     assert cli.main(["metrics", str(silent_run.path), *words]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_is_started_again_says_when(ended: bool) -> None:
+    samples = Samples("run", "version")
+    samples.add(Event(Kind.RUN_STARTED, wall_seconds=1.0))
+    for event in trained(5):
+        samples.add(event)
+    if ended:
+        samples.add(Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0))
+        samples.add(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=100.0))
+    else:
+        samples.add(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=99.0))
+        samples.add(Event(Kind.EPOCH_CLOSED, 1, data={"kind": "restart"}, wall_seconds=100.0))
+    assert value_of(samples, "start_timestamp_seconds", None, 101.0) == 100.0
