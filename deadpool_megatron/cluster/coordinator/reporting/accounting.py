@@ -75,6 +75,9 @@ class _Stay:
     until: float | None = None
     again: float | None = None
 
+    def is_back(self) -> bool:
+        return self.again is not None and self.again >= self.since
+
     def seconds(self, now: float) -> float:
         return max(0.0, (now if self.until is None else self.until) - self.since)
 
@@ -223,8 +226,10 @@ class Account:
         if self._closed_at:  # another failure before the last one was over
             self._settle(at, {Use.OTHER_RECOVERY: 1.0})
             return
-        if kind == FailureKind.RESTART:  # the run was away
-            for stay in self._stays.values():
+        if kind == FailureKind.RESTART:  # the run was away; who did not come back was not there
+            self._stays = {node: stay for node, stay in self._stays.items() if stay.is_back()}
+            self._left = [stay for stay in self._left if stay.is_back()]
+            for stay in [*self._stays.values(), *self._left]:
                 stay.since = max(stay.since, stay.again or 0.0)
         self._settle(at, {_BEFORE_CLOSE.get(kind, Use.RECOMPUTED): 1.0})
         self._closed_at, self._now = at, Use.OTHER_RECOVERY

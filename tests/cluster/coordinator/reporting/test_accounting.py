@@ -195,3 +195,13 @@ def test_steps_of_long_ago_are_no_new_ones() -> None:
     found = account([*started(), *steps, closed, opened, again[0], told, *again[1:]]).seconds()
     assert found[Use.RECOMPUTED] == pytest.approx(80 * 4.0, abs=0.1)
     assert found[Use.TRAINING] == pytest.approx((100 + 10) * 4.0, abs=0.1)
+
+
+def test_nodes_that_stay_away_were_not_there_meanwhile() -> None:
+    """The run was away as a whole, and is started again on other nodes."""
+    step = event(Kind.STEP, 12.0, iteration=1)
+    joined = [event(Kind.NODE_JOINED, 1000.0, node=n) for n in (3, 4)]
+    lost = [event(Kind.NODE_LOST, 1002.0, node=n) for n in (0, 1, 2)]
+    closed = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
+    found = account([*started(), step, *joined, *lost, closed])
+    assert spent(found) == {"start": 20.0 + 6.0, "training": 4.0, "spare": 12.0}
