@@ -15,7 +15,7 @@ from deadpool_megatron.cli.show.narration import describe_cause, describe_loss, 
 from deadpool_megatron.cli.show.progress import Progress
 from deadpool_megatron.cli.show.run_result import PHASES
 from deadpool_megatron.cli.show.story import Interruption, Story
-from deadpool_megatron.events import Event
+from deadpool_megatron.events import DAMAGE, Event
 
 _SHOWN_LINES = 200
 _SHOWN_RECOVERIES = 50
@@ -71,7 +71,7 @@ class PageState:
             "recovery_count": len(story.failures),
             "phases": dict(PHASES),
             "lines": [list(line) for line in self._lines],
-            "status": None if status is None else _status(status),
+            "status": _status(status),
         }
 
     def _losses(self) -> list[tuple[int, float | None]]:
@@ -103,7 +103,16 @@ def _recovery(failure: Interruption) -> dict[str, Any]:
     }
 
 
-def _status(status: Mapping[str, Any]) -> dict[str, Any]:
+def _status(status: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if status is None:
+        return None
+    try:
+        return _known_status(status)
+    except DAMAGE:  # of a coordinator of another version
+        return None
+
+
+def _known_status(status: Mapping[str, Any]) -> dict[str, Any]:
     aside = {str(node) for node in status["aside"]}
     fewer = set(status["fewer_copies"])
     return {

@@ -7,6 +7,7 @@ phases, uses, states, and the node where memory is meant. Pure but for the class
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from prometheus_client.core import (
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.state.recoveries import PHASES
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import DAMAGE, Event, Kind
 
 #: upper bounds of the histogram of recoveries, in seconds
 RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
@@ -126,7 +127,8 @@ class Samples:
         # Where nobody answers, nobody knows what nodes do since the newest event.
         yield from self._times(None if status is None else now)
         if status is not None:
-            yield from _of_status(status)
+            with contextlib.suppress(*DAMAGE):  # of a coordinator of another version
+                yield from list(_of_status(status))
 
     def _counters(self) -> Iterator[Metric]:
         text = "Recoveries by kind of failure."

@@ -26,6 +26,7 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli.observe import metrics, serve
 from deadpool_megatron.cli.observe.metrics import Watched
+from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.failures import FailureKind
@@ -366,3 +367,15 @@ def test_a_run_that_is_started_again_says_when(ended: bool) -> None:
         samples.add(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=99.0))
         samples.add(Event(Kind.EPOCH_CLOSED, 1, data={"kind": "restart"}, wall_seconds=100.0))
     assert value_of(samples, "start_timestamp_seconds", None, 101.0) == 100.0
+
+
+def test_a_status_of_another_version_costs_itself_alone() -> None:
+    samples, page = Samples("run", "version"), PageState("run")
+    for event in trained(5):
+        samples.add(event)
+        page.add(event)
+    status = {"phase": "running", "roles": {}, "nodes": {"0": {"host": "b0"}}}
+    found = {metric.name: metric.samples for metric in samples.metrics(status, 16.0)}
+    assert found["deadpool_up"][0].value == 1.0
+    assert found["deadpool_iteration"][0].value == 5
+    assert page.to_dict(status, 16.0)["iteration"] == 5
