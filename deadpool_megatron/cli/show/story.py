@@ -14,6 +14,7 @@ from typing import Any
 from deadpool_megatron.cli.show.numbers import StepTable
 from deadpool_megatron.cli.show.run_result import FinishedRecovery
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, Kind
 
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
@@ -112,7 +113,6 @@ class Story:
     _losses: list[Event] = field(default_factory=list)
     _stacks: list[Event] = field(default_factory=list)
     _hangs: list[Event] = field(default_factory=list)
-    _drain: Event | None = None
 
     def add(self, event: Event) -> None:
         """Take in one event; a damaged one raises LookupError, TypeError, ValueError,
@@ -136,8 +136,6 @@ class Story:
                 self._add_step(event)
             case Kind.NODE_LOST | Kind.MEMBER_LOST | Kind.VAULT_LOST:
                 self._add_loss(event)
-            case Kind.DRAIN:
-                self._drain = event
             case Kind.EPOCH_CLOSED:
                 self._close(event)
             case Kind.STACK if self.current is None:
@@ -250,13 +248,13 @@ class Story:
                 cause=str(event.data.get("cause", "")),
                 last_iteration=self.last_iteration,
                 kind=str(event.data.get("kind", "")),
-                planned=self._drain is not None and not related,
+                planned=event.data.get("kind") == FailureKind.DRAINED,
                 losses=related,
                 stacks=self._stacks,
                 hangs=self._hangs,
             )
         )
-        self._losses, self._stacks, self._hangs, self._drain = [], [], [], None
+        self._losses, self._stacks, self._hangs = [], [], []
 
     def _add_to_failure(self, event: Event) -> None:
         """Events of a recovery; re-protection and its exposure may end after the run went on."""

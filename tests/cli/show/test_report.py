@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,8 @@ def test_a_lost_spare_is_not_the_cause_of_a_later_failure() -> None:
 def test_a_drain_is_a_planned_swap() -> None:
     events = [e for e in struck_events() if e.kind is not Kind.NODE_LOST]
     closed = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_CLOSED)
-    events.insert(closed, Event(Kind.DRAIN, epoch=1, node=0))
+    told = {**events[closed].data, "kind": FailureKind.DRAINED}
+    events[closed] = replace(events[closed], data=told)
     story = story_of(events)
     title, *facts = report.describe_failure(story.failures[0], story)
     assert title == f"Planned swap 1: {story.failures[0].cause}"
@@ -267,3 +269,10 @@ def test_a_coordinator_on_another_host_is_not_looked_for_here(tmp_path: Path) ->
     story = story_of([e for e in struck_events() if e.kind is not Kind.RUN_ENDED])
     state = report.state_of(run, story, None)
     assert state == "running, as far as its events tell: its coordinator was last on host b7"
+
+
+def test_a_failure_behind_a_drain_that_did_not_come_about_is_no_planned_swap() -> None:
+    drain = Event(Kind.DRAIN, 1, 0, wall_seconds=1000.0)
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "hang", "cause": "x"}, wall_seconds=9000.0)
+    (failure,) = story_of([drain, closed]).failures
+    assert not failure.planned
