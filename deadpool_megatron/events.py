@@ -109,6 +109,8 @@ class Event:
             value = getattr(event, name)
             if not isinstance(value, types) or isinstance(value, bool):
                 raise TypeError(f"event with {name} of type {type(value).__name__}")
+        if not all(abs(at) < _END_OF_TIME for at in (event.wall_seconds, event.monotonic_seconds)):
+            raise ValueError("event at no time")
         return event
 
 
@@ -129,6 +131,8 @@ _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
 # Another file begins when one is so long.
 PART_BYTES = 64 << 20
 _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
+# Seconds; what is beyond, or no number, would spoil every sum that it is part of.
+_END_OF_TIME = 1e15
 # So many lines that are no events are named one by one.
 _WARNINGS = 5
 # What is raised by whoever takes in an event that is none, or that holds other values than its kind

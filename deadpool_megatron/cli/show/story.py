@@ -279,6 +279,8 @@ class Story:
                 failure.parts.append(_member_phase(event))
             case Kind.EXPOSED:
                 seconds = float(event.data.get("seconds", 0.0))
+                if not math.isfinite(seconds):
+                    raise ValueError("exposed for no time")
                 failure.exposed_seconds = max(failure.exposed_seconds, seconds)
             case Kind.RECOVERED:
                 values: dict[str, Any] = {"cause": failure.cause, "epoch": event.epoch}

@@ -379,3 +379,23 @@ def test_a_status_of_another_version_costs_itself_alone() -> None:
     assert found["deadpool_up"][0].value == 1.0
     assert found["deadpool_iteration"][0].value == 5
     assert page.to_dict(status, 16.0)["iteration"] == 5
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.inf),
+        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.nan),
+        Event(Kind.EXPOSED, 1, data={"seconds": math.inf}, wall_seconds=16.0),
+    ],
+)
+def test_a_time_that_is_no_number_costs_its_event_alone(
+    silent_run: RunDirectory, bad: Event
+) -> None:
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost"}, wall_seconds=15.5)
+    with open(silent_run.events, "ab") as file:
+        file.write(to_line(closed) + to_line(bad) + to_line(step(7, 17.0)))
+    found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
+    assert found["deadpool_last_step_timestamp_seconds"] == 17.0
+    assert 0.0 < found["deadpool_goodput_ratio"] < 1.0
+    assert json.loads(serve.Watched(silent_run).answer())["iteration"] == 7
