@@ -109,6 +109,8 @@ class Event:
             value = getattr(event, name)
             if not isinstance(value, types) or isinstance(value, bool):
                 raise TypeError(f"event with {name} of type {type(value).__name__}")
+        if not all(abs(at) < _END_OF_TIME for at in (event.wall_seconds, event.monotonic_seconds)):
+            raise ValueError("event at no time")
         return event
 
 
@@ -129,9 +131,13 @@ _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
 # Another file begins when one is so long.
 PART_BYTES = 64 << 20
 _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
+# Seconds; what is beyond, or no number, would spoil every sum that it is part of.
+_END_OF_TIME = 1e15
 # So many lines that are no events are named one by one.
 _WARNINGS = 5
-_NO_EVENT = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+# What is raised by whoever takes in an event that is none, or that holds other values than its kind
+# should: it costs that event alone.
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def to_line(event: Event) -> bytes:
@@ -271,7 +277,7 @@ def take_events(
                     break  # being written: its rest, read now, would look like a line of its own
                 try:
                     take(parse_line(line))
-                except _NO_EVENT as error:
+                except DAMAGE as error:
                     skipped += 1
                     if skipped <= _WARNINGS:
                         why = f"{type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ from deadpool_megatron.cli.tables import count
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Request, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import DAMAGE
 
 _KILL_EXAMPLES = """\
 examples:
@@ -132,8 +133,15 @@ def _status(args: argparse.Namespace) -> int:
         status = {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
     if args.json:
         print(json.dumps(status))
-    else:
-        print(shown("\n".join(_lines(status))))
+        return 0
+    try:
+        lines = _lines(status)
+    except DAMAGE as error:
+        raise CommandError(
+            f"the coordinator is of another version of deadpool, and its status has another form"
+            f" ({error!r}): use that one, or --json"
+        ) from error
+    print(shown("\n".join(lines)))
     return 0
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import LOOK_SECONDS, CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
+from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import DAMAGE
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -76,7 +79,7 @@ class Watched:
         """Raises RunDirectoryError when there is no run."""
         from deadpool_megatron.cli.observe.samples import Samples
 
-        self._run = run
+        self._run, self._asker = run, Asker(run)
         info = run.read_run(only_to_show=True)
         self._samples = Samples(info.run_id, deadpool_megatron.__version__)
         self._tail = EventTail(run.events)
@@ -86,24 +89,14 @@ class Watched:
         """Yield all metrics as of now."""
         with self._lock:
             self._read()
-            yield from self._samples.metrics(self._status(), time.time())
+            yield from self._samples.metrics(self._asker.status(), time.time())
 
     def _read(self) -> None:
         while events := self._tail.poll():
             for event in events:
                 # A damaged event costs itself alone.
-                with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+                with contextlib.suppress(*DAMAGE):
                     self._samples.add(event)
-
-    def _status(self) -> dict[str, Any] | None:
-        if self.is_over():
-            return None
-        try:
-            answer = ask(self._run, {"command": "status"}, LOOK_SECONDS)
-            status: dict[str, Any] = answer["status"]
-        except CommandError:
-            return None
-        return status
 
     def is_over(self) -> bool:
         """Whether the run has its result."""
@@ -135,12 +128,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stay(watched: Watched, linger_seconds: float, look: Any) -> None:
-    """Look every few seconds, until some time after the end of the run."""
+def _stay(watched: Watched, linger_seconds: float, look: Callable[[], None]) -> None:
+    """Look every few seconds, until some time after the end of the run. Raises OSError where the
+    first look fails; a later one is told, once for each reason, and made again.
+    """
+    look()
+    said = ""
     ended: float | None = None
     while ended is None or time.monotonic() - ended < linger_seconds:
-        look()
         if ended is None and watched.is_over():
             ended = time.monotonic()
+        try:
             look()
+        except OSError as error:
+            if str(error) != said:
+                said = str(error)
+                print(f"deadpool metrics: {error}; it is tried again", file=sys.stderr, flush=True)
         time.sleep(min(_INTERVAL_SECONDS, max(0.05, linger_seconds)))

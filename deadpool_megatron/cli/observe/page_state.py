@@ -6,6 +6,7 @@ Pure. What is for the eye alone (colours, places) is in ``page.html``.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 from deadpool_megatron.cli.show.narration import describe_cause, describe_loss, tell
 from deadpool_megatron.cli.show.progress import Progress
 from deadpool_megatron.cli.show.run_result import PHASES
-from deadpool_megatron.cli.show.story import Interruption, Story, summary
-from deadpool_megatron.events import Event
+from deadpool_megatron.cli.show.story import Interruption, Story
+from deadpool_megatron.events import DAMAGE, Event
 
 _SHOWN_LINES = 200
 _SHOWN_RECOVERIES = 50
 # The curve of the loss has so many points at most, whatever the length of the run.
 _POINTS = 400
+# The pace of training is that of so many steps; of a long run all of them take long to look at.
+_RECENT_STEPS = 50
 
 
 class PageState:
@@ -46,7 +49,9 @@ class PageState:
         ``now``: wall clock in seconds."""
         story = self._story
         ended = story.ended
-        times = summary(story.step_seconds())
+        pace = story.step_seconds(_RECENT_STEPS)
+        # Where nobody answers, nobody knows what nodes do since the newest event.
+        until = None if status is None else now
         return {
             "run": self._run_id,
             "now": now,
@@ -54,11 +59,11 @@ class PageState:
             "iteration": story.last_iteration,
             "progress": self._progress.to_dict(),
             "epoch": story.epoch,
-            "step_seconds": times.get("p50"),
-            "goodput": story.account.goodput(None if ended is not None else now),
+            "step_seconds": statistics.median(pace) if pace else None,
+            "goodput": story.account.goodput(until),
             "node_seconds": {
                 use.value: seconds
-                for use, seconds in story.account.seconds(None if ended else now).items()
+                for use, seconds in story.account.seconds(until).items()
                 if seconds > 0
             },
             "loss": self._losses(),
@@ -66,7 +71,7 @@ class PageState:
             "recovery_count": len(story.failures),
             "phases": dict(PHASES),
             "lines": [list(line) for line in self._lines],
-            "status": None if status is None else _status(status),
+            "status": _status(status),
         }
 
     def _losses(self) -> list[tuple[int, float | None]]:
@@ -98,7 +103,16 @@ def _recovery(failure: Interruption) -> dict[str, Any]:
     }
 
 
-def _status(status: Mapping[str, Any]) -> dict[str, Any]:
+def _status(status: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if status is None:
+        return None
+    try:
+        return _known_status(status)
+    except DAMAGE:  # of a coordinator of another version
+        return None
+
+
+def _known_status(status: Mapping[str, Any]) -> dict[str, Any]:
     aside = {str(node) for node in status["aside"]}
     fewer = set(status["fewer_copies"])
     return {

@@ -7,6 +7,7 @@ phases, uses, states, and the node where memory is meant. Pure but for the class
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from prometheus_client.core import (
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.state.recoveries import PHASES
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import DAMAGE, Event, Kind
 
 #: upper bounds of the histogram of recoveries, in seconds
 RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
@@ -61,10 +62,17 @@ class Samples:
         match event.kind:
             case Kind.RUN_STARTED:
                 self._started_at = event.wall_seconds
+            case Kind.NODE_JOINED if self._ended is not None:
+                # The run goes on from what it had saved.
+                self._started_at, self._ended = event.wall_seconds, None
             case Kind.STEP if event.iteration is not None:
                 self._add_step(event)
             case Kind.EPOCH_CLOSED:
                 self._pace_since = None  # what lies between is no step
+                if data.get("kind") == FailureKind.RESTART:
+                    self._started_at = event.wall_seconds
+            case Kind.EPOCH_DECIDED if "forgotten_from" in data:
+                self._iteration = min(self._iteration, int(data["forgotten_from"]) - 1)
             case Kind.RECOVERED:
                 kind = str(data.get("kind", "")) or "unknown"
                 self._recoveries.setdefault(kind, []).append(float(data.get("seconds") or 0.0))
@@ -116,9 +124,11 @@ class Samples:
         if self._checkpoint is not None:
             yield _gauge("checkpoint_iteration", "The newest durable one.", self._checkpoint)
         yield from self._counters()
-        yield from self._times(now if self._ended is None else None)
-        if status is not None and status.get("phase") != "over":
-            yield from _of_status(status)
+        # Where nobody answers, nobody knows what nodes do since the newest event.
+        yield from self._times(None if status is None else now)
+        if status is not None:
+            with contextlib.suppress(*DAMAGE):  # of a coordinator of another version
+                yield from list(_of_status(status))
 
     def _counters(self) -> Iterator[Metric]:
         text = "Recoveries by kind of failure."

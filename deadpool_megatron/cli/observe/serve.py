@@ -8,6 +8,7 @@ import hmac
 import json
 import secrets
 import socket
+import sys
 import threading
 import time
 from http import HTTPStatus
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from deadpool_megatron.cli.common import LOOK_SECONDS, CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
+from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import DAMAGE
 
 _DESCRIPTION = """\
 Shows a run on one page: nodes and roles, iteration and loss, protection, the timeline of each
@@ -73,7 +76,7 @@ class Watched:
 
     def __init__(self, run: RunDirectory) -> None:
         """Raises RunDirectoryError when there is no run."""
-        self._run = run
+        self._asker = Asker(run)
         self._state = PageState(run.read_run(only_to_show=True).run_id)
         self._tail = EventTail(run.events)
         self._lock = threading.Lock()
@@ -87,24 +90,12 @@ class Watched:
                 while events := self._tail.poll():
                     for event in events:
                         # A damaged event costs itself alone.
-                        with contextlib.suppress(
-                            LookupError, TypeError, ValueError, AttributeError
-                        ):
+                        with contextlib.suppress(*DAMAGE):
                             self._state.add(event)
-                found = self._state.to_dict(self._status(), time.time())
+                found = self._state.to_dict(self._asker.status(), time.time())
                 self._made = json.dumps(found, allow_nan=False).encode()
                 self._good_until = time.monotonic() + _LOOK_SECONDS
             return self._made
-
-    def _status(self) -> dict[str, Any] | None:
-        if self._run.final.exists():
-            return None
-        try:
-            answer = ask(self._run, {"command": "status"}, LOOK_SECONDS)
-            status: dict[str, Any] = answer["status"]
-        except CommandError:
-            return None
-        return status if "roles" in status else None
 
 
 def make_server(watched: Watched, host: str, port: int, token: str) -> ThreadingHTTPServer:
@@ -118,7 +109,11 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
 
         def do_GET(self) -> None:
             """Answer one request; without the token nothing is answered but that it is missing."""
-            parts = urlsplit(self.path)
+            try:
+                parts = urlsplit(self.path)
+            except ValueError:
+                self._answer(HTTPStatus.BAD_REQUEST, b"that is no address\n", "text/plain")
+                return
             given = parse_qs(parts.query).get("token", [""])[0]
             if not hmac.compare_digest(given.encode(), token.encode()):
                 self._answer(HTTPStatus.FORBIDDEN, b"the token is missing\n", "text/plain")
@@ -126,7 +121,7 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
                 self._answer(HTTPStatus.OK, watched.answer(), "application/json")
             elif (file := _FILES.get(parts.path)) is not None:
                 name, kind = file
-                body = (_ROOM / name).read_text()
+                body = (_ROOM / name).read_text("utf-8")
                 if name == "page.html":  # data, which no text of a run can end
                     first = watched.answer().decode().replace("<", "\\u003c")
                     body = body.replace("TOKEN", token).replace("FIRST", first)
@@ -151,6 +146,11 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Say nothing of a reader that went away, or that is too slow."""
+            if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+                super().handle_error(request, client_address)
 
     return Server((host, port), Handler)
 

@@ -13,6 +13,7 @@ from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
 from deadpool_megatron.cli.show.story import Interruption, Story
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import DAMAGE, Kind
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -84,19 +85,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _follow(directory: RunDirectory, tracer: Tracer, run_id: str) -> None:
     story, tail, told = Story(), EventTail(directory.events), 0
-    while True:
-        is_over = directory.final.exists()
-        while events := tail.poll():
-            for event in events:
-                # A damaged event costs itself alone.
-                with contextlib.suppress(
-                    LookupError, TypeError, ValueError, AttributeError, OverflowError
-                ):
-                    story.add(event)
+
+    def tell_finished() -> None:
+        nonlocal told
         finished = len(story.failures) - (story.current is not None)
         for interruption in story.failures[told:finished]:
             tell(tracer, interruption, run_id)
         told = max(told, finished)
+
+    while True:
+        is_over = directory.final.exists()
+        while events := tail.poll():
+            for event in events:
+                if event.kind is Kind.EPOCH_CLOSED:
+                    tell_finished()  # the next failure leaves the parts of the last one out
+                # A damaged event costs itself alone.
+                with contextlib.suppress(*DAMAGE):
+                    story.add(event)
+        tell_finished()
         if is_over:
             return
         time.sleep(_LOOK_SECONDS)

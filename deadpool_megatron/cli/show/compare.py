@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cli.show.numbers import Numbers, Step
 from deadpool_megatron.cli.show.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cli.tables import count
@@ -173,7 +175,8 @@ def _shown(text: str) -> str:
     if len(text) == 64 and all(c in "0123456789abcdef" for c in text):
         return text[:12]
     if text.startswith(("0x", "-0x")):
-        return f"{text} ({float.fromhex(text):.9g})"
+        with contextlib.suppress(ValueError, OverflowError):
+            return f"{text} ({float.fromhex(text):.9g})"
     return text
 
 
@@ -234,8 +237,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(comparison.to_dict(), indent=1))
     else:
-        print("\n".join(describe(comparison)))
+        print(shown("\n".join(describe(comparison))))
         note = None if comparison.identical else command_note(args.first, args.second)
         if note is not None:
-            print(note)
+            print(shown(note))
     return 0 if comparison.identical else 1

@@ -23,7 +23,7 @@ from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import DAMAGE, Event, Kind
 
 _STATUS_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -145,7 +145,10 @@ class Follower:
 
     def look(self) -> bool:
         """Tell what is new; return whether there was anything."""
-        events = self._tail.poll()
+        try:
+            events = self._tail.poll()
+        except OSError:  # a run must not end because nobody can be told of it for a moment
+            return False
         for event in events:
             if self._story is not None:
                 self._story.add(event)
@@ -164,7 +167,7 @@ class Follower:
     def _show(self, event: Event) -> None:
         try:
             line = tell(event)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGE as error:
             # Of an agent that has lost its mind; whoever watches must not end the run.
             line = Line(f"event {event.kind} cannot be shown: {error!r}", "red")
         if line is None or self._is_known(event):
@@ -179,7 +182,7 @@ class Follower:
 
     def _count(self, event: Event) -> None:
         # A damaged event costs itself alone.
-        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(*DAMAGE):
             if self._story is None:
                 self._account.add(event)
             self._progress.add(event)

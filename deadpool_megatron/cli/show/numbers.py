@@ -92,9 +92,10 @@ class StepTable(Sequence[TimedStep]):
         for at in range(bisect_left(self._iterations, iteration + 1), len(self)):
             yield self._step(at)
 
-    def times(self) -> Iterator[tuple[int, float]]:
-        """Iteration and wall clock in seconds of each."""
-        return zip(self._iterations, self._walls, strict=True)
+    def times(self, newest: int | None = None) -> Iterator[tuple[int, float]]:
+        """Iteration and wall clock in seconds of each, or of so many newest ones."""
+        at = 0 if newest is None else max(0, len(self) - newest)
+        return zip(self._iterations[at:], self._walls[at:], strict=True)
 
     def __len__(self) -> int:
         return len(self._iterations)

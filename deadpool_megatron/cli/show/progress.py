@@ -34,6 +34,7 @@ class Progress:
             self._recent.clear()  # the next step takes as long as the recovery
         elif event.kind is Kind.EPOCH_DECIDED and "forgotten_from" in event.data:
             self._newest = min(self._newest, int(event.data["forgotten_from"]) - 1)
+            self._recent.clear()  # of what was thrown away, some may have come in since the close
         elif event.kind is Kind.STEP and (event.iteration or 0) > self._newest:
             self._newest = int(event.iteration or 0)
             samples = event.data.get("samples")
@@ -63,7 +64,7 @@ class Progress:
         if found["iterations"] is not None:
             parts.append(f"of {found['iterations']}")
         if found["samples_per_second"] is not None:
-            parts.append(f"{found['samples_per_second']:.3g} samples/s")
+            parts.append(f"{_short(found['samples_per_second'])} samples/s")
         if found["tokens_per_second"] is not None:
             parts.append(f"{_short(found['tokens_per_second'])} tokens/s")
         goodput = self._account.goodput(now)
@@ -94,7 +95,7 @@ def _duration(value: float) -> str:
 
 def _short(number: float) -> str:
     for unit in ("", "k", "M"):
-        if number < 1000:
+        if number < 999.5:  # what is more has four digits
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}G"

@@ -32,7 +32,8 @@ from deadpool_megatron.cli.show.run_result import (
 )
 from deadpool_megatron.cli.show.story import Interruption, Story, summary
 from deadpool_megatron.cli.tables import count, seconds, size, table
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.cleanup import is_here
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, event_files, take_events
 
 # More failures than this share one column of means instead of having one each.
@@ -60,21 +61,20 @@ def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
         return f"{ending}: {result.reason}" if result.reason else ending
     if story.ended is not None:
         return f"ended with exit status {story.ended.data.get('exit_status', '?')}"
-    if not _coordinator_lives(directory):
-        return "not running any more, and without a result: it was killed as a whole"
     failure = story.current
-    if failure is None:
-        return "running"
-    return f"recovering from failure {failure.number}"
-
-
-def _coordinator_lives(directory: Path) -> bool:
+    state = "running" if failure is None else f"recovering from failure {failure.number}"
     try:
-        pid = int(json.loads(RunDirectory(directory).coordinator.read_text())["pid"])
+        coordinator = read_json(RunDirectory(directory).coordinator)
+        if not is_here(coordinator):
+            host = coordinator["hostname"]
+            return f"{state}, as far as its events tell: its coordinator was last on host {host}"
         # The number may have been given to another program since.
-        return b"deadpool" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        cmdline = Path(f"/proc/{int(coordinator['pid'])}/cmdline").read_bytes()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        cmdline = b""
+    if b"deadpool" not in cmdline:
+        return "not running any more, and without a result: it was killed as a whole"
+    return state
 
 
 def describe(directory: Path, story: Story, result: RunResult | None) -> list[str]:

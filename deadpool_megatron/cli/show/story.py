@@ -14,6 +14,7 @@ from typing import Any
 from deadpool_megatron.cli.show.numbers import StepTable
 from deadpool_megatron.cli.show.run_result import FinishedRecovery
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, Kind
 
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
@@ -112,7 +113,6 @@ class Story:
     _losses: list[Event] = field(default_factory=list)
     _stacks: list[Event] = field(default_factory=list)
     _hangs: list[Event] = field(default_factory=list)
-    _drain: Event | None = None
 
     def add(self, event: Event) -> None:
         """Take in one event; a damaged one raises LookupError, TypeError, ValueError,
@@ -130,12 +130,12 @@ class Story:
                 self.started = self.started or event
             case Kind.RUN_ENDED:
                 self.ended = event
+            case Kind.NODE_JOINED:
+                self.ended = None  # the run goes on from what it had saved
             case Kind.STEP:
                 self._add_step(event)
             case Kind.NODE_LOST | Kind.MEMBER_LOST | Kind.VAULT_LOST:
                 self._add_loss(event)
-            case Kind.DRAIN:
-                self._drain = event
             case Kind.EPOCH_CLOSED:
                 self._close(event)
             case Kind.STACK if self.current is None:
@@ -188,11 +188,14 @@ class Story:
         """Losses that closed no epoch: a spare, a vault that was started again."""
         return [*self.ignored_losses, *self._losses]
 
-    def step_seconds(self) -> list[float]:
-        """Time of each step from the one before it, steps struck by a failure left out."""
+    def step_seconds(self, newest: int | None = None) -> list[float]:
+        """Time of each step from the one before it, or of so many newest ones; steps struck by a
+        failure left out.
+        """
+        timed = self.steps.times(None if newest is None else newest + 1)
         began = [failure.began for failure in self.failures]
         found = []
-        for (k, before), (following, after) in itertools.pairwise(self.steps.times()):
+        for (k, before), (following, after) in itertools.pairwise(timed):
             struck = bool(began) and bisect_left(began, before) < bisect_right(began, after)
             if not struck and following == k + 1:
                 found.append(after - before)
@@ -205,8 +208,16 @@ class Story:
         )
 
     def _add_step(self, event: Event) -> None:
-        if event.iteration is not None:
-            self.steps.add(event.iteration, event.data, event.wall_seconds)
+        if event.iteration is None:
+            return
+        failure = self.current
+        is_new = event.iteration > self.last_iteration
+        if failure is not None and failure.opened is not None and is_new:
+            if failure.ended is None:
+                failure.ended = event.wall_seconds  # that it is over is told next
+            else:
+                _end_untold(failure)
+        self.steps.add(event.iteration, event.data, event.wall_seconds)
 
     def _add_loss(self, event: Event) -> None:
         if self.ended is not None:
@@ -219,6 +230,7 @@ class Story:
     def _close(self, event: Event) -> None:
         if self.current is not None:
             self.current.closes += 1
+            self.current.opened = self.current.ended = None
             return
         related = [
             loss
@@ -236,13 +248,13 @@ class Story:
                 cause=str(event.data.get("cause", "")),
                 last_iteration=self.last_iteration,
                 kind=str(event.data.get("kind", "")),
-                planned=self._drain is not None and not related,
+                planned=event.data.get("kind") == FailureKind.DRAINED,
                 losses=related,
                 stacks=self._stacks,
                 hangs=self._hangs,
             )
         )
-        self._losses, self._stacks, self._hangs, self._drain = [], [], [], None
+        self._losses, self._stacks, self._hangs = [], [], []
 
     def _add_to_failure(self, event: Event) -> None:
         """Events of a recovery; re-protection and its exposure may end after the run went on."""
@@ -256,7 +268,7 @@ class Story:
                 if forgotten is not None:
                     self.steps.forget_from(int(forgotten))
             case Kind.EPOCH_OPENED:
-                failure.opened = event
+                failure.opened = failure.opened or event  # a coordinator that took over repeats it
             case Kind.STACK:
                 failure.stacks.append(event)
             case Kind.HANG:
@@ -267,6 +279,8 @@ class Story:
                 failure.parts.append(_member_phase(event))
             case Kind.EXPOSED:
                 seconds = float(event.data.get("seconds", 0.0))
+                if not math.isfinite(seconds):
+                    raise ValueError("exposed for no time")
                 failure.exposed_seconds = max(failure.exposed_seconds, seconds)
             case Kind.RECOVERED:
                 values: dict[str, Any] = {"cause": failure.cause, "epoch": event.epoch}
@@ -278,6 +292,22 @@ class Story:
                     failure.began = min(failure.began, began)
             case _:
                 pass
+
+
+def _end_untold(failure: Interruption) -> None:
+    """Nobody tells that it is over: its coordinator was lost behind the opening."""
+    assert failure.opened is not None
+    assert failure.ended is not None
+    values: dict[str, Any] = {
+        "epoch": failure.opened.epoch,
+        "cause": failure.cause,
+        "generation": failure.generation,
+        "phases": failure.opened.data.get("phases", {}),
+        "seconds": failure.ended - failure.began,
+    }
+    if failure.generation is not None:
+        values["steps_recomputed"] = max(0, failure.last_iteration - failure.generation[1])
+    failure.recovery = FinishedRecovery.from_dict(values)
 
 
 def _member_phase(event: Event) -> MemberPhase:

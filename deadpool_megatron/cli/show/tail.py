@@ -21,19 +21,30 @@ class EventTail:
 
     def poll(self) -> list[Event]:
         """New events in order, without waiting; a line that is not finished is left for later, one
-        that is no event is left out. Of a long file one piece is read, the next one is for the next
-        time.
+        that is no event is left out. Of long files one piece is read, the next one is for the next
+        time. Raises OSError where a file cannot be read; what stands before it was handed over.
         """
-        return [event for path in event_files(self._path) for event in self._added(path)]
+        events, left = list[Event](), _PIECE_BYTES
+        for path in event_files(self._path):
+            try:
+                found = self._added(path, left)
+            except OSError:
+                if events:
+                    break
+                raise
+            events += _events(found[: found.rfind(b"\n") + 1])
+            left -= len(found)
+            if left <= 0:
+                break  # a later file before the rest of this one would be out of order
+        return events
 
-    def _added(self, path: Path) -> list[Event]:
+    def _added(self, path: Path, most: int) -> bytes:
         offset = self._offsets.get(path, 0)
         with open(path, "rb") as file:
             file.seek(offset)
-            found = file.read(_PIECE_BYTES)
-        whole = found[: found.rfind(b"\n") + 1]
-        self._offsets[path] = offset + len(whole)
-        return list(_events(whole))
+            found = file.read(most)
+        self._offsets[path] = offset + found.rfind(b"\n") + 1
+        return found
 
 
 def _events(lines: bytes) -> Iterator[Event]:

@@ -9,6 +9,7 @@ import pytest
 
 import deadpool_megatron
 from deadpool_megatron.cli import main
+from deadpool_megatron.cli.control import commands
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -105,3 +106,16 @@ def test_values_of_other_files_that_nobody_wrote(
     open_journal(Settings(), "0123abcd", run.journal).write("term", 1, {})
     status, _, err = said(capsys, "status", str(run.path))
     assert (status, len(err.splitlines())) == (2, 1)
+
+
+def test_a_status_of_another_version_is_told_in_a_line(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The package was renewed under a run that goes on."""
+    status = {"phase": "running", "waiting_for": "", "epoch": 3}
+    monkeypatch.setattr(commands, "ask", lambda *_: {"status": status})
+    assert main(["status", str(run.path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "another version" in line
+    assert main(["status", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == status

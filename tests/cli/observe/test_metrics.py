@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import socket
@@ -16,19 +18,22 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import prometheus_client
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.observe import serve
+from deadpool_megatron.cli.observe import metrics, serve
 from deadpool_megatron.cli.observe.metrics import Watched
+from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
-from deadpool_megatron.events import Event, Kind, take_events
+from deadpool_megatron.events import Event, Kind, take_events, to_line
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
 from tests.cluster.running import Run, environment, send
@@ -236,3 +241,161 @@ def test_addresses_that_are_none(
 ) -> None:
     assert cli.main(["metrics", str(tmp_path), "--listen", text]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def value_of(samples: Samples, name: str, status: dict[str, Any] | None, now: float) -> float:
+    """The only value of a metric."""
+    (found,) = (m for m in samples.metrics(status, now) if m.name == f"deadpool_{name}")
+    return found.samples[0].value
+
+
+def trained(steps: int) -> list[Event]:
+    """A node that trains one iteration a second."""
+    joined = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
+    opened = Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0)
+    return [joined, opened, *(step(k, 10.0 + k) for k in range(1, steps + 1))]
+
+
+def step(iteration: int, at: float) -> Event:
+    return Event(Kind.STEP, 1, iteration=iteration, wall_seconds=at)
+
+
+def test_a_run_that_is_started_again_has_not_ended() -> None:
+    """With an exit status no alert would fire for the rest of the run."""
+    samples = Samples("run", "version")
+    ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0)
+    for event in [*trained(5), ended]:
+        samples.add(event)
+    assert value_of(samples, "exit_status", None, 31.0) == 75
+    for event in trained(5):
+        samples.add(event)
+    assert "deadpool_exit_status" not in [m.name for m in samples.metrics(None, 100.0)]
+
+
+def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
+    samples = Samples("run", "version")
+    for event in trained(10):
+        samples.add(event)
+    assert value_of(samples, "goodput_ratio", None, 1e6) == pytest.approx(0.5)
+
+
+def test_steps_that_are_thrown_away_are_not_the_newest() -> None:
+    samples = Samples("run", "version")
+    forgotten = Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 6}, wall_seconds=21.0)
+    for event in [*trained(10), forgotten]:
+        samples.add(event)
+    assert value_of(samples, "iteration", None, 22.0) == 5
+
+
+@pytest.fixture
+def silent_run(tmp_path: Path) -> RunDirectory:
+    """A run that has written some events, and whose coordinator is away."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings(), "/dev/shm/x")
+    (run.path / "run.json").write_text(json.dumps(info.to_dict()))
+    run.events.write_bytes(b"".join(map(to_line, trained(5))))
+    write_json(run.coordinator, {"host": "127.0.0.1", "port": free_port(), "pid": 1})
+    return run
+
+
+@pytest.mark.parametrize("what", ["no secret", "another version", "directory gone"])
+def test_a_coordinator_that_cannot_be_asked_costs_its_answer_alone(
+    silent_run: RunDirectory, what: str
+) -> None:
+    watched, page = Watched(silent_run), serve.Watched(silent_run)
+    if what == "another version":
+        (silent_run.path / "run.json").write_text('{"settings": {"of_tomorrow": 1}}')
+    elif what == "directory gone":
+        shutil.rmtree(silent_run.path)
+    found = {metric.name: metric.samples[0].value for metric in watched.collect()}
+    assert found["deadpool_up"] == 0.0
+    assert json.loads(page.answer())["status"] is None
+
+
+def test_a_number_beyond_all_floats_costs_its_event_alone(silent_run: RunDirectory) -> None:
+    bad = Event(Kind.STEP, 1, iteration=6, data={"loss": "0x1p+5000"}, wall_seconds=16.0)
+    with open(silent_run.events, "ab") as file:
+        file.write(to_line(bad) + to_line(step(7, 17.0)))
+    found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
+    assert found["deadpool_iteration"] == 7
+
+
+def test_a_disk_that_is_full_for_a_moment_does_not_end_the_textfile(
+    silent_run: RunDirectory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write, answers = prometheus_client.write_to_textfile, iter([None, True, True, None])
+
+    def full_for_a_moment(path: str, registry: Any) -> None:
+        if next(answers, None):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, registry)
+        tries.append(path)
+        silent_run.final.write_text("{}")  # the run is over
+
+    tries: list[str] = []
+    textfile = tmp_path / "deadpool.prom"
+    monkeypatch.setattr(prometheus_client, "write_to_textfile", full_for_a_moment)
+    monkeypatch.setattr(metrics, "_INTERVAL_SECONDS", 0.05)
+    words = ["--textfile", str(textfile), "--linger-seconds", "1"]
+    assert cli.main(["metrics", str(silent_run.path), *words]) == 0
+    assert len(tries) > 1
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_textfile_that_cannot_be_written_at_all(
+    silent_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--textfile", str(silent_run.path / "none" / "deadpool.prom")]
+    assert cli.main(["metrics", str(silent_run.path), *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_is_started_again_says_when(ended: bool) -> None:
+    samples = Samples("run", "version")
+    samples.add(Event(Kind.RUN_STARTED, wall_seconds=1.0))
+    for event in trained(5):
+        samples.add(event)
+    if ended:
+        samples.add(Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0))
+        samples.add(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=100.0))
+    else:
+        samples.add(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=99.0))
+        samples.add(Event(Kind.EPOCH_CLOSED, 1, data={"kind": "restart"}, wall_seconds=100.0))
+    assert value_of(samples, "start_timestamp_seconds", None, 101.0) == 100.0
+
+
+def test_a_status_of_another_version_costs_itself_alone() -> None:
+    samples, page = Samples("run", "version"), PageState("run")
+    for event in trained(5):
+        samples.add(event)
+        page.add(event)
+    status = {"phase": "running", "roles": {}, "nodes": {"0": {"host": "b0"}}}
+    found = {metric.name: metric.samples for metric in samples.metrics(status, 16.0)}
+    assert found["deadpool_up"][0].value == 1.0
+    assert found["deadpool_iteration"][0].value == 5
+    assert page.to_dict(status, 16.0)["iteration"] == 5
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.inf),
+        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.nan),
+        Event(Kind.EXPOSED, 1, data={"seconds": math.inf}, wall_seconds=16.0),
+    ],
+)
+def test_a_time_that_is_no_number_costs_its_event_alone(
+    silent_run: RunDirectory, bad: Event
+) -> None:
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost"}, wall_seconds=15.5)
+    with open(silent_run.events, "ab") as file:
+        file.write(to_line(closed) + to_line(bad) + to_line(step(7, 17.0)))
+    found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
+    assert found["deadpool_last_step_timestamp_seconds"] == 17.0
+    assert 0.0 < found["deadpool_goodput_ratio"] < 1.0
+    assert json.loads(serve.Watched(silent_run).answer())["iteration"] == 7

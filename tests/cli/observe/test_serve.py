@@ -6,6 +6,8 @@ import html
 import json
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -259,3 +261,69 @@ def test_addresses_that_cannot_be_listened_on(
     for text in ("8800", "127.0.0.1:99999"):
         assert cli.main(["serve", str(tmp_path), "--listen", text]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
+    state = PageState("run")
+    joined = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
+    opened = Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0)
+    step = Event(Kind.STEP, 1, iteration=1, data={"loss": "0x1p+1"}, wall_seconds=20.0)
+    for event in (joined, opened, step):
+        state.add(event)
+    shown = state.to_dict(None, 1e6)
+    assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
+    assert shown["goodput"] == 0.5
+
+
+def test_the_pace_is_that_of_the_newest_steps() -> None:
+    """As the time left is: a run that has become slow after months shows it."""
+    state, now = PageState("run"), 0.0
+    for iteration in range(1, 1061):
+        now += 1.0 if iteration <= 1000 else 3.0
+        state.add(Event(Kind.STEP, iteration=iteration, wall_seconds=now))
+    assert state.to_dict(None, now)["step_seconds"] == 3.0
+
+
+@pytest.mark.parametrize("target", ["http://[", "//[?token=x", "/state?token=" + "%ff" * 9])
+def test_an_address_that_is_none_is_answered(
+    target: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By whoever reaches the port, without the token."""
+    with served({}) as address, socket.create_connection(place_of(address), 10) as client:
+        client.sendall(f"GET {target} HTTP/1.0\r\n\r\n".encode())
+        assert client.makefile("rb").readline().split()[1] in (b"400", b"403")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_reader_that_goes_away_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """A closed tab of a browser leaves nothing on the terminal."""
+    large = {"text": "x" * (16 << 20)}
+    with served(large) as address, socket.create_connection(place_of(address), 10) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(f"GET /state?token={TOKEN} HTTP/1.0\r\n\r\n".encode())
+        assert client.recv(1)
+        client.close()
+        wait_for("the thread of the request to end", lambda: not requests())
+    assert capfd.readouterr().err == ""
+
+
+def requests() -> list[str]:
+    return [one.name for one in threading.enumerate() if "process_request" in one.name]
+
+
+def place_of(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+def test_the_page_is_the_same_in_every_locale() -> None:
+    program = (
+        "from tests.cli.observe.test_serve import TOKEN, get, served\n"
+        "with served({}) as address:\n"
+        "    status, body, _ = get(f'{address}/page.js?token={TOKEN}')\n"
+        "assert status == 200 and '\\u2013' in body.decode('utf-8'), status\n"
+    )
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**environment(), **plain}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

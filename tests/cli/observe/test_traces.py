@@ -146,3 +146,18 @@ def test_a_slow_collector_gets_every_span_of_a_large_recovery(
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["traces", str(tmp_path / "none")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_follower_that_comes_late_tells_the_phases_of_each_recovery(
+    collector: Collector, tmp_path: Path
+) -> None:
+    directory = finished(tmp_path / "run")
+    struck = [e for k in (2, 4, 6) for e in synthetic_run.recovery_events(k, 9.0 * k)]
+    (directory / "events.jsonl").write_bytes(b"".join(map(to_line, struck)))
+    assert cli.main(["traces", str(directory), "--endpoint", collector.endpoint]) == 0
+    roots = {span.span_id for span in collector.spans if span.name == "recovery"}
+    assert len(roots) == 3
+    restored = [span.parent_span_id for span in collector.spans if span.name == "restore"]
+    assert {root: restored.count(root) for root in roots} == dict.fromkeys(
+        roots, synthetic_run.WORLD_SIZE
+    )

@@ -165,3 +165,17 @@ def test_bad_input_is_one_clear_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert said in error
+
+
+@pytest.mark.parametrize("loss", ["0xzz", "\x1b[31mred", "0x1p+5000"])
+def test_a_loss_that_is_none_is_shown_as_it_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str
+) -> None:
+    first = write_run(tmp_path / "first")
+    change = put(loss, "numbers", "evaluation", 10, "loss")
+    second = write_run(tmp_path / "second", change=change)
+    assert compare.run(parse(str(first), str(second))) == 1
+    told = capsys.readouterr().out
+    assert "first difference: iteration 10: evaluation loss" in told
+    assert "\x1b" not in told
+    assert loss.lstrip("\x1b") in told

@@ -149,3 +149,23 @@ def test_a_terminal_has_lines_above_one_status() -> None:
     for part in ("step 1", "step 2", "a line", "behind it"):
         assert part in text
     assert text.count("behind it") == 2
+
+
+def test_a_loss_beyond_all_floats_ends_nothing(tmp_path: Path) -> None:
+    step = Event(Kind.STEP, iteration=1, data={"loss": "0x1p+5000"})
+    heard = followed(tmp_path, [step, Event(Kind.EPOCH_OPENED, epoch=1)])
+    assert [line.split()[0] for line in heard.lines] == ["event", "epoch"]
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_ends_nothing(tmp_path: Path) -> None:
+    """``deadpool run`` tells its own events: the run must not end with them."""
+    first, second = tmp_path / "events.jsonl", tmp_path / "events-0002.jsonl"
+    first.write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=1)))
+    second.symlink_to(tmp_path / "away")
+    heard = Heard()
+    follower = Follower(RunDirectory(tmp_path), heard)
+    assert follower.look()
+    assert not follower.look()
+    (tmp_path / "away").write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=2)))
+    assert follower.look()
+    assert heard.lines == ["epoch 1 open", "epoch 2 open"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,8 @@ def test_a_lost_spare_is_not_the_cause_of_a_later_failure() -> None:
 def test_a_drain_is_a_planned_swap() -> None:
     events = [e for e in struck_events() if e.kind is not Kind.NODE_LOST]
     closed = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_CLOSED)
-    events.insert(closed, Event(Kind.DRAIN, epoch=1, node=0))
+    told = {**events[closed].data, "kind": FailureKind.DRAINED}
+    events[closed] = replace(events[closed], data=told)
     story = story_of(events)
     title, *facts = report.describe_failure(story.failures[0], story)
     assert title == f"Planned swap 1: {story.failures[0].cause}"
@@ -231,3 +233,46 @@ def test_summary_is_untrimmed_and_by_nearest_rank() -> None:
     assert found["p99"] == 100.0
     assert found["max"] == 1000.0
     assert math.isclose(found["mean"], (5050 + 1000) / 101)
+
+
+def test_a_run_that_is_started_again_has_not_ended(tmp_path: Path) -> None:
+    """It ended with its state in memory, was started again, and has lost a node since."""
+    first = list(events_of(3, None, 0.0, began=1000.0))
+    joined = Event(Kind.NODE_JOINED, 1, 0, data={"spare": False}, wall_seconds=1100.0)
+    lost = Event(Kind.NODE_LOST, 1, 0, data={"cause": "gone"}, wall_seconds=1101.0)
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"cause": "gone"}, wall_seconds=1101.0)
+    story = story_of([*first, joined, lost, closed])
+    assert [loss.node for loss in story.failures[0].losses] == [0]
+    assert "exit status" not in report.state_of(tmp_path, story, None)
+
+
+def test_a_recovery_of_which_nobody_tells_the_end_is_over_all_the_same() -> None:
+    """Its coordinator was lost behind the opening, and the next one knows of no recovery."""
+    events = [e for e in struck_events() if e.kind not in (Kind.RECOVERED, Kind.RUN_ENDED)]
+    story = story_of(events)
+    assert story.current is None
+    (failure,) = story.failures
+    assert failure.recovery is not None
+    assert failure.recovery.seconds == pytest.approx(0.899, abs=0.02)  # but for the detection
+    assert failure.recovery.steps_recomputed == 0
+    later = Event(Kind.EPOCH_CLOSED, 2, data={"cause": "again"}, wall_seconds=1100.0)
+    story.add(later)
+    assert [one.closes for one in story.failures] == [1, 1]
+
+
+def test_a_coordinator_on_another_host_is_not_looked_for_here(tmp_path: Path) -> None:
+    """As on a login node: nothing is known of processes elsewhere."""
+    run = write_run(tmp_path / "run", strike=6)
+    (run / "final.json").unlink()
+    place = {"host": "10.0.0.1", "port": 1, "pid": 2**22 + 1, "hostname": "b7", "started": {}}
+    (run / "coordinator.json").write_text(json.dumps(place))
+    story = story_of([e for e in struck_events() if e.kind is not Kind.RUN_ENDED])
+    state = report.state_of(run, story, None)
+    assert state == "running, as far as its events tell: its coordinator was last on host b7"
+
+
+def test_a_failure_behind_a_drain_that_did_not_come_about_is_no_planned_swap() -> None:
+    drain = Event(Kind.DRAIN, 1, 0, wall_seconds=1000.0)
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "hang", "cause": "x"}, wall_seconds=9000.0)
+    (failure,) = story_of([drain, closed]).failures
+    assert not failure.planned

@@ -75,6 +75,9 @@ class _Stay:
     until: float | None = None
     again: float | None = None
 
+    def is_back(self) -> bool:
+        return self.again is not None and self.again >= self.since
+
     def seconds(self, now: float) -> float:
         return max(0.0, (now if self.until is None else self.until) - self.since)
 
@@ -91,7 +94,10 @@ class Account:
         self._newest = 0.0
         self._closed_at = 0.0
         self._waited_seconds = 0.0
+        self._newest_step = 0
         self._is_replaying = False
+        # Whether the first step since the opening was new; None before there was one.
+        self._first_is_new: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form of all there is to know of the events so far; it grows with the nodes alone."""
@@ -104,7 +110,9 @@ class Account:
             "newest": self._newest,
             "closed_at": self._closed_at,
             "waited_seconds": self._waited_seconds,
+            "newest_step": self._newest_step,
             "is_replaying": self._is_replaying,
+            "first_is_new": self._first_is_new,
         }
 
     @staticmethod
@@ -121,7 +129,9 @@ class Account:
         account._newest = float(values["newest"])
         account._closed_at = float(values["closed_at"])
         account._waited_seconds = float(values["waited_seconds"])
+        account._newest_step = int(values.get("newest_step", 0))  # an older version has none
         account._is_replaying = bool(values["is_replaying"])
+        account._first_is_new = values.get("first_is_new")
         account.seconds()  # what is no stay fails here, not later
         return account
 
@@ -140,14 +150,18 @@ class Account:
                 stay = self._stays.pop(event.node)
                 stay.until = at
                 self._left.append(stay)
-            case Kind.STEP if not self._is_replaying:
-                self._settle(at, {Use.TRAINING: 1.0})
+            case Kind.STEP:
+                self._step(at, event.iteration or 0)
             case Kind.SEGMENT:
                 self._end_segment(at, event)
             case Kind.EPOCH_CLOSED:
                 self._close(at, str(event.data.get("kind", "")))
-            case Kind.EPOCH_DECIDED if self._closed_at:
-                self._waited_seconds = at - self._closed_at
+            case Kind.EPOCH_DECIDED:
+                if self._closed_at:
+                    self._waited_seconds = at - self._closed_at
+                if "forgotten_from" in event.data:
+                    kept = int(event.data["forgotten_from"]) - 1
+                    self._newest_step = min(self._newest_step, kept)
             case Kind.EPOCH_OPENED:
                 self._open(at, event.data.get("phases", {}))
             case Kind.RECOVERED:
@@ -193,6 +207,16 @@ class Account:
             stay.since += seconds
         self._left.clear()
 
+    def _step(self, at: float, iteration: int) -> None:
+        is_new = iteration > self._newest_step
+        self._newest_step = max(self._newest_step, iteration)
+        if self._is_replaying and self._first_is_new is None:
+            self._first_is_new = is_new  # the end of the recovery is told next
+            return
+        # Where it was not, its coordinator was lost, and nobody will tell it.
+        self._is_replaying = False
+        self._settle(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
+
     def _end_segment(self, at: float, event: Event) -> None:
         """What lies between the last step and this is the segment, but for some microseconds."""
         is_save = event.data.get("boundary") == "save"
@@ -202,8 +226,10 @@ class Account:
         if self._closed_at:  # another failure before the last one was over
             self._settle(at, {Use.OTHER_RECOVERY: 1.0})
             return
-        if kind == FailureKind.RESTART:  # the run was away
-            for stay in self._stays.values():
+        if kind == FailureKind.RESTART:  # the run was away; who did not come back was not there
+            self._stays = {node: stay for node, stay in self._stays.items() if stay.is_back()}
+            self._left = [stay for stay in self._left if stay.is_back()]
+            for stay in [*self._stays.values(), *self._left]:
                 stay.since = max(stay.since, stay.again or 0.0)
         self._settle(at, {_BEFORE_CLOSE.get(kind, Use.RECOMPUTED): 1.0})
         self._closed_at, self._now = at, Use.OTHER_RECOVERY
@@ -229,12 +255,15 @@ class Account:
             shares = {use: share / total for use, share in shares.items()}
         shares[Use.OTHER_RECOVERY] = max(0.0, 1.0 - total)
         self._settle(at, shares)
-        self._closed_at, self._now, self._is_replaying = 0.0, Use.TRAINING, True
+        self._closed_at, self._now = 0.0, Use.TRAINING
+        self._is_replaying, self._first_is_new = True, None
 
     def _go_on(self, at: float, event: Event) -> None:
-        """Of the steps since the epoch opened, the last one is new."""
+        """Of the steps since the epoch opened, the last one is new; none is where steps come of so
+        long ago that their numbers are told once more.
+        """
         again = int(event.data.get("steps_recomputed") or 0)
-        new = 1.0 / (again + 1)
+        new = 0.0 if self._first_is_new is False else 1.0 / (again + 1)
         self._settle(at, {Use.TRAINING: new, Use.RECOMPUTED: 1.0 - new})
         self._is_replaying = False
         for _old, seat in event.data.get("seats_changed", {}).values():

@@ -20,7 +20,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
-from deadpool_megatron.events import Event, Place, files_behind, parse_line
+from deadpool_megatron.events import DAMAGE, Event, Place, files_behind, parse_line
 
 _KEEP_SECONDS = 60.0
 # More than is written between two states that are kept, by far; what is behind an older one, or
@@ -31,7 +31,6 @@ _AT_ONCE = 200
 _PAUSE_SECONDS = 0.02
 # So many new events are kept while earlier ones are read; above that there is no account.
 _MOST_WAITING = 20_000
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class LiveAccount:
@@ -127,7 +126,7 @@ class LiveAccount:
     def _read(self) -> Account | None:
         """Return the account of all earlier terms; None where that would take too long."""
         account, place = Account(), Place()
-        with contextlib.suppress(OSError, *_DAMAGE):  # or its writer's host has died with it
+        with contextlib.suppress(OSError, *DAMAGE):  # or its writer's host has died with it
             kept = read_json(self._path)
             there = Place(int(kept["place"]["term"]), int(kept["place"]["nbytes"]))
             account, place = Account.from_dict(kept["account"]), there
@@ -148,7 +147,7 @@ class LiveAccount:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 return  # of a writer that was killed
-            with contextlib.suppress(*_DAMAGE):
+            with contextlib.suppress(*DAMAGE):
                 _add(account, parse_line(line))
             if number % _AT_ONCE == 0:
                 self._hurry.wait(_PAUSE_SECONDS)
@@ -156,6 +155,6 @@ class LiveAccount:
 
 def _add(account: Account | None, event: Event) -> None:
     # A damaged event costs itself alone, as in the report.
-    with contextlib.suppress(*_DAMAGE):
+    with contextlib.suppress(*DAMAGE):
         if account is not None:
             account.add(event)

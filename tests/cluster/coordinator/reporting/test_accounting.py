@@ -171,3 +171,37 @@ def test_nothing_is_counted_twice_or_forgotten(story: list[tuple[Kind, float]]) 
         after = found.settled()
         assert all(after[use] >= before[use] for use in Use)
         before = after
+
+
+def test_a_recovery_of_which_nobody_tells_the_end() -> None:
+    """Its coordinator was lost behind the opening, and the next one knows of no recovery."""
+    untold = recovery(15.0, again=0)[:-1]
+    joined = [event(Kind.NODE_JOINED, 22.0, node=n) for n in (0, 2)]
+    more = [event(Kind.STEP, 21.0 + 2.0 * k, iteration=3 + k, epoch=2) for k in range(1, 11)]
+    later = event(Kind.EPOCH_CLOSED, 42.0, kind="node-lost")
+    found = account([*started(), *untold, *joined, *more, later]).seconds()
+    # Ten steps of two nodes, of two seconds each; and what was cut off before both closes.
+    assert found[Use.TRAINING] == pytest.approx(40.0, abs=4.0)
+    assert found[Use.RECOMPUTED] == pytest.approx(10.0 + 2.0)
+
+
+def test_steps_of_long_ago_are_no_new_ones() -> None:
+    """After a return to an old checkpoint steps come whose numbers nobody has any more."""
+    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k, epoch=1) for k in range(1, 101)]
+    closed = event(Kind.EPOCH_CLOSED, 210.0, kind="node-lost")
+    opened = event(Kind.EPOCH_OPENED, 215.0, epoch=2, phases={"close": 5.0})
+    again = [event(Kind.STEP, 215.0 + 2 * k, iteration=20 + k, epoch=2) for k in range(1, 91)]
+    told = event(Kind.RECOVERED, 217.0, steps_recomputed=80, epoch=2)
+    found = account([*started(), *steps, closed, opened, again[0], told, *again[1:]]).seconds()
+    assert found[Use.RECOMPUTED] == pytest.approx(80 * 4.0, abs=0.1)
+    assert found[Use.TRAINING] == pytest.approx((100 + 10) * 4.0, abs=0.1)
+
+
+def test_nodes_that_stay_away_were_not_there_meanwhile() -> None:
+    """The run was away as a whole, and is started again on other nodes."""
+    step = event(Kind.STEP, 12.0, iteration=1)
+    joined = [event(Kind.NODE_JOINED, 1000.0, node=n) for n in (3, 4)]
+    lost = [event(Kind.NODE_LOST, 1002.0, node=n) for n in (0, 1, 2)]
+    closed = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
+    found = account([*started(), step, *joined, *lost, closed])
+    assert spent(found) == {"start": 20.0 + 6.0, "training": 4.0, "spare": 12.0}
