@@ -112,9 +112,10 @@ def make_valid(
     try:
         check_save(temporary, final)
         if temporary == final:
-            _sync(final)  # its writer has synced the files
+            _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
             _require(counts())
             _note(run, _SAVED, final)
+            _sync(final.parent)
         else:
             if not _has_named(run, final):
                 _give_name(temporary, final, run, run_id, counts)

@@ -1,0 +1,63 @@
+"""What a run counts on is on the disk before anything names it, and outlives a power failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.checkpoints import durable
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import make_valid
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.layout.records import Generation, Restore
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files and directories that were synced, in order, by the names that they had then."""
+    found: list[Path] = []
+    fsync = os.fsync
+
+    def note(handle: int) -> None:
+        fsync(handle)
+        found.append(Path(f"/proc/self/fd/{handle}").readlink())
+
+    monkeypatch.setattr(os, "fsync", note)
+    return found
+
+
+def synced_before(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, synced: list[Path]
+) -> list[set[Path]]:
+    """What had been synced at each call of a function."""
+    found: list[set[Path]] = []
+    original: Callable[..., Any] = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found.append(set(synced))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, call)
+    return found
+
+
+def saved_at(iteration: int, path: Path) -> Restore:
+    return Restore("durable", Generation(1, iteration), "save", str(path))
+
+
+def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[Path]
+) -> None:
+    """As Megatron saves: it syncs the tensors, but neither common.pt nor metadata.json."""
+    run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
+    saved.mkdir(parents=True)
+    files = [saved / name for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json")]
+    for path in files:
+        path.write_text("x")
+    before = synced_before(monkeypatch, durable, "write_json", synced)
+    make_valid(saved, saved, saved_at(4, saved), run, "run")
+    (on_disk,) = before
+    assert {*files, saved, saved.parent} <= on_disk
