@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import make_valid
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import make_valid, publish_export
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, unfinished_export
 from deadpool_megatron.layout.records import Generation, Restore
 
 
@@ -61,3 +61,26 @@ def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
     make_valid(saved, saved, saved_at(4, saved), run, "run")
     (on_disk,) = before
     assert {*files, saved, saved.parent} <= on_disk
+
+
+def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[Path]
+) -> None:
+    run, replaced = RunDirectory(tmp_path / "run"), dict[Path, int]()
+    replace = Path.replace
+
+    def note(path: Path, target: Path) -> Path:
+        answer = replace(path, target)
+        replaced[target] = len(synced)
+        return answer
+
+    monkeypatch.setattr(Path, "replace", note)
+    final = tmp_path / "exports" / "iter_0000004"
+    unfinished = unfinished_export(final.parent, "run", "1.1")
+    unfinished.mkdir(parents=True)
+    run.path.mkdir()
+    publish_export(unfinished, final, saved_at(4, final), run, "run")
+    tracker = final.parent / "latest_checkpointed_iteration.txt"
+    assert set(replaced) == {tracker, run.latest}
+    for path, moment in replaced.items():
+        assert path.parent in synced[moment:], path

@@ -306,7 +306,8 @@ def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
 
 def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) -> None:
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
-    also after a power failure, which may leave the new name on nothing; blocks for the disk."""
+    the new one after a power failure, too, which may leave the name on nothing, or on the old one;
+    blocks for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
     with os.fdopen(handle, "w") as file:
@@ -315,6 +316,17 @@ def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) 
             file.flush()
             os.fsync(file.fileno())
     temporary.replace(path)
+    if lasting:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file or the names in a directory on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_once(path: Path, content: bytes, mode: int) -> bool:

@@ -25,6 +25,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     EXPORT_PREFIX,
     RunDirectory,
     read_json,
+    sync,
     unfinished_export,
     write_json,
 )
@@ -115,12 +116,12 @@ def make_valid(
             _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
             _require(counts())
             _note(run, _SAVED, final)
-            _sync(final.parent)
+            sync(final.parent)
         else:
             if not _has_named(run, final):
                 _give_name(temporary, final, run, run_id, counts)
             _note(run, _SAVED, final)
-            _sync(final.parent)
+            sync(final.parent)
             shutil.rmtree(temporary, ignore_errors=True)
         for leftover in final.parent.glob(".iter_*.epoch*"):
             # Of saves that a failure interrupted. Those of this epoch and of later ones may be
@@ -188,8 +189,9 @@ def publish_export(
         if _number_in(tracker) < iteration:
             following = tracker.with_name(f".{tracker.name}.new")
             following.write_text(str(iteration))
-            _sync(following)
+            sync(following)
             following.replace(tracker)
+            sync(tracker.parent)
         if _newest_in(run.latest) < iteration:
             write_json(run.latest, restore.to_dict(), lasting=True)
         for leftover in final.parent.glob(f"{EXPORT_PREFIX}{run_id}-*"):
@@ -303,18 +305,10 @@ def _epoch_of(unfinished: Path) -> int:
 def _sync_all(temporary: Path) -> None:
     for path in sorted(temporary.rglob("*")):
         if path.is_file():
-            _sync(path)
-    _sync(temporary)
+            sync(path)
+    sync(temporary)
 
 
 def _rename(temporary: Path, final: Path) -> None:
     temporary.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(final.parent)
