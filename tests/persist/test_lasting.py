@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import make_valid, publish_export
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+    make_valid,
+    publish_export,
+    remember_and_prune,
+)
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, unfinished_export
 from deadpool_megatron.layout.records import Generation, Restore
 
@@ -84,3 +88,38 @@ def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
     assert set(replaced) == {tracker, run.latest}
     for path, moment in replaced.items():
         assert path.parent in synced[moment:], path
+
+
+def exported(run: RunDirectory, folder: Path, iteration: int) -> Path:
+    """An export that becomes valid; older ones are pruned, down to one."""
+    final = folder / f"iter_{iteration:07d}"
+    unfinished = unfinished_export(folder, "run", "1.1")
+    unfinished.mkdir(parents=True)
+    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
+    remember_and_prune(run, "run", final, 1, ())
+    return final
+
+
+def test_a_checkpoint_that_its_tracker_names_is_not_pruned(tmp_path: Path) -> None:
+    """As after a start with another directory for exports: no newer one comes to the first."""
+    run, first, second = RunDirectory(tmp_path), tmp_path / "first", tmp_path / "second"
+    gone, kept = exported(run, first, 4), exported(run, first, 8)
+    assert not gone.exists()
+    assert (first / "latest_checkpointed_iteration.txt").read_text() == "8"
+    newest = [exported(run, second, iteration) for iteration in (12, 16)][-1]
+    assert kept.is_dir()
+    assert list(second.glob("iter_*")) == [newest]
+
+
+def test_a_tracker_that_names_nothing_is_no_newer_checkpoint(tmp_path: Path) -> None:
+    """As after somebody has removed checkpoints that training had gone wrong before."""
+    run, folder = RunDirectory(tmp_path), tmp_path / "exports"
+    folder.mkdir()
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.write_text("500")
+    exported(run, folder, 4)
+    assert tracker.read_text() == "4"
+    tracker.write_text("500")
+    (folder / "iter_0000500").mkdir()
+    exported(run, folder, 8)
+    assert tracker.read_text() == "500"

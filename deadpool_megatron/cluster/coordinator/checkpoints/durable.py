@@ -186,7 +186,7 @@ def publish_export(
                 " another directory (deadpool persist RUN TO, --deadpool-persist-directory)"
             )
         tracker = final.parent / _TRACKER
-        if _number_in(tracker) < iteration:
+        if _newest_by(tracker) < iteration:
             following = tracker.with_name(f".{tracker.name}.new")
             following.write_text(str(iteration))
             sync(following)
@@ -223,7 +223,7 @@ def remember_and_prune(
         listed = [*(path for path in listed if path != str(final)), str(final)]
         # What the program itself saved under such a name is its own.
         listed = [path for path in listed if f"{_SAVED} {path}" not in named]
-        gone = to_prune(listed, keep, needed)
+        gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
             doomed = unfinished_export(path.parent, run_id, path.name)
@@ -275,11 +275,19 @@ def _named(run: RunDirectory) -> frozenset[str]:
         return frozenset()
 
 
-def _number_in(tracker: Path) -> int:
+def _newest_by(tracker: Path) -> int:
+    """Iteration of what it names; -1 for nothing, or for what somebody has removed."""
     try:
-        return int(tracker.read_text())
+        number = int(tracker.read_text())
     except (FileNotFoundError, ValueError):
         return -1
+    return number if (tracker.parent / f"iter_{number:07d}").is_dir() else -1
+
+
+def _tracked(checkpoints: Sequence[str]) -> set[str]:
+    """What the trackers in the directories of these checkpoints name: ``--load`` asks for it."""
+    folders = {Path(path).parent for path in checkpoints}
+    return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
 
 
 def _newest_in(latest: Path) -> int:
