@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,16 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+    DurableError,
     make_valid,
     publish_export,
     remember_and_prune,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, unfinished_export
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    unfinished_export,
+    write_json,
+)
 from deadpool_megatron.layout.records import Generation, Restore
 
 
@@ -123,3 +129,27 @@ def test_a_tracker_that_names_nothing_is_no_newer_checkpoint(tmp_path: Path) -> 
     (folder / "iter_0000500").mkdir()
     exported(run, folder, 8)
     assert tracker.read_text() == "500"
+
+
+def test_a_full_disk_is_told_with_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a write names no file. Nothing half is left beside the run's files either."""
+    run, folder = RunDirectory(tmp_path / "run"), tmp_path / "exports"
+    run.path.mkdir()
+    written = folder / "iter_0000004"
+    written.mkdir(parents=True)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DurableError, match=f"{written}: No space left on device"):
+        make_valid(written, written, saved_at(4, written), run, "run")
+    unfinished = unfinished_export(folder, "run", "1.1")
+    unfinished.mkdir()
+    with pytest.raises(DurableError, match="iter_0000008: No space left on device"):
+        publish_export(unfinished, folder / "iter_0000008", saved_at(8, written), run, "run")
+    with pytest.raises(DurableError, match=r"exported\.json: No space left on device"):
+        remember_and_prune(run, "run", written, 1, ())
+    with pytest.raises(OSError, match="No space left"):
+        write_json(run.latest, {}, lasting=True)
+    assert list(run.path.iterdir()) == []

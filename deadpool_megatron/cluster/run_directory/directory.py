@@ -310,12 +310,16 @@ def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) 
     blocks for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
-    with os.fdopen(handle, "w") as file:
-        file.write(json.dumps(values, indent=1) + "\n")
-        if lasting:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(json.dumps(values, indent=1) + "\n")
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if lasting:
         sync(path.parent)
 

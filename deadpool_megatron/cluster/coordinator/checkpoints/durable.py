@@ -133,7 +133,7 @@ def make_valid(
     except OutsideError as error:
         raise DurableError(str(error)) from error
     except OSError as error:
-        raise DurableError(f"{error.filename}: {error.strerror}") from error
+        raise _failed(final, error) from error
 
 
 def _give_name(
@@ -198,7 +198,7 @@ def publish_export(
             # Of exports of this run that a failure ended together with their coordinator.
             shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
-        raise DurableError(f"{error.filename}: {error.strerror}") from error
+        raise _failed(final, error) from error
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
@@ -233,7 +233,12 @@ def remember_and_prune(
         left = [path for path in listed if path not in gone]
         write_json(run.exported, {"paths": left}, lasting=True)
     except OSError as error:
-        raise DurableError(f"{error.filename}: {error.strerror}") from error
+        raise _failed(run.exported, error) from error
+
+
+def _failed(place: Path, error: OSError) -> DurableError:
+    """``place``: what was being written, for errors that name no file, as that of a full disk."""
+    return DurableError(f"{error.filename or place}: {error.strerror}")
 
 
 # Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
