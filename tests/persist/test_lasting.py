@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
 )
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
+    read_json,
     unfinished_export,
     write_json,
 )
@@ -153,3 +155,41 @@ def test_a_full_disk_is_told_with_a_place(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="No space left"):
         write_json(run.latest, {}, lasting=True)
     assert list(run.path.iterdir()) == []
+
+
+def test_two_threads_that_replace_a_file_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save and an export become valid at once: each has a worker thread of the coordinator."""
+    path, fsync = tmp_path / "latest.json", os.fsync
+
+    def other(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        write_json(path, {"a": 1}, lasting=True)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", other)
+    write_json(path, {"a": 2, "b": 3}, lasting=True)
+    assert read_json(path) == {"a": 2, "b": 3}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
+    saved.mkdir(parents=True)
+    newest_in = durable._newest_in
+    exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8))
+
+    def newest(latest: Path) -> int:
+        monkeypatch.setattr(durable, "_newest_in", newest_in)
+        found = newest_in(latest)
+        exporting.start()
+        exporting.join(1.0)  # where it does not wait for us it is done
+        return found
+
+    monkeypatch.setattr(durable, "_newest_in", newest)
+    make_valid(saved, saved, saved_at(4, saved), run, "run")
+    exporting.join()
+    assert read_json(run.latest)["generation"] == [1, 8]

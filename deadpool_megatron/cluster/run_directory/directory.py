@@ -308,8 +308,9 @@ def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) 
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
     the new one after a power failure, too, which may leave the name on nothing, or on the old one;
     blocks for the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
+    # Of each call its own: several threads may be at it.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
     try:
         with os.fdopen(handle, "w") as file:
             file.write(json.dumps(values, indent=1) + "\n")

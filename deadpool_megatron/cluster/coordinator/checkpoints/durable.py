@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -128,8 +129,7 @@ def make_valid(
             # under way: it may have been closed meanwhile.
             if _epoch_of(leftover) < restore.generation.lineage:
                 shutil.rmtree(leftover, ignore_errors=True)
-        if _newest_in(run.latest) <= restore.generation.iteration:
-            write_json(run.latest, restore.to_dict(), lasting=True)
+        _point_at(restore, run, replaces_equal=True)
     except OutsideError as error:
         raise DurableError(str(error)) from error
     except OSError as error:
@@ -192,8 +192,7 @@ def publish_export(
             sync(following)
             following.replace(tracker)
             sync(tracker.parent)
-        if _newest_in(run.latest) < iteration:
-            write_json(run.latest, restore.to_dict(), lasting=True)
+        _point_at(restore, run, replaces_equal=False)
         for leftover in final.parent.glob(f"{EXPORT_PREFIX}{run_id}-*"):
             # Of exports of this run that a failure ended together with their coordinator.
             shutil.rmtree(leftover, ignore_errors=True)
@@ -246,6 +245,8 @@ _SAVED = "saved"
 _EXPORTED = "exported"
 # What either may remove as a whole: a checkpoint, whole or unfinished.
 _CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
+# A save and an export may become valid at once, each in a thread.
+_pointing = threading.Lock()
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -293,6 +294,14 @@ def _tracked(checkpoints: Sequence[str]) -> set[str]:
     """What the trackers in the directories of these checkpoints name: ``--load`` asks for it."""
     folders = {Path(path).parent for path in checkpoints}
     return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
+
+
+def _point_at(restore: Restore, run: RunDirectory, *, replaces_equal: bool) -> None:
+    """Have the next start go on from it, unless from something newer."""
+    iteration = restore.generation.iteration
+    with _pointing:
+        if _newest_in(run.latest) <= (iteration if replaces_equal else iteration - 1):
+            write_json(run.latest, restore.to_dict(), lasting=True)
 
 
 def _newest_in(latest: Path) -> int:
