@@ -13,7 +13,8 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.agent.salvage import kept_line, salvage
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.vault.disk.whole_dumps import last_boundary, newest_whole
@@ -93,11 +94,12 @@ def resume_point(
 
 def _durable(old: RunDirectory, world_size: int) -> Restore | None:
     try:
-        values = read_json(old.latest)
-        restore = Restore.from_dict(values)
+        restore = read_latest(old.latest)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise CommandError(f"--resume {old.path}: {old.latest}: {error.strerror}") from error
+    except ValueError as error:
         raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
     if restore.kind == "initial":
         return restore

@@ -24,7 +24,7 @@ from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
 # What comes of values in a file that are not those that were written there.
-_DAMAGE = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 # In the directory of a node in shared memory: what its processes print, before it is copied.
 LOGS = "logs"
@@ -223,7 +223,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path} is not a run directory (no run.json)") from error
         except OSError as error:
             raise RunDirectoryError(f"{self.path / 'run.json'}: {error.strerror}") from error
-        except (*_DAMAGE, SettingsError) as error:
+        except (*DAMAGE, SettingsError) as error:
             raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
 
     def read_final(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class RunDirectory:
             return values
         except OSError as error:
             raise RunDirectoryError(f"{self.final}: {error.strerror}") from error
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise RunDirectoryError(f"{self.final} is damaged: {error!r}") from error
 
     def node_listings(self) -> dict[int, dict[str, Any]]:
@@ -247,7 +247,7 @@ class RunDirectory:
         for path in sorted((self.path / "nodes").glob("*.json")):
             try:
                 found[int(path.stem)] = _listing(path)
-            except (OSError, *_DAMAGE):
+            except (OSError, *DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
         return found
 
@@ -282,7 +282,7 @@ def address_in(text: str) -> tuple[str, int] | None:
     try:
         values = json.loads(text)
         return str(values["host"]), int(values["port"])
-    except _DAMAGE:
+    except DAMAGE:
         return None
 
 

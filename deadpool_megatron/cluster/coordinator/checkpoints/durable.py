@@ -22,6 +22,7 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, check_save, is_checkpoint
 from deadpool_megatron.cluster.run_directory.directory import (
+    DAMAGE,
     ENVIRONMENT_DIRECTORY,
     EXPORT_PREFIX,
     RunDirectory,
@@ -30,6 +31,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     unfinished_export,
     write_json,
 )
+from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.settings import Settings
 
@@ -215,7 +217,7 @@ def remember_and_prune(
         listed = [str(path) for path in read_json(run.exported)["paths"]]
     except FileNotFoundError:
         listed = []
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, *DAMAGE) as error:
         raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
     try:
         named = _named(run)
@@ -258,7 +260,7 @@ def _note(run: RunDirectory, who: str, final: Path) -> None:
     handle = os.open(run.named, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         # A line of its own even after one that a crash has cut short.
-        os.write(handle, f"\n{line}\n".encode())
+        os.write(handle, os.fsencode(f"\n{line}\n"))
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -276,7 +278,8 @@ def _has_named(run: RunDirectory, final: Path) -> bool:
 
 def _named(run: RunDirectory) -> frozenset[str]:
     try:
-        return frozenset(run.named.read_text().splitlines())
+        # As bytes: a crash may have cut a character in two, and a directory any name.
+        return frozenset(os.fsdecode(run.named.read_bytes()).split("\n"))
     except FileNotFoundError:
         return frozenset()
 
@@ -307,10 +310,10 @@ def _point_at(restore: Restore, run: RunDirectory, *, replaces_equal: bool) -> N
 def _newest_in(latest: Path) -> int:
     """Iteration of what it points at; -1 for nothing, or for what somebody has removed."""
     try:
-        values = read_json(latest)
-        return int(values["generation"][1]) if Path(str(values["path"])).is_dir() else -1
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        named = read_latest(latest)
+    except (FileNotFoundError, ValueError):
         return -1
+    return named.generation.iteration if Path(named.path).is_dir() else -1
 
 
 def _require(counts: bool) -> None:
