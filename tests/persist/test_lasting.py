@@ -93,7 +93,7 @@ def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
     run.path.mkdir()
     publish_export(unfinished, final, saved_at(4, final), run, "run")
     tracker = final.parent / "latest_checkpointed_iteration.txt"
-    assert set(replaced) == {tracker, run.latest}
+    assert {tracker, run.latest} <= set(replaced)
     for path, moment in replaced.items():
         assert path.parent in synced[moment:], path
 
@@ -193,3 +193,39 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
     make_valid(saved, saved, saved_at(4, saved), run, "run")
     exporting.join()
     assert read_json(run.latest)["generation"] == [1, 8]
+
+
+def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full by then, or the coordinator ended: nobody else would ever remove it."""
+    run, folder = RunDirectory(tmp_path), tmp_path / "exports"
+
+    def full(_: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "_newest_by", full)
+        with pytest.raises(DurableError, match="No space left"):
+            exported(run, folder, 4)
+    assert (folder / "iter_0000004").is_dir()
+    kept = exported(run, folder, 8)
+    assert list(folder.glob("iter_*")) == [kept]
+
+
+def test_what_was_asked_for_is_not_listed_to_be_pruned(tmp_path: Path) -> None:
+    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
+    unfinished = unfinished_export(final.parent, "run", "1.1")
+    unfinished.mkdir(parents=True)
+    restore = saved_at(4, final)
+    publish_export(unfinished, final, restore, run, "run", may_be_pruned=False)
+    exported(run, final.parent, 8)
+    assert final.is_dir()
+
+
+def test_a_damaged_list_costs_no_export(tmp_path: Path) -> None:
+    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
+    run.exported.write_text("[")
+    with pytest.raises(DurableError, match="nothing is pruned"):
+        exported(run, final.parent, 4)
+    assert read_json(run.latest)["path"] == str(final)

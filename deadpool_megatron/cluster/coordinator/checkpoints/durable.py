@@ -11,6 +11,7 @@ run, or torn, and then neither fallen back to nor pruned.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -164,10 +165,14 @@ def publish_export(
     run: RunDirectory,
     run_id: str,
     counts: Callable[[], bool] = lambda: True,
+    *,
+    may_be_pruned: bool = True,
 ) -> None:
     """Give an exported checkpoint its name, and point at it unless something newer is there.
 
     ``counts()``: whether its generation still belongs to the run, asked when all is on the disk.
+    ``may_be_pruned``: it is entered into the run's list, before it gets its name: one that is there
+    but could not be pointed at, on a full disk, is pruned as well.
     A checkpoint that this run gave the name already stays: of the same iteration, it holds the
     same. Raises DurableError, also where anybody else's has the name: it may be of another run, or
     torn, or just being written. Runs in a worker thread.
@@ -179,6 +184,9 @@ def publish_export(
             raise DurableError("training has gone on from before it")
         if not final.exists():
             _note(run, _EXPORTED, final)
+            if may_be_pruned:
+                with contextlib.suppress(DurableError):  # of a damaged list nothing is pruned
+                    _list(run, [*_listed(run, final), str(final)])
             _rename(temporary, final)
         elif _is_named(run, final):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -214,14 +222,8 @@ def remember_and_prune(
 ) -> None:
     """Enter a valid export into the run's list and remove old ones. Raises DurableError."""
     try:
-        listed = [str(path) for path in read_json(run.exported)["paths"]]
-    except FileNotFoundError:
-        listed = []
-    except (OSError, *DAMAGE) as error:
-        raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
-    try:
         named = _named(run)
-        listed = [*(path for path in listed if path != str(final)), str(final)]
+        listed = [*_listed(run, final), str(final)]
         # What the program itself saved under such a name is its own.
         listed = [path for path in listed if f"{_SAVED} {path}" not in named]
         gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
@@ -232,9 +234,24 @@ def remember_and_prune(
                 path.rename(doomed)
                 shutil.rmtree(doomed)
         left = [path for path in listed if path not in gone]
-        write_json(run.exported, {"paths": left}, lasting=True)
+        _list(run, left)
     except OSError as error:
         raise _failed(run.exported, error) from error
+
+
+def _listed(run: RunDirectory, final: Path) -> list[str]:
+    """The exports that may be pruned, without ``final`` and what is not there (any more)."""
+    try:
+        listed = [str(path) for path in read_json(run.exported)["paths"]]
+        return [path for path in listed if path != str(final) and Path(path).is_dir()]
+    except FileNotFoundError:
+        return []
+    except (OSError, *DAMAGE) as error:
+        raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
+
+
+def _list(run: RunDirectory, paths: Sequence[str]) -> None:
+    write_json(run.exported, {"paths": list(paths)}, lasting=True)
 
 
 def _failed(place: Path, error: OSError) -> DurableError:

@@ -17,6 +17,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     publish_export,
     remember_and_prune,
 )
+from deadpool_megatron.cluster.coordinator.checkpoints.export import Purpose
 from deadpool_megatron.cluster.coordinator.checkpoints.export_course import (
     Effect,
     ExportCourse,
@@ -111,13 +112,14 @@ class Exports:
         export, error = what.export, ""
         restore = Restore("durable", what.generation, export.boundary, str(export.final))
         place = (export.unfinished, export.final, restore, self._run, self._run_id)
+        may_be_pruned = export.purpose is not Purpose.ASKED
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
             return is_kept(self._desk.state().line.kept, what.generation)
 
         try:
-            await asyncio.to_thread(publish_export, *place, counts)
+            await asyncio.to_thread(publish_export, *place, counts, may_be_pruned=may_be_pruned)
         except DurableError as failure:
             error = str(failure)
         self._course.published(export, self._desk.state(), error, time.monotonic())
