@@ -20,6 +20,13 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
 from deadpool_megatron.cluster.coordinator.succession.first_state import newest_durable
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, unfinished_export
 from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.persist.skeleton import (
+    Skeleton,
+    SkeletonError,
+    read_skeleton,
+    skeleton_path,
+    write_skeleton,
+)
 
 
 def saved_at(iteration: int, path: Path) -> Restore:
@@ -99,3 +106,13 @@ def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
     restored = newest_durable(run)
     assert restored is not None
     assert restored.path == str(saved)
+
+
+@pytest.mark.parametrize("left", [0, 1, 300, -1])
+def test_a_skeleton_that_was_cut(tmp_path: Path, left: int) -> None:
+    """The exporter says so in its last line, of which the coordinator makes the warning."""
+    write_skeleton(tmp_path, Skeleton(3, "hash"))
+    path = skeleton_path(tmp_path, 3)
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(SkeletonError, match=r"skeleton-3\.pt is damaged: \w+$"):
+        read_skeleton(tmp_path, 3, "hash")
