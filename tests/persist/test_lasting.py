@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
@@ -24,7 +26,13 @@ from deadpool_megatron.cluster.run_directory.directory import (
     unfinished_export,
     write_json,
 )
-from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
+from deadpool_megatron.persist import frozen_file, frozen_folder
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import dump_held
+from deadpool_megatron.vault.shm.names import copy_name
+from deadpool_megatron.vault.shm.segment import Segment, checksum
 
 
 @pytest.fixture
@@ -229,3 +237,27 @@ def test_a_damaged_list_costs_no_export(tmp_path: Path) -> None:
     with pytest.raises(DurableError, match="nothing is pruned"):
         exported(run, final.parent, 4)
     assert read_json(run.latest)["path"] == str(final)
+
+
+def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    """After a dump the memory is given back: nothing else has the state then."""
+    layout = RoleLayout(0, (PartInfo("shard", 64, (0,)),), (0,), 1, "hash")
+    node = tmp_path / "node0"
+    node.mkdir()
+    segment = Segment.create(node / copy_name(0), layout, None, ("shard",))
+    segment.open_slot(0, Generation(1, 4), 1)
+    segment.seal_part(0, "shard", 8, checksum(segment.data(0, "shard", 8)), 1)
+    state = VaultState(0, node, Settings(), lambda _: None)
+    state.table.scan()
+    (written,) = dump_held(state, tmp_path / "dump", [Generation(1, 4)])
+    assert {Path(written).parent, tmp_path / "dump"} <= set(synced)
+
+    folder, tensors = tmp_path / "run" / "frozen", [("base", torch.arange(10.0))]
+    name = frozen_file.name_of(tensors, time.sleep)
+    frozen_file.write(folder, name, tensors, time.sleep)
+    assert folder in synced
+    synced.clear()
+    frozen_folder.bring(folder, tmp_path / "next")
+    assert tmp_path / "next" in synced
