@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator.checkpoints import exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.machine.actions import BeginExport
 from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.cluster.run_directory.directory import read_json
+from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import DROP, TAKE, World
@@ -230,3 +233,32 @@ def test_a_report_of_an_older_export_is_passed_over(tmp_path: Path) -> None:
     assert world.exports.status()["now"]["iteration"] == 4
     with pytest.raises(KeyError):
         world.exports.heard(0, {"t": "export"})
+
+
+def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each export that it costs is to be removed there, and the journal needs threads as well."""
+    answers = threading.Event()
+    monkeypatch.setattr(exports.shutil, "rmtree", lambda *_, **__: answers.wait(20.0))
+    world = World(tmp_path, persist_interval=4)
+    for newest in range(0, 40, 4):
+        world.state.reached = newest
+        world.exports.tick()
+        no_room(world)
+    removals, world.tasks = world.tasks, []
+    assert len(removals) == 10
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        under_way = [asyncio.create_task(one) for one in removals]
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(5.0):
+                await asyncio.to_thread(write_json, world.run.coordinator, {})
+        finally:
+            answers.set()
+            await asyncio.gather(*under_way)
+
+    asyncio.run(story())
+    assert world.run.coordinator.exists()

@@ -5,9 +5,11 @@ export_course.py.
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from deadpool_megatron import failpoints
@@ -49,6 +51,9 @@ class Exports:
         self._run_id = options.info.run_id
         self._desk = desk
         self._send = send
+        # A thread of its own: the others write the journal, and a disk that hangs would take one
+        # of them with each export that it costs.
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._course = ExportCourse(
             options.info.settings,
             options.info.world_size,
@@ -144,9 +149,11 @@ class Exports:
         return ""
 
     async def _remove(self, what: Remove) -> None:
+        remove = functools.partial(shutil.rmtree, what.unfinished, ignore_errors=True)
+        loop = asyncio.get_running_loop()
         for left in reversed(range(_REMOVALS)):
-            await asyncio.to_thread(shutil.rmtree, what.unfinished, ignore_errors=True)
-            if not left or not await asyncio.to_thread(what.unfinished.exists):
+            await loop.run_in_executor(self._remover, remove)
+            if not left or not await loop.run_in_executor(self._remover, what.unfinished.exists):
                 break
             await asyncio.sleep(_REMOVAL_PAUSE_SECONDS)
         if what.is_awaited:
