@@ -11,6 +11,10 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.agent.salvage import kept_line, salvage
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+    export_directory,
+    remove_unfinished,
+)
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -183,6 +187,8 @@ def _salvage(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
     alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
     try:
         if not alive:
+            # No other run would ever do it, and a dump may need the room.
+            remove_unfinished(export_directory(info.settings, old), info.run_id)
             salvage(old, info, kept)
     except (VaultError, OSError) as error:
         # What is in memory may be newer than anything on disk: to go on without it is no accident.

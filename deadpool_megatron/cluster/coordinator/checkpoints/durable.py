@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import sys
 import threading
@@ -203,11 +204,22 @@ def publish_export(
             following.replace(tracker)
             sync(tracker.parent)
         _point_at(restore, run, replaces_equal=False)
-        for leftover in final.parent.glob(f"{EXPORT_PREFIX}{run_id}-*"):
-            # Of exports of this run that a failure ended together with their coordinator.
-            shutil.rmtree(leftover, ignore_errors=True)
+        remove_unfinished(final.parent, run_id)
     except OSError as error:
         raise _failed(final, error) from error
+
+
+def remove_unfinished(directory: Path, run_id: str, term: int = 0) -> None:
+    """Of exports of a run that a failure ended together with their coordinator; none of ``term``.
+
+    Their names go first: a coordinator that was only thought dead must not publish one meanwhile.
+    """
+    for left in directory.glob(f"{EXPORT_PREFIX}{run_id}-*"):
+        if not left.name.startswith(f"{EXPORT_PREFIX}{run_id}-{term}."):
+            doomed = unfinished_export(directory, run_id, secrets.token_hex(8))
+            with contextlib.suppress(OSError):
+                left.rename(doomed)
+                shutil.rmtree(doomed)
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:

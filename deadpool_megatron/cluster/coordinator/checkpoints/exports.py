@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     export_directory,
     publish_export,
     remember_and_prune,
+    remove_unfinished,
 )
 from deadpool_megatron.cluster.coordinator.checkpoints.export import Purpose
 from deadpool_megatron.cluster.coordinator.checkpoints.export_course import (
@@ -54,12 +55,15 @@ class Exports:
         # A thread of its own: the others write the journal, and a disk that hangs would take one
         # of them with each export that it costs.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
+        self._directory = export_directory(options.info.settings, options.run)
+        self._term = options.term.number
+        self._has_ordered = False
         self._course = ExportCourse(
             options.info.settings,
             options.info.world_size,
             options.info.run_id,
-            options.term.number,
-            export_directory(options.info.settings, options.run),
+            self._term,
+            self._directory,
         )
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
@@ -89,6 +93,11 @@ class Exports:
     def _do_one(self, effect: Effect) -> None:
         match effect:
             case Order(node, message):
+                if not self._has_ordered:
+                    # What an earlier coordinator has left may take the room of this one.
+                    self._has_ordered = True
+                    place = (self._directory, self._run_id, self._term)
+                    self._remover.submit(remove_unfinished, *place)
                 if message["t"] == "export-write":
                     failpoints.hit("coordinator.export", iteration=message["iteration"])
                 self._send(node, message)
