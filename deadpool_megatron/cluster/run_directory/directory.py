@@ -38,6 +38,8 @@ SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
 # Others may read what is in a run directory, where the umask lets them, but never write it: what it
 # says is carried out.
 DIRECTORY_MODE, _FILE_MODE = 0o755, 0o644
+# Settings may have addresses with a password in them.
+_RUN_MODE = 0o600
 
 
 class RunDirectoryError(Exception):
@@ -202,7 +204,11 @@ class RunDirectory:
             (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
-        return write_once(self.path / "run.json", text.encode(), 0o600)
+        return write_once(self.path / "run.json", text.encode(), _RUN_MODE)
+
+    def replace_run(self, info: RunInfo) -> None:
+        """Have the run start again as ``info`` says. Raises OSError."""
+        write_json(self.path / "run.json", info.to_dict(), lasting=True, mode=_RUN_MODE)
 
     def _check_owner(self) -> None:
         """Of the directory, and of those in it whose files are carried out."""
@@ -304,13 +310,15 @@ def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
     return directory / f"{EXPORT_PREFIX}{run_id}-{name}"
 
 
-def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) -> None:
+def write_json(
+    path: Path, values: Mapping[str, Any], *, lasting: bool = False, mode: int = _FILE_MODE
+) -> None:
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
     the new one after a power failure, too, which may leave the name on nothing, or on the old one;
     blocks for the disk."""
     # Of each call its own: several threads may be at it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(handle, "w") as file:
             file.write(json.dumps(values, indent=1) + "\n")
