@@ -182,6 +182,23 @@ def test_what_megatron_needs_beside_the_index(
     assert reason in bad["reason"]
 
 
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path / "iter_1")
+    path = tmp_path / "iter_1" / name
+    path.unlink()
+    os.mkfifo(path)
+    found: list[verifying.Finding] = []
+
+    def verify() -> None:
+        found.extend(checkpoint_files.verify_checkpoint(tmp_path / "iter_1", lambda _: None))
+
+    looking = threading.Thread(target=verify, daemon=True)
+    looking.start()
+    looking.join(10.0)
+    assert [one.path for one in found if one.verdict is Verdict.BAD] == [path]
+
+
 def test_entries_that_were_never_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
