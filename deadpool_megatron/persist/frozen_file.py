@@ -24,6 +24,7 @@ import xxhash
 from torch import Tensor
 
 from deadpool_megatron import failpoints, ownership
+from deadpool_megatron.cluster.run_directory.directory import sync
 from deadpool_megatron.persist.frozen_folder import fits
 
 #: in a skeleton, the part of a piece that lies in such a file
@@ -166,6 +167,7 @@ def _write(path: Path, tensors: Named, tell: Callable[[bytes], object], wait: Wa
         # It is gone when another one was faster, who took away what was left over.
         with contextlib.suppress(FileNotFoundError):
             half.rename(path)
+            sync(path.parent)
             for left in path.parent.glob(f".{path.name}.*"):
                 left.unlink(missing_ok=True)
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron import ownership
+from deadpool_megatron.cluster.run_directory.directory import sync
 
 _PIECE_BYTES = 16 << 20
 
@@ -47,6 +48,7 @@ def bring(source: Path, folder: Path) -> int:
             except OSError:
                 copied += _copy(path, half)
             half.rename(target)
+            sync(folder)
         finally:
             half.unlink(missing_ok=True)
     return copied

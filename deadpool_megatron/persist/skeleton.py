@@ -109,7 +109,10 @@ def read_skeleton(directory: Path, role: int, layout_hash: str) -> Skeleton:
         raise SkeletonError(str(error)) from error
     except OSError as error:
         raise SkeletonError(f"role {role} left no skeleton: {error.strerror}") from error
-    skeleton = torch.load(io.BytesIO(content), weights_only=False)
+    try:
+        skeleton = torch.load(io.BytesIO(content), weights_only=False)
+    except Exception as error:  # what a parser makes of damaged bytes cannot be listed
+        raise SkeletonError(f"{path} is damaged: {type(error).__name__}") from error
     if not isinstance(skeleton, Skeleton) or skeleton.role != role:
         raise SkeletonError(f"{path} is not the skeleton of role {role}")
     if skeleton.refusal:

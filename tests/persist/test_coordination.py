@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator.checkpoints import durable, exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.machine.actions import BeginExport
 from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.cluster.run_directory.directory import read_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    read_json,
+    unfinished_export,
+    write_json,
+)
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import DROP, TAKE, World
@@ -230,3 +239,69 @@ def test_a_report_of_an_older_export_is_passed_over(tmp_path: Path) -> None:
     assert world.exports.status()["now"]["iteration"] == 4
     with pytest.raises(KeyError):
         world.exports.heard(0, {"t": "export"})
+
+
+def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each export that it costs is to be removed there, and the journal needs threads as well."""
+    answers = threading.Event()
+    monkeypatch.setattr(exports.shutil, "rmtree", lambda *_, **__: answers.wait(20.0))
+    world = World(tmp_path, persist_interval=4)
+    for newest in range(0, 40, 4):
+        world.state.reached = newest
+        world.exports.tick()
+        no_room(world)
+    removals, world.tasks = world.tasks, []
+    assert len(removals) == 10
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
+        under_way = [asyncio.create_task(one) for one in removals]
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(5.0):
+                await asyncio.to_thread(write_json, world.run.coordinator, {})
+        finally:
+            answers.set()
+            await asyncio.gather(*under_way)
+
+    asyncio.run(story())
+    assert world.run.coordinator.exists()
+
+
+def test_what_an_earlier_coordinator_has_left_takes_no_room_of_the_next_export(
+    tmp_path: Path,
+) -> None:
+    """It ended when all was written: no exporter is there any more that would be told to go."""
+    world = World(tmp_path, persist_interval=4)
+    left = unfinished_export(world.run.exports, "id", "0.3")
+    others = unfinished_export(world.run.exports, "another", "0.1")
+    own = unfinished_export(world.run.exports, "id", "1.1")
+    for directory in (left, others, own):
+        directory.mkdir(parents=True)
+        (directory / "__0_0.distcp").touch()
+    world.exports.tick()
+    world.exports._remover.shutdown(wait=True)
+    assert sorted(world.run.exports.iterdir()) == sorted([others, own])
+
+
+def test_what_is_removed_cannot_be_published_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a coordinator that was thought dead while its files were synced."""
+    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
+    left = unfinished_export(final.parent, "id", "1.3")
+    left.mkdir(parents=True)
+    (left / "__0_0.distcp").touch()
+    restore = Restore("durable", Generation(1, 4), "save", str(final))
+    rmtree = shutil.rmtree
+
+    def publish_first(path: Path) -> None:
+        with pytest.raises(durable.DurableError):
+            durable.publish_export(left, final, restore, run, "id")
+        rmtree(path)
+
+    monkeypatch.setattr(durable.shutil, "rmtree", publish_first)
+    durable.remove_unfinished(final.parent, "id", 2)
+    assert list(final.parent.iterdir()) == []

@@ -31,7 +31,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectoryError,
     RunInfo,
     slots_are_kept,
-    write_json,
 )
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import may_recompute
@@ -124,7 +123,7 @@ def begin(run: RunDirectory, restart: Restart) -> str:
         run.final.rename(run.final.with_name(f"final-{kept}.json"))
     run.coordinator.unlink(missing_ok=True)
     another = run.read_run().command != restart.info.command
-    write_json(run.path / "run.json", restart.info.to_dict())
+    run.replace_run(restart.info)
     held = _nodes_with_slots(restart.info)
     where = f"slots of {held} nodes are in memory" if held else "no slots are in memory"
     if another:

@@ -11,9 +11,14 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.agent.salvage import kept_line, salvage
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+    export_directory,
+    remove_unfinished,
+)
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.vault.disk.whole_dumps import last_boundary, newest_whole
@@ -93,11 +98,12 @@ def resume_point(
 
 def _durable(old: RunDirectory, world_size: int) -> Restore | None:
     try:
-        values = read_json(old.latest)
-        restore = Restore.from_dict(values)
+        restore = read_latest(old.latest)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise CommandError(f"--resume {old.path}: {old.latest}: {error.strerror}") from error
+    except ValueError as error:
         raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
     if restore.kind == "initial":
         return restore
@@ -181,6 +187,8 @@ def _salvage(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
     alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
     try:
         if not alive:
+            # No other run would ever do it, and a dump may need the room.
+            remove_unfinished(export_directory(info.settings, old), info.run_id)
             salvage(old, info, kept)
     except (VaultError, OSError) as error:
         # What is in memory may be newer than anything on disk: to go on without it is no accident.

@@ -6,14 +6,16 @@ Needs torch for the classes of the index; nothing else of a pickle is let in.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import os
 import pickle
 import zipfile
 from collections.abc import Iterator
 from enum import Enum, EnumMeta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from deadpool_megatron.vault.shm.verify import Finding, Progress, Verdict
 
@@ -51,13 +53,29 @@ _CONSTANTS = ("dtype", "layout", "memory_format")  # of torch itself, told by th
 
 def checkpoint_bytes(directory: Path) -> int:
     """About how much :func:`verify_checkpoint` will read."""
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    found = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # pruned just now
+            found += path.stat().st_size if path.is_file() else 0
+    return found
 
 
 def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
-    """A finding for each file; ``progress`` gets the bytes read since the last call."""
+    """A finding for each file; ``progress`` gets the bytes read since the last call.
+
+    Nothing more once the directory is gone: a run that is alive prunes.
+    """
+    for finding in _findings(directory, progress):
+        if finding.verdict is Verdict.BAD and not directory.is_dir():
+            return
+        yield finding
+
+
+def _findings(directory: Path, progress: Progress) -> Iterator[Finding]:
     try:
-        ranges = _ranges(directory)
+        index = _index(directory)
+        ranges = _ranges(index)
+        size = (directory / METADATA).stat().st_size
     except (OSError, pickle.UnpicklingError, ValueError, TypeError, AttributeError) as error:
         yield Finding(directory / METADATA, "index", 0, Verdict.BAD, f"cannot be read: {error}")
         return
@@ -65,19 +83,30 @@ def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
         yield Finding(directory / METADATA, "index", 0, Verdict.BAD, f"is damaged: {error!r}")
         return
     entries = sum(len(found) for found in ranges.values())
-    size = (directory / METADATA).stat().st_size
     yield Finding(directory / METADATA, f"index of {entries} entries", size, Verdict.GOOD)
     for name, found in sorted(ranges.items()):
         yield _verify_file(directory / name, found, progress)
-    common = directory / "common.pt"
-    if common.exists():
-        yield _verify_file(common, [(0, common.stat().st_size)], progress)
+    # What Megatron adds to those of torch. From 0.19 on the common values are in the index.
+    common, configuration = directory / "common.pt", directory / "metadata.json"
+    is_in_index = any(str(key).startswith("common_state/") for key in index.state_dict_metadata)
+    if common.exists() or (configuration.exists() and not is_in_index):
+        yield _verify_file(common, None, progress)
+    if common.exists() or configuration.exists() or is_in_index:
+        yield _verify_configuration(configuration)
 
 
-def _ranges(directory: Path) -> dict[str, list[tuple[int, int]]]:
+def _index(directory: Path) -> Any:
+    with _opened(directory / METADATA) as file:
+        return _IndexReader(file).load()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Whatever has the name: a pipe, which nobody writes, is empty."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def _ranges(index: Any) -> dict[str, list[tuple[int, int]]]:
     """File -> (offset, length) of every entry of the index."""
-    with open(directory / METADATA, "rb") as file:
-        index = _IndexReader(file).load()
     ranges: dict[str, list[tuple[int, int]]] = {}
     for info in index.storage_data.values():
         ranges.setdefault(str(info.relative_path), []).append((int(info.offset), int(info.length)))
@@ -109,16 +138,17 @@ def _enum_member(owner: object, name: str) -> Enum:
     raise pickle.UnpicklingError(f"{name!r} of {owner!r} has no place in it")
 
 
-def _verify_file(path: Path, ranges: list[tuple[int, int]], progress: Progress) -> Finding:
-    what = f"{len(ranges)} entries"
+def _verify_file(path: Path, ranges: list[tuple[int, int]] | None, progress: Progress) -> Finding:
+    """``ranges``: of the archives in it; None for a file that is one."""
+    what = "1 entry" if ranges is None else f"{len(ranges)} entries"
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             size = os.fstat(file.fileno()).st_size
-            for offset, length in sorted(ranges):
+            for offset, length in sorted([(0, size)] if ranges is None else ranges):
                 if offset < 0 or length < 0 or offset + length > size:
                     reason = f"has {size} bytes, an entry lies at {offset} + {length}"
                     return Finding(path, what, size, Verdict.BAD, reason)
-                if reason := _damage(_Slice(file, offset, length)):
+                if reason := _damage(_Slice(file, offset, length), is_archive=ranges is None):
                     text = f"entry at {offset} + {length}: {reason}"
                     return Finding(path, what, size, Verdict.BAD, text)
                 progress(length)
@@ -127,9 +157,26 @@ def _verify_file(path: Path, ranges: list[tuple[int, int]], progress: Progress) 
     return Finding(path, what, size, Verdict.GOOD)
 
 
-def _damage(entry: _Slice) -> str:
+def _verify_configuration(path: Path) -> Finding:
+    """Without it Megatron takes the directory for no checkpoint of this format."""
+    try:
+        with _opened(path) as file:
+            values = json.load(file)
+        reason = "" if "sharded_backend" in values else "does not say how it is to be read"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = f"cannot be read: {error}"
+    verdict = Verdict.BAD if reason else Verdict.GOOD
+    return Finding(path, "format", 0, verdict, reason)
+
+
+def _damage(entry: _Slice, *, is_archive: bool) -> str:
     """Why an entry cannot be used; torch writes each as an archive with a CRC of every record."""
-    if entry.read(4) != b"PK\x03\x04":
+    head = entry.read(4)
+    if head != b"PK\x03\x04":
+        if is_archive or (head and not head.strip(b"\0")):
+            return "is no archive of torch" if head.strip(b"\0") else "is empty"
         return ""  # another way to write; that its bytes are there is all that can be said
     entry.seek(0)
     try:

@@ -24,7 +24,7 @@ from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
 # What comes of values in a file that are not those that were written there.
-_DAMAGE = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 # In the directory of a node in shared memory: what its processes print, before it is copied.
 LOGS = "logs"
@@ -38,6 +38,8 @@ SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
 # Others may read what is in a run directory, where the umask lets them, but never write it: what it
 # says is carried out.
 DIRECTORY_MODE, _FILE_MODE = 0o755, 0o644
+# Settings may have addresses with a password in them.
+_RUN_MODE = 0o600
 
 
 class RunDirectoryError(Exception):
@@ -202,7 +204,11 @@ class RunDirectory:
             (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
-        return write_once(self.path / "run.json", text.encode(), 0o600)
+        return write_once(self.path / "run.json", text.encode(), _RUN_MODE)
+
+    def replace_run(self, info: RunInfo) -> None:
+        """Have the run start again as ``info`` says. Raises OSError."""
+        write_json(self.path / "run.json", info.to_dict(), lasting=True, mode=_RUN_MODE)
 
     def _check_owner(self) -> None:
         """Of the directory, and of those in it whose files are carried out."""
@@ -223,7 +229,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path} is not a run directory (no run.json)") from error
         except OSError as error:
             raise RunDirectoryError(f"{self.path / 'run.json'}: {error.strerror}") from error
-        except (*_DAMAGE, SettingsError) as error:
+        except (*DAMAGE, SettingsError) as error:
             raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
 
     def read_final(self) -> dict[str, Any]:
@@ -238,7 +244,7 @@ class RunDirectory:
             return values
         except OSError as error:
             raise RunDirectoryError(f"{self.final}: {error.strerror}") from error
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise RunDirectoryError(f"{self.final} is damaged: {error!r}") from error
 
     def node_listings(self) -> dict[int, dict[str, Any]]:
@@ -247,7 +253,7 @@ class RunDirectory:
         for path in sorted((self.path / "nodes").glob("*.json")):
             try:
                 found[int(path.stem)] = _listing(path)
-            except (OSError, *_DAMAGE):
+            except (OSError, *DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
         return found
 
@@ -282,7 +288,7 @@ def address_in(text: str) -> tuple[str, int] | None:
     try:
         values = json.loads(text)
         return str(values["host"]), int(values["port"])
-    except _DAMAGE:
+    except DAMAGE:
         return None
 
 
@@ -304,17 +310,36 @@ def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
     return directory / f"{EXPORT_PREFIX}{run_id}-{name}"
 
 
-def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) -> None:
+def write_json(
+    path: Path, values: Mapping[str, Any], *, lasting: bool = False, mode: int = _FILE_MODE
+) -> None:
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
-    also after a power failure, which may leave the new name on nothing; blocks for the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _FILE_MODE)
-    with os.fdopen(handle, "w") as file:
-        file.write(json.dumps(values, indent=1) + "\n")
-        if lasting:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    the new one after a power failure, too, which may leave the name on nothing, or on the old one;
+    blocks for the disk."""
+    # Of each call its own: several threads may be at it.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(json.dumps(values, indent=1) + "\n")
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if lasting:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file or the names in a directory on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_once(path: Path, content: bytes, mode: int) -> bool:

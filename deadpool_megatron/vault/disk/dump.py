@@ -55,6 +55,7 @@ def dump(
     Raises VaultError with one line when it cannot be written; what was there before still is.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    _sync(directory.parent)
     with state.lock:
         held = {h.role for h in state.table.holdings() if h.generation == generation}
     written = []
@@ -208,8 +209,13 @@ def _write_dump(
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Have the names in it on the disk: the memory may be given back after a dump."""
+    handle = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(handle)
     finally:
-        os.close(directory)
+        os.close(handle)

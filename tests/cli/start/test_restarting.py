@@ -46,6 +46,26 @@ def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
     assert run.read_run().command == other.command
 
 
+def test_what_the_run_is_stays_this_users_and_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure neither a start nor --resume could do without it."""
+    run, synced, fsync = old_run(tmp_path / "old"), list[Path](), os.fsync
+    path = run.path / "run.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    def note(handle: int) -> None:
+        fsync(handle)
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink())
+
+    monkeypatch.setattr(os, "fsync", note)
+    restarting.begin(run, restarting.Restart(run.read_run(), (0, 1)))
+    assert path.stat().st_mode & 0o777 == 0o600
+    (temporary, directory) = synced
+    assert (temporary.parent, directory) == (run.path, run.path)
+    assert temporary.name.startswith(".run.json.")
+
+
 @pytest.fixture(name="left")
 def _left(tmp_path: Path) -> Iterator[RunDirectory]:
     """A run whose processes have all died; a slot of it is still in memory."""

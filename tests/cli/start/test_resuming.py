@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,12 @@ import pytest
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import resuming
 from deadpool_megatron.cli.start.resuming import Others, bring_frozen_weights, resume_point
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    unfinished_export,
+    write_json,
+)
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.settings import Settings
@@ -114,3 +120,23 @@ def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(
         resume_point(host.old, ARGS)
     host.pauses = 1  # an older one is whole
     assert resume_point(host.old, ARGS) == WHOLE.to_dict()
+
+
+def test_unfinished_exports_of_the_run_before_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that was killed while it exported; its number is gone with it."""
+    host, exports = Host(tmp_path, monkeypatch), tmp_path / "exports"
+    info = replace(INFO, settings=Settings(persist_directory=str(exports)))
+    write_json(host.old.path / "run.json", info.to_dict())
+    left = unfinished_export(exports, INFO.run_id, "1.7")
+    others, whole = unfinished_export(exports, "89abcdef", "1.1"), exports / "iter_0000004"
+    for directory in (left, others, whole):
+        directory.mkdir(parents=True)
+        (directory / "__0_0.distcp").touch()
+    monkeypatch.setattr(resuming, "run_processes", lambda *_: {1: 1})
+    resume_point(host.old, ARGS)
+    assert left.exists(), "the run is alive"
+    monkeypatch.setattr(resuming, "run_processes", lambda *_: {})
+    resume_point(host.old, ARGS)
+    assert sorted(exports.iterdir()) == [others, whole]

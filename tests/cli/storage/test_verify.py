@@ -128,6 +128,7 @@ def checkpoint(directory: Path) -> Path:
     state = {"weight": torch.arange(5000.0), "step": torch.tensor(7)}
     dcp.save(state, checkpoint_id=str(directory), no_dist=True)
     torch.save({"iteration": 7}, directory / "common.pt")
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return next(directory.glob("*.distcp"))
 
 
@@ -150,6 +151,91 @@ def test_a_checkpoint_with_every_kind_of_damage(
     assert findings(capsys, tmp_path / "iter_1", 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("common.pt", None, "No such file"),
+        ("common.pt", b"", "is empty"),
+        ("common.pt", bytes(1000), "is empty"),
+        ("common.pt", b"anything else", "is no archive of torch"),
+        ("metadata.json", None, "No such file"),
+        ("metadata.json", b"", "cannot be read"),
+        ("metadata.json", b"{}", "does not say how it is to be read"),
+        ("metadata.json", b"7", "cannot be read"),
+    ],
+)
+def test_what_megatron_needs_beside_the_index(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: bytes | None,
+    reason: str,
+) -> None:
+    """As a power failure leaves files that nobody had synced: empty, or not there."""
+    checkpoint(tmp_path / "iter_1")
+    path = tmp_path / "iter_1" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    assert bad["path"] == str(path)
+    assert reason in bad["reason"]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path / "iter_1")
+    path = tmp_path / "iter_1" / name
+    path.unlink()
+    os.mkfifo(path)
+    found: list[verifying.Finding] = []
+
+    def verify() -> None:
+        found.extend(checkpoint_files.verify_checkpoint(tmp_path / "iter_1", lambda _: None))
+
+    looking = threading.Thread(target=verify, daemon=True)
+    looking.start()
+    looking.join(10.0)
+    assert [one.path for one in found if one.verdict is Verdict.BAD] == [path]
+
+
+def test_entries_that_were_never_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = checkpoint(tmp_path / "iter_1")
+    data.write_bytes(bytes(data.stat().st_size))
+    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    assert (bad["path"], "is empty" in bad["reason"]) == (str(data), True)
+
+
+def test_common_values_in_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Megatron-LM 0.19 saves them; a checkpoint of torch alone has none."""
+    state = {"common_state/shard_0_1": torch.tensor(7)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "iter_1"), no_dist=True)
+    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    assert bad["path"].endswith("metadata.json")
+    (tmp_path / "iter_1" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert findings(capsys, tmp_path / "iter_1", 0)
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=str(tmp_path / "iter_2"), no_dist=True)
+    assert findings(capsys, tmp_path / "iter_2", 0)
+
+
+@pytest.mark.parametrize("moment", ["before", "within"])
+def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, moment: str) -> None:
+    data = checkpoint(tmp_path / "iter_1")
+
+    def prune(_: int) -> None:
+        if data.parent.exists():
+            data.parent.rename(tmp_path / ".export-0123abcd-iter_1")
+
+    if moment == "before":
+        prune(0)
+    found = list(checkpoint_files.verify_checkpoint(data.parent, prune))
+    assert Verdict.BAD not in {one.verdict for one in found}
+    assert len(found) == (0 if moment == "before" else 2)
+    assert checkpoint_files.checkpoint_bytes(data.parent) == 0
+
+
 @pytest.mark.parametrize("damage", [OverflowError("too large"), MemoryError(), RuntimeError("?")])
 def test_whatever_a_parser_makes_of_damage_is_a_finding(
     damage: Exception,
@@ -165,7 +251,7 @@ def test_whatever_a_parser_makes_of_damage_is_a_finding(
         patched.setattr(zipfile.ZipFile, "testzip", fail)
         found = findings(capsys, tmp_path / "iter_1", 1)
     assert str(data) in {f["path"] for f in found if f["verdict"] == "bad"}
-    monkeypatch.setattr(checkpoint_files, "_ranges", fail)
+    monkeypatch.setattr(checkpoint_files, "_index", fail)
     (bad,) = findings(capsys, tmp_path / "iter_1", 1)
     assert bad["path"] == str(tmp_path / "iter_1" / ".metadata")
     assert type(damage).__name__ in bad["reason"]

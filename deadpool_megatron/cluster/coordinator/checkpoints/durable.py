@@ -11,23 +11,29 @@ run, or torn, and then neither fallen back to nor pruned.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, check_save, is_checkpoint
 from deadpool_megatron.cluster.run_directory.directory import (
+    DAMAGE,
     ENVIRONMENT_DIRECTORY,
     EXPORT_PREFIX,
     RunDirectory,
     read_json,
+    sync,
     unfinished_export,
     write_json,
 )
+from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.settings import Settings
 
@@ -112,26 +118,26 @@ def make_valid(
     try:
         check_save(temporary, final)
         if temporary == final:
-            _sync(final)  # its writer has synced the files
+            _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
             _require(counts())
             _note(run, _SAVED, final)
+            sync(final.parent)
         else:
             if not _has_named(run, final):
                 _give_name(temporary, final, run, run_id, counts)
             _note(run, _SAVED, final)
-            _sync(final.parent)
+            sync(final.parent)
             shutil.rmtree(temporary, ignore_errors=True)
         for leftover in final.parent.glob(".iter_*.epoch*"):
             # Of saves that a failure interrupted. Those of this epoch and of later ones may be
             # under way: it may have been closed meanwhile.
             if _epoch_of(leftover) < restore.generation.lineage:
                 shutil.rmtree(leftover, ignore_errors=True)
-        if _newest_in(run.latest) <= restore.generation.iteration:
-            write_json(run.latest, restore.to_dict(), lasting=True)
+        _point_at(restore, run, replaces_equal=True)
     except OutsideError as error:
         raise DurableError(str(error)) from error
     except OSError as error:
-        raise DurableError(f"{error.filename}: {error.strerror}") from error
+        raise _failed(final, error) from error
 
 
 def _give_name(
@@ -160,10 +166,14 @@ def publish_export(
     run: RunDirectory,
     run_id: str,
     counts: Callable[[], bool] = lambda: True,
+    *,
+    may_be_pruned: bool = True,
 ) -> None:
     """Give an exported checkpoint its name, and point at it unless something newer is there.
 
     ``counts()``: whether its generation still belongs to the run, asked when all is on the disk.
+    ``may_be_pruned``: it is entered into the run's list, before it gets its name: one that is there
+    but could not be pointed at, on a full disk, is pruned as well.
     A checkpoint that this run gave the name already stays: of the same iteration, it holds the
     same. Raises DurableError, also where anybody else's has the name: it may be of another run, or
     torn, or just being written. Runs in a worker thread.
@@ -175,6 +185,9 @@ def publish_export(
             raise DurableError("training has gone on from before it")
         if not final.exists():
             _note(run, _EXPORTED, final)
+            if may_be_pruned:
+                with contextlib.suppress(DurableError):  # of a damaged list nothing is pruned
+                    _list(run, [*_listed(run, final), str(final)])
             _rename(temporary, final)
         elif _is_named(run, final):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -184,18 +197,29 @@ def publish_export(
                 " another directory (deadpool persist RUN TO, --deadpool-persist-directory)"
             )
         tracker = final.parent / _TRACKER
-        if _number_in(tracker) < iteration:
+        if _newest_by(tracker) < iteration:
             following = tracker.with_name(f".{tracker.name}.new")
             following.write_text(str(iteration))
-            _sync(following)
+            sync(following)
             following.replace(tracker)
-        if _newest_in(run.latest) < iteration:
-            write_json(run.latest, restore.to_dict(), lasting=True)
-        for leftover in final.parent.glob(f"{EXPORT_PREFIX}{run_id}-*"):
-            # Of exports of this run that a failure ended together with their coordinator.
-            shutil.rmtree(leftover, ignore_errors=True)
+            sync(tracker.parent)
+        _point_at(restore, run, replaces_equal=False)
+        remove_unfinished(final.parent, run_id)
     except OSError as error:
-        raise DurableError(f"{error.filename}: {error.strerror}") from error
+        raise _failed(final, error) from error
+
+
+def remove_unfinished(directory: Path, run_id: str, term: int = 0) -> None:
+    """Of exports of a run that a failure ended together with their coordinator; none of ``term``.
+
+    Their names go first: a coordinator that was only thought dead must not publish one meanwhile.
+    """
+    for left in directory.glob(f"{EXPORT_PREFIX}{run_id}-*"):
+        if not left.name.startswith(f"{EXPORT_PREFIX}{run_id}-{term}."):
+            doomed = unfinished_export(directory, run_id, secrets.token_hex(8))
+            with contextlib.suppress(OSError):
+                left.rename(doomed)
+                shutil.rmtree(doomed)
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
@@ -210,17 +234,11 @@ def remember_and_prune(
 ) -> None:
     """Enter a valid export into the run's list and remove old ones. Raises DurableError."""
     try:
-        listed = [str(path) for path in read_json(run.exported)["paths"]]
-    except FileNotFoundError:
-        listed = []
-    except (OSError, ValueError, KeyError) as error:
-        raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
-    try:
         named = _named(run)
-        listed = [*(path for path in listed if path != str(final)), str(final)]
+        listed = [*_listed(run, final), str(final)]
         # What the program itself saved under such a name is its own.
         listed = [path for path in listed if f"{_SAVED} {path}" not in named]
-        gone = to_prune(listed, keep, needed)
+        gone = to_prune(listed, keep, {*needed, *_tracked(listed)})
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
             doomed = unfinished_export(path.parent, run_id, path.name)
@@ -228,9 +246,29 @@ def remember_and_prune(
                 path.rename(doomed)
                 shutil.rmtree(doomed)
         left = [path for path in listed if path not in gone]
-        write_json(run.exported, {"paths": left}, lasting=True)
+        _list(run, left)
     except OSError as error:
-        raise DurableError(f"{error.filename}: {error.strerror}") from error
+        raise _failed(run.exported, error) from error
+
+
+def _listed(run: RunDirectory, final: Path) -> list[str]:
+    """The exports that may be pruned, without ``final`` and what is not there (any more)."""
+    try:
+        listed = [str(path) for path in read_json(run.exported)["paths"]]
+        return [path for path in listed if path != str(final) and Path(path).is_dir()]
+    except FileNotFoundError:
+        return []
+    except (OSError, *DAMAGE) as error:
+        raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
+
+
+def _list(run: RunDirectory, paths: Sequence[str]) -> None:
+    write_json(run.exported, {"paths": list(paths)}, lasting=True)
+
+
+def _failed(place: Path, error: OSError) -> DurableError:
+    """``place``: what was being written, for errors that name no file, as that of a full disk."""
+    return DurableError(f"{error.filename or place}: {error.strerror}")
 
 
 # Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
@@ -238,6 +276,8 @@ _SAVED = "saved"
 _EXPORTED = "exported"
 # What either may remove as a whole: a checkpoint, whole or unfinished.
 _CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
+# A save and an export may become valid at once, each in a thread.
+_pointing = threading.Lock()
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -249,7 +289,7 @@ def _note(run: RunDirectory, who: str, final: Path) -> None:
     handle = os.open(run.named, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         # A line of its own even after one that a crash has cut short.
-        os.write(handle, f"\n{line}\n".encode())
+        os.write(handle, os.fsencode(f"\n{line}\n"))
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -267,25 +307,42 @@ def _has_named(run: RunDirectory, final: Path) -> bool:
 
 def _named(run: RunDirectory) -> frozenset[str]:
     try:
-        return frozenset(run.named.read_text().splitlines())
+        # As bytes: a crash may have cut a character in two, and a directory any name.
+        return frozenset(os.fsdecode(run.named.read_bytes()).split("\n"))
     except FileNotFoundError:
         return frozenset()
 
 
-def _number_in(tracker: Path) -> int:
+def _newest_by(tracker: Path) -> int:
+    """Iteration of what it names; -1 for nothing, or for what somebody has removed."""
     try:
-        return int(tracker.read_text())
+        number = int(tracker.read_text())
     except (FileNotFoundError, ValueError):
         return -1
+    return number if (tracker.parent / f"iter_{number:07d}").is_dir() else -1
+
+
+def _tracked(checkpoints: Sequence[str]) -> set[str]:
+    """What the trackers in the directories of these checkpoints name: ``--load`` asks for it."""
+    folders = {Path(path).parent for path in checkpoints}
+    return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
+
+
+def _point_at(restore: Restore, run: RunDirectory, *, replaces_equal: bool) -> None:
+    """Have the next start go on from it, unless from something newer."""
+    iteration = restore.generation.iteration
+    with _pointing:
+        if _newest_in(run.latest) <= (iteration if replaces_equal else iteration - 1):
+            write_json(run.latest, restore.to_dict(), lasting=True)
 
 
 def _newest_in(latest: Path) -> int:
     """Iteration of what it points at; -1 for nothing, or for what somebody has removed."""
     try:
-        values = read_json(latest)
-        return int(values["generation"][1]) if Path(str(values["path"])).is_dir() else -1
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        named = read_latest(latest)
+    except (FileNotFoundError, ValueError):
         return -1
+    return named.generation.iteration if Path(named.path).is_dir() else -1
 
 
 def _require(counts: bool) -> None:
@@ -302,18 +359,10 @@ def _epoch_of(unfinished: Path) -> int:
 def _sync_all(temporary: Path) -> None:
     for path in sorted(temporary.rglob("*")):
         if path.is_file():
-            _sync(path)
-    _sync(temporary)
+            sync(path)
+    sync(temporary)
 
 
 def _rename(temporary: Path, final: Path) -> None:
     temporary.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(final.parent)

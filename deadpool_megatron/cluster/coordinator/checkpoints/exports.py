@@ -5,9 +5,11 @@ export_course.py.
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from deadpool_megatron import failpoints
@@ -16,7 +18,9 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     export_directory,
     publish_export,
     remember_and_prune,
+    remove_unfinished,
 )
+from deadpool_megatron.cluster.coordinator.checkpoints.export import Purpose
 from deadpool_megatron.cluster.coordinator.checkpoints.export_course import (
     Effect,
     ExportCourse,
@@ -48,12 +52,18 @@ class Exports:
         self._run_id = options.info.run_id
         self._desk = desk
         self._send = send
+        # A thread of its own: the others write the journal, and a disk that hangs would take one
+        # of them with each export that it costs.
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
+        self._directory = export_directory(options.info.settings, options.run)
+        self._term = options.term.number
+        self._has_ordered = False
         self._course = ExportCourse(
             options.info.settings,
             options.info.world_size,
             options.info.run_id,
-            options.term.number,
-            export_directory(options.info.settings, options.run),
+            self._term,
+            self._directory,
         )
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
@@ -83,6 +93,11 @@ class Exports:
     def _do_one(self, effect: Effect) -> None:
         match effect:
             case Order(node, message):
+                if not self._has_ordered:
+                    # What an earlier coordinator has left may take the room of this one.
+                    self._has_ordered = True
+                    place = (self._directory, self._run_id, self._term)
+                    self._remover.submit(remove_unfinished, *place)
                 if message["t"] == "export-write":
                     failpoints.hit("coordinator.export", iteration=message["iteration"])
                 self._send(node, message)
@@ -111,13 +126,14 @@ class Exports:
         export, error = what.export, ""
         restore = Restore("durable", what.generation, export.boundary, str(export.final))
         place = (export.unfinished, export.final, restore, self._run, self._run_id)
+        may_be_pruned = export.purpose is not Purpose.ASKED
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
             return is_kept(self._desk.state().line.kept, what.generation)
 
         try:
-            await asyncio.to_thread(publish_export, *place, counts)
+            await asyncio.to_thread(publish_export, *place, counts, may_be_pruned=may_be_pruned)
         except DurableError as failure:
             error = str(failure)
         self._course.published(export, self._desk.state(), error, time.monotonic())
@@ -142,9 +158,11 @@ class Exports:
         return ""
 
     async def _remove(self, what: Remove) -> None:
+        remove = functools.partial(shutil.rmtree, what.unfinished, ignore_errors=True)
+        loop = asyncio.get_running_loop()
         for left in reversed(range(_REMOVALS)):
-            await asyncio.to_thread(shutil.rmtree, what.unfinished, ignore_errors=True)
-            if not left or not await asyncio.to_thread(what.unfinished.exists):
+            await loop.run_in_executor(self._remover, remove)
+            if not left or not await loop.run_in_executor(self._remover, what.unfinished.exists):
                 break
             await asyncio.sleep(_REMOVAL_PAUSE_SECONDS)
         if what.is_awaited:

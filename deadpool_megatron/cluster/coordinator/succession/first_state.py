@@ -14,7 +14,8 @@ from deadpool_megatron.cluster.journal.entries import (
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.glance import Glance
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.layout.records import EpochRecord, Restore
 
 # A takeover does not wait longer for a run directory that hangs.
@@ -81,9 +82,6 @@ def newest_durable(run: RunDirectory) -> Restore | None:
     """
     if not run.latest.exists():
         return None
-    try:
-        found = Restore.from_dict(read_json(run.latest))
-    except ValueError as error:
-        raise ValueError(f"{run.latest} is damaged: {error}") from error
+    found = read_latest(run.latest)
     # A run that ended before its first iteration says so; that is nothing to fall back to.
     return None if found.kind == "initial" else found

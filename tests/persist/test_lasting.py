@@ -1,0 +1,263 @@
+"""What a run counts on is on the disk before anything names it, and outlives a power failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deadpool_megatron.cluster.coordinator.checkpoints import durable
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+    DurableError,
+    make_valid,
+    publish_export,
+    remember_and_prune,
+)
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    read_json,
+    unfinished_export,
+    write_json,
+)
+from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
+from deadpool_megatron.persist import frozen_file, frozen_folder
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import dump_held
+from deadpool_megatron.vault.shm.names import copy_name
+from deadpool_megatron.vault.shm.segment import Segment, checksum
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files and directories that were synced, in order, by the names that they had then."""
+    found: list[Path] = []
+    fsync = os.fsync
+
+    def note(handle: int) -> None:
+        fsync(handle)
+        found.append(Path(f"/proc/self/fd/{handle}").readlink())
+
+    monkeypatch.setattr(os, "fsync", note)
+    return found
+
+
+def synced_before(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, synced: list[Path]
+) -> list[set[Path]]:
+    """What had been synced at each call of a function."""
+    found: list[set[Path]] = []
+    original: Callable[..., Any] = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found.append(set(synced))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, call)
+    return found
+
+
+def saved_at(iteration: int, path: Path) -> Restore:
+    return Restore("durable", Generation(1, iteration), "save", str(path))
+
+
+def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[Path]
+) -> None:
+    """As Megatron saves: it syncs the tensors, but neither common.pt nor metadata.json."""
+    run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
+    saved.mkdir(parents=True)
+    files = [saved / name for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json")]
+    for path in files:
+        path.write_text("x")
+    before = synced_before(monkeypatch, durable, "write_json", synced)
+    make_valid(saved, saved, saved_at(4, saved), run, "run")
+    (on_disk,) = before
+    assert {*files, saved, saved.parent} <= on_disk
+
+
+def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[Path]
+) -> None:
+    run, replaced = RunDirectory(tmp_path / "run"), dict[Path, int]()
+    replace = Path.replace
+
+    def note(path: Path, target: Path) -> Path:
+        answer = replace(path, target)
+        replaced[target] = len(synced)
+        return answer
+
+    monkeypatch.setattr(Path, "replace", note)
+    final = tmp_path / "exports" / "iter_0000004"
+    unfinished = unfinished_export(final.parent, "run", "1.1")
+    unfinished.mkdir(parents=True)
+    run.path.mkdir()
+    publish_export(unfinished, final, saved_at(4, final), run, "run")
+    tracker = final.parent / "latest_checkpointed_iteration.txt"
+    assert {tracker, run.latest} <= set(replaced)
+    for path, moment in replaced.items():
+        assert path.parent in synced[moment:], path
+
+
+def exported(run: RunDirectory, folder: Path, iteration: int) -> Path:
+    """An export that becomes valid; older ones are pruned, down to one."""
+    final = folder / f"iter_{iteration:07d}"
+    unfinished = unfinished_export(folder, "run", "1.1")
+    unfinished.mkdir(parents=True)
+    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
+    remember_and_prune(run, "run", final, 1, ())
+    return final
+
+
+def test_a_checkpoint_that_its_tracker_names_is_not_pruned(tmp_path: Path) -> None:
+    """As after a start with another directory for exports: no newer one comes to the first."""
+    run, first, second = RunDirectory(tmp_path), tmp_path / "first", tmp_path / "second"
+    gone, kept = exported(run, first, 4), exported(run, first, 8)
+    assert not gone.exists()
+    assert (first / "latest_checkpointed_iteration.txt").read_text() == "8"
+    newest = [exported(run, second, iteration) for iteration in (12, 16)][-1]
+    assert kept.is_dir()
+    assert list(second.glob("iter_*")) == [newest]
+
+
+def test_a_tracker_that_names_nothing_is_no_newer_checkpoint(tmp_path: Path) -> None:
+    """As after somebody has removed checkpoints that training had gone wrong before."""
+    run, folder = RunDirectory(tmp_path), tmp_path / "exports"
+    folder.mkdir()
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.write_text("500")
+    exported(run, folder, 4)
+    assert tracker.read_text() == "4"
+    tracker.write_text("500")
+    (folder / "iter_0000500").mkdir()
+    exported(run, folder, 8)
+    assert tracker.read_text() == "500"
+
+
+def test_a_full_disk_is_told_with_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a write names no file. Nothing half is left beside the run's files either."""
+    run, folder = RunDirectory(tmp_path / "run"), tmp_path / "exports"
+    run.path.mkdir()
+    written = folder / "iter_0000004"
+    written.mkdir(parents=True)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DurableError, match=f"{written}: No space left on device"):
+        make_valid(written, written, saved_at(4, written), run, "run")
+    unfinished = unfinished_export(folder, "run", "1.1")
+    unfinished.mkdir()
+    with pytest.raises(DurableError, match="iter_0000008: No space left on device"):
+        publish_export(unfinished, folder / "iter_0000008", saved_at(8, written), run, "run")
+    with pytest.raises(DurableError, match=r"exported\.json: No space left on device"):
+        remember_and_prune(run, "run", written, 1, ())
+    with pytest.raises(OSError, match="No space left"):
+        write_json(run.latest, {}, lasting=True)
+    assert list(run.path.iterdir()) == []
+
+
+def test_two_threads_that_replace_a_file_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save and an export become valid at once: each has a worker thread of the coordinator."""
+    path, fsync = tmp_path / "latest.json", os.fsync
+
+    def other(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        write_json(path, {"a": 1}, lasting=True)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", other)
+    write_json(path, {"a": 2, "b": 3}, lasting=True)
+    assert read_json(path) == {"a": 2, "b": 3}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
+    saved.mkdir(parents=True)
+    newest_in = durable._newest_in
+    exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8))
+
+    def newest(latest: Path) -> int:
+        monkeypatch.setattr(durable, "_newest_in", newest_in)
+        found = newest_in(latest)
+        exporting.start()
+        exporting.join(1.0)  # where it does not wait for us it is done
+        return found
+
+    monkeypatch.setattr(durable, "_newest_in", newest)
+    make_valid(saved, saved, saved_at(4, saved), run, "run")
+    exporting.join()
+    assert read_json(run.latest)["generation"] == [1, 8]
+
+
+def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full by then, or the coordinator ended: nobody else would ever remove it."""
+    run, folder = RunDirectory(tmp_path), tmp_path / "exports"
+
+    def full(_: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "_newest_by", full)
+        with pytest.raises(DurableError, match="No space left"):
+            exported(run, folder, 4)
+    assert (folder / "iter_0000004").is_dir()
+    kept = exported(run, folder, 8)
+    assert list(folder.glob("iter_*")) == [kept]
+
+
+def test_what_was_asked_for_is_not_listed_to_be_pruned(tmp_path: Path) -> None:
+    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
+    unfinished = unfinished_export(final.parent, "run", "1.1")
+    unfinished.mkdir(parents=True)
+    restore = saved_at(4, final)
+    publish_export(unfinished, final, restore, run, "run", may_be_pruned=False)
+    exported(run, final.parent, 8)
+    assert final.is_dir()
+
+
+def test_a_damaged_list_costs_no_export(tmp_path: Path) -> None:
+    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
+    run.exported.write_text("[")
+    with pytest.raises(DurableError, match="nothing is pruned"):
+        exported(run, final.parent, 4)
+    assert read_json(run.latest)["path"] == str(final)
+
+
+def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    """After a dump the memory is given back: nothing else has the state then."""
+    layout = RoleLayout(0, (PartInfo("shard", 64, (0,)),), (0,), 1, "hash")
+    node = tmp_path / "node0"
+    node.mkdir()
+    segment = Segment.create(node / copy_name(0), layout, None, ("shard",))
+    segment.open_slot(0, Generation(1, 4), 1)
+    segment.seal_part(0, "shard", 8, checksum(segment.data(0, "shard", 8)), 1)
+    state = VaultState(0, node, Settings(), lambda _: None)
+    state.table.scan()
+    (written,) = dump_held(state, tmp_path / "dump", [Generation(1, 4)])
+    assert {Path(written).parent, tmp_path / "dump"} <= set(synced)
+
+    folder, tensors = tmp_path / "run" / "frozen", [("base", torch.arange(10.0))]
+    name = frozen_file.name_of(tensors, time.sleep)
+    frozen_file.write(folder, name, tensors, time.sleep)
+    assert folder in synced
+    synced.clear()
+    frozen_folder.bring(folder, tmp_path / "next")
+    assert tmp_path / "next" in synced
