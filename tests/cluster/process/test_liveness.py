@@ -144,3 +144,19 @@ def test_pid_with_another_start_time_is_another_process() -> None:
     assert posix.is_alive(own, started)
     assert not posix.is_alive(own, started + 1)
     assert posix.start_time(2**22 - 1) is None
+
+
+TITLE = "import ctypes, signal; ctypes.CDLL(None).prctl(15, 'rank10 \u8bad\u7ec3\u8fdb'.encode());"
+
+
+def test_a_process_whose_name_is_cut_in_a_letter_is_watched(start) -> None:  # type: ignore[no-untyped-def]
+    """The kernel keeps 15 bytes of a title. An agent that could not read one lost its node."""
+    child = start(f"{TITLE} signal.pause()")
+    status = Path(f"/proc/{child.pid}/status")
+    wait_for("its title", lambda: b"rank10" in status.read_bytes())
+    started = posix.start_time(child.pid)
+    assert posix.is_alive(child.pid, started)
+    settle(child.pid)
+    found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
+    assert found is not None
+    assert 3.0 <= found <= 3.3
