@@ -145,7 +145,10 @@ class Follower:
 
     def look(self) -> bool:
         """Tell what is new; return whether there was anything."""
-        events = self._tail.poll()
+        try:
+            events = self._tail.poll()
+        except OSError:  # the run directory is away: the next look tells it
+            return False
         for event in events:
             if self._story is not None:
                 self._story.add(event)

@@ -88,7 +88,7 @@ def serve(
             raise CommandError(f"{error}; 'deadpool clean {run.path}' gives it up") from error
         if status == EXIT_LEFT_OUT:
             return EXIT_FENCED
-        if status != EXIT_FENCED or _is_over(run):
+        if status != EXIT_FENCED or run.has_final():
             break
         node = None
     try:
@@ -130,13 +130,6 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             raise
         except _PASSING as error:
             # A node that was cut off may be without the shared run directory for as long.
-            if _is_over(run) or time.monotonic() > limit:
+            if run.has_final() or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error
         time.sleep(_ATTACH_PAUSE_SECONDS)
-
-
-def _is_over(run: RunDirectory) -> bool:
-    try:
-        return run.final.exists()
-    except OSError:
-        return False  # not reachable just now
