@@ -167,8 +167,9 @@ def parse_address(text: str) -> tuple[str, int]:
         raise CommandError(f"{text!r} is not HOST:PORT")
     try:
         found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
-    except OSError as error:
-        raise CommandError(f"host {host!r} cannot be resolved: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # the latter for a name with two dots in a row
+        why = getattr(error, "strerror", None) or error
+        raise CommandError(f"host {host!r} cannot be resolved: {why}") from error
     address = found[0][4]
     return str(address[0]), int(address[1])
 

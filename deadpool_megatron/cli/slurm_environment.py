@@ -92,9 +92,10 @@ def host_address(host: str) -> str:
     """
     try:
         address = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name with two dots in a row
+        why = getattr(error, "strerror", None) or error
         raise CommandError(
-            f"the address of {host!r} is not known ({error.strerror}): give --host ADDRESS or"
+            f"the address of {host!r} is not known ({why}): give --host ADDRESS or"
             f" --interface NAME (or {INTERFACE_VARIABLE})"
         ) from error
     if str(address).startswith("127."):
@@ -114,7 +115,7 @@ def local_address(text: str) -> str:
         return interface_address(text)
     try:
         socket.getaddrinfo(text, None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise CommandError(
             f"--deadpool-interface {text!r} is neither an address nor a network interface of"
             f" {socket.gethostname()}; there are: {', '.join(names)}"

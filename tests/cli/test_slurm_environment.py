@@ -100,3 +100,6 @@ def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         host_address("debian")
     with pytest.raises(CommandError, match="is not known"):
         host_address("nowhere")
+    monkeypatch.undo()
+    with pytest.raises(CommandError, match=r"address of 'two\.\.dots' is not known"):
+        host_address("two..dots")

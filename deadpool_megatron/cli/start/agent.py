@@ -231,6 +231,7 @@ def _settle(args: argparse.Namespace) -> _Settled:
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     check_port(args.coordinator_port, _PORT_FLAG)
     if args.host is not None:
+        check_address(run, args.host)
         _check_listening(run, args, args.host)  # before anything is made
     if not (run.path / "run.json").exists():
         if fixed is not None:

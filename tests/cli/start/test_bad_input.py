@@ -64,6 +64,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (("--deadpool-domains", "/nonexistent"), "No such file"),
         (("--deadpool-interface", "nosuch0"), "'nosuch0' is neither an address nor a network"),
+        (("--deadpool-interface", "two..dots"), "'two..dots' is neither an address nor a network"),
         (("--deadpool-vault-cpus", "0,9999"), "processors 9999 are not among those"),
         (("--deadpool-dscp", "64"), "--deadpool-dscp must be between 0 and 63, got 64"),
         (("--preload", "no_such_module_x"), "'no_such_module_x' is missing"),
@@ -389,6 +390,9 @@ def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("more", "said"),
     [
         (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1:0 (Cannot assign requested address)"),
+        (("--host", ""), "'' is no address that other nodes reach"),
+        (("--host", "0.0.0.0"), "'0.0.0.0' is no address that other nodes reach"),
+        (("--coordinator", "two..dots:80"), "host 'two..dots' cannot be resolved"),
         (("--coordinator-port", "99999"), "--coordinator-port 99999 is no port"),
         (("--coordinator-port", "-1"), "--coordinator-port -1 is no port"),
     ],
