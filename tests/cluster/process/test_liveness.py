@@ -89,8 +89,21 @@ def test_beats_and_forgiveness_keep_it_alive(start) -> None:  # type: ignore[no-
     assert verdict(detector, 0.0, 2.5) is None
     detector.beat(2.5)
     assert verdict(detector, 2.5, 2.5) is None
-    detector.forgive(100.0)
+    detector.forgive(100.0, 105.0)
     assert verdict(detector, 103.0, 2.0) is None
+
+
+def test_what_was_heard_after_a_pause_is_forgiven_nothing(start) -> None:  # type: ignore[no-untyped-def]
+    """A host stood still for ten minutes. The beats that waited are read before the pause is
+    noticed; a process that freezes then is found after its limit, not ten minutes later."""
+    child = start(IDLE)
+    settle(child.pid)
+    detector = FreezeDetector(child.pid, 3.0, 0.0)
+    detector.beat(600.0)
+    detector.forgive(600.0, 600.0)
+    found = verdict(detector, 600.0, 10)
+    assert found is not None
+    assert 3.0 <= found <= 3.3
 
 
 def test_ended_process_is_not_called_frozen(start) -> None:  # type: ignore[no-untyped-def]
