@@ -350,6 +350,7 @@ class Agent:
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
+        self._files.log_is_over(member.log)
         self._drained.set()
         if self._ending is None:
             how = {**ending.to_dict(), "ordered": ordered}

@@ -64,6 +64,11 @@ class LogCopier:
         self._logs, self._target = logs, target
         self._turn = threading.Lock()
         self._copied: dict[str, int] = {}
+        self._over: list[str] = []
+
+    def is_over(self, name: str) -> None:
+        """Nobody prints to this log any more: it leaves memory as soon as it is in the target."""
+        self._over.append(name)
 
     def watch(self) -> None:
         """Copy for ever."""
@@ -75,10 +80,12 @@ class LogCopier:
         """Copy what there is. Returns why not all of it could be copied, empty if it could."""
         with self._turn:
             try:
-                if grown := [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]:
+                over = self._over.copy()  # before the look, which finds all that they have
+                grown = [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]
+                if grown or over:
                     with open(self._logs / _LOCK, "w") as lock:
                         _wait_for(lock)
-                        self._copy_all(grown)
+                        self._copy_all(grown, over)
             except OSError as error:  # what is left stays, for the next time
                 return str(error)
         return ""
@@ -87,7 +94,7 @@ class LogCopier:
         copied = self._copied.get(entry.name, 0)
         return not entry.name.startswith(".") and entry.stat().st_size > copied
 
-    def _copy_all(self, grown: list[os.DirEntry[str]]) -> None:
+    def _copy_all(self, grown: list[os.DirEntry[str]], over: list[str]) -> None:
         """With the lock: another process may have copied meanwhile."""
         # An unreadable record (of another version, for one) costs lines that are there twice.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -99,6 +106,10 @@ class LogCopier:
         try:
             for entry in grown:
                 self._copy(entry)
+            for name in over:
+                (self._logs / name).unlink(missing_ok=True)
+                self._copied.pop(name, None)
+                self._over.remove(name)
         finally:
             self._keep({})
 
@@ -150,6 +161,9 @@ def answer(request: dict[str, str], copier: LogCopier) -> tuple[str, str]:
         if request["do"] == "copy":
             return "", copier.copy()
         path = Path(request["path"])
+        if request["do"] == "over":
+            copier.is_over(path.name)
+            return "", ""
         if request["do"] == "read":
             return read(path, int(request["start"]), int(request["nbytes"])), ""
         replace(path, request["text"])

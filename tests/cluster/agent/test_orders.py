@@ -111,3 +111,13 @@ def test_who_is_told_to_end_and_is_fenced_does_not_come_back(is_fenced_first: bo
     status, (_, is_removed) = asyncio.run(end())
     assert status == EXIT_TERMINATED
     assert is_removed != is_fenced_first
+
+
+def test_the_log_of_a_member_that_has_ended_does_not_stay_in_memory() -> None:
+    agent: Any = object.__new__(Agent)
+    over: list[str] = []
+    agent._members = SimpleNamespace(remove=lambda member: None)
+    agent._files = SimpleNamespace(log_is_over=over.append)
+    agent._drained, agent._ending = asyncio.Event(), ("the run is over", True)
+    agent.member_ended(SimpleNamespace(log="node0-slot0-3.log"), Ending(exit_code=0), "", False)
+    assert over == ["node0-slot0-3.log"]

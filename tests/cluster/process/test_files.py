@@ -211,6 +211,34 @@ def test_logs_wait_for_a_target_that_takes_nothing(
     assert "No such file or directory" in capsys.readouterr().err
 
 
+def test_the_log_of_a_process_that_has_ended_leaves_memory_once_it_is_copied(
+    tmp_path: Path,
+) -> None:
+    """Each process that is started anew has a log of its own, and a run may start thousands."""
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    for number in range(3):
+        logs.log(f"member-{number}").write_text(f"last words of {number}\n")
+
+    async def scenario(worker: FileWorker) -> None:
+        for number in range(2):
+            worker.log_is_over(logs.log(f"member-{number}"))
+        await worker.copy_logs(SECONDS)
+        assert len(list(logs.directory.glob("*.log"))) == 3, "it is nowhere else yet"
+        target.mkdir()
+        await until(lambda: not logs.log("member-1").exists())
+        await worker.copy_logs(SECONDS)
+        assert list(logs.directory.glob("*.log")) == [logs.log("member-2")]
+        for number in range(3):
+            text = (target / f"member-{number}.log").read_text()
+            assert text == f"last words of {number}\n"
+        # As of a node that comes again: an old place in the log would leave its beginning out.
+        logs.log("member-0").write_text("again\n")
+        await worker.copy_logs(SECONDS)
+        assert (target / "member-0.log").read_text() == "last words of 0\nagain\n"
+
+    working(tmp_path, scenario)
+
+
 def test_what_is_printed_last_is_copied_though_the_agent_is_killed(tmp_path: Path) -> None:
     logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
     target.mkdir()
