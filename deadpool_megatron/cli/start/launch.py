@@ -257,11 +257,15 @@ class Launcher:
 
     def _came_up(self) -> bool:
         """Whether an epoch was ever decided; True as well when the journal does not say."""
+        return self._newest_epoch() != 0
+
+    def _newest_epoch(self) -> int | None:
+        """0 where none was decided, None when the journal does not say."""
         try:
             journal = open_journal(self._info.settings, self._info.run_id, self._run.journal)
-            return journal.newest("epoch") is not None
+            return max(journal.numbers("epoch"), default=0)
         except JournalError:
-            return True
+            return None
 
     def _exit_status(self) -> int:
         if self.trouble:
@@ -329,10 +333,14 @@ class Launcher:
 
     def _keeps_slots(self) -> bool:
         """Where the result says so, or where there is none and nobody stopped the run: then only
-        starting it has failed, perhaps not for the first time."""
-        if slots_are_kept(self._run):
-            return True
-        return not self._run.has_final() and not self._signals and self._came_up()
+        starting it has failed, perhaps not for the first time. Stopped before it has decided
+        anything, it leaves what was there before it."""
+        if self._run.has_final():
+            return slots_are_kept(self._run)
+        epoch = self._newest_epoch()
+        if self._signals:
+            return epoch is not None and 0 < epoch <= self._info.ended_epoch
+        return epoch != 0
 
     def _wait_for_others(self, deadline_seconds: float) -> None:
         """Agents that came to the run by a command of their own are told that it is over, too."""

@@ -28,6 +28,29 @@ from deadpool_megatron.settings import Settings
 from tests.security.users import common_directory
 
 
+@pytest.mark.parametrize(("ended_epoch", "stays"), [(1, True), (0, False)])
+def test_an_interrupt_of_a_start_does_not_cost_what_was_in_memory_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_epoch: int, stays: bool
+) -> None:
+    """As of one that is started again with a slip in its command: it has not trained yet. A run
+    that has is stopped with all that it holds."""
+    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
+    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x", ended_epoch=ended_epoch)
+    run.create(info)
+    open_journal(info.settings, run_id, run.journal).write("epoch", 1, {})
+    slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
+    segment_root(run_id).mkdir(mode=0o700)
+    slots.parent.mkdir()
+    slots.touch()
+    monkeypatch.setattr(launch, "preload_modules", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    options = launch.LaunchOptions(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
+    try:
+        assert launch.Launcher(options).run() == launch.EXIT_INTERRUPTED
+        assert slots.exists() == stays
+    finally:
+        shutil.rmtree(segment_root(run_id), ignore_errors=True)
+
+
 @pytest.mark.parametrize("began", [True, False])
 def test_a_start_that_fails_does_not_cost_the_state_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
