@@ -246,6 +246,8 @@ def _settle(args: argparse.Namespace) -> _Settled:
     check_journal(run, info)
     check_shared_memory(info, 1)
     check_vault_cpus(info)
+    if not args.domain:
+        check_domains(info)  # which may be there on the host that made the run, but not here
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     _check_listening(run, args, place.host)

@@ -10,6 +10,7 @@ import shutil
 import socket
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.wire import auth
 from tests.cli.start.refused import RUN_ID, agent_arguments, complain, old_run, run_arguments
 
 LAUNCH = launch.Launcher.run
@@ -384,6 +386,19 @@ def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         line = complain(capsys, *run_arguments(tmp_path / "r", "--port", port))
     assert "Address already in use" in line
     assert not (tmp_path / "r" / "run.json").exists()
+
+
+def test_an_agent_on_a_host_without_the_file_of_domains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which the host that has made the run has: said before anything is imported."""
+    run = old_run(tmp_path / "r")
+    auth.create_secret(run.path)
+    info = run.read_run()
+    settings = replace(info.settings, domains_file="/nonexistent")
+    write_json(run.path / "run.json", replace(info, settings=settings).to_dict())
+    line = complain(capsys, "agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
+    assert "--deadpool-domains /nonexistent: No such file" in line
 
 
 @pytest.mark.parametrize(
