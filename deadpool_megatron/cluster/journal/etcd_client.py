@@ -53,7 +53,8 @@ def credentials_from(environment: Mapping[str, str], secure: bool) -> Credential
     try:
         tls = ssl.create_default_context(cafile=authority)
         if certificate:
-            tls.load_cert_chain(certificate, key or None)
+            # With a word at hand nobody is asked for one, which would wait for ever.
+            tls.load_cert_chain(certificate, key or None, password="")
     except OSError as error:
         names = ", ".join(str(path) for path in (authority, certificate, key) if path)
         raise EtcdError(
