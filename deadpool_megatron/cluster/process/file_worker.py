@@ -103,15 +103,21 @@ class LogCopier:
             for name, nbytes_before in record["under_way"].items():
                 nbytes = (self._target / name).stat().st_size
                 self._copied[name] = self._copied.get(name, 0) + max(0, nbytes - nbytes_before)
+        failed: dict[str, OSError] = {}
         try:
             for entry in grown:
-                self._copy(entry)
-            for name in over:
+                try:
+                    self._copy(entry)
+                except OSError as error:  # of one log; it must not keep the others
+                    failed[entry.name] = error
+            for name in [name for name in over if name not in failed]:
                 (self._logs / name).unlink(missing_ok=True)
                 self._copied.pop(name, None)
                 self._over.remove(name)
         finally:
             self._keep({})
+        if failed:
+            raise next(iter(failed.values()))
 
     def _keep(self, under_way: dict[str, int]) -> None:
         record = {"copied": self._copied, "under_way": under_way}
