@@ -1,7 +1,8 @@
 """Standard input, output and error of a command that must outlive who reads them.
 
 A terminal goes away, ``tee`` is killed, the disk behind ``> run.log`` is full: none of it may end a
-run, nor change the exit status with which a command answers. And a descriptor that was closed at
+run, nor change the exit status with which a command answers. Nor may a reader hold one up that does
+not read: a terminal after Ctrl-S, ``less``. And a descriptor that was closed at
 the start would be given to the next socket.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import stat
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +19,10 @@ from typing import Any, TextIO, cast
 
 # There may be room again later; everything else stays as it is.
 _PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM}
+_PATIENCE_SECONDS = 1.0
+# In any encoding less than what a pipe has room for when it says that it has some.
+_PIECE_CHARACTERS = 1000
+_MISSING = "\n[nobody read: lines are missing here]\n"
 
 
 def open_missing() -> None:
@@ -39,8 +46,8 @@ def open_missing() -> None:
 
 def outlive_readers() -> None:
     """From now on, what cannot be printed is lost, and the process goes on."""
-    sys.stdout = cast(TextIO, _Steady(sys.stdout, _PASSING))
-    sys.stderr = cast(TextIO, _Steady(sys.stderr, _PASSING))
+    sys.stdout = cast(TextIO, _Steady(sys.stdout, _PASSING, _PATIENCE_SECONDS))
+    sys.stderr = cast(TextIO, _Steady(sys.stderr, _PASSING, _PATIENCE_SECONDS))
 
 
 @contextmanager
@@ -63,14 +70,46 @@ def answering() -> Iterator[None]:
 
 
 class _Steady:
-    """``passing``: errors after which the stream is tried again."""
+    """``passing``: errors after which the stream is tried again. ``patience_seconds``: for a reader
+    that does not read; what it has not taken by then is lost. None: for as long as it takes.
+    """
 
-    def __init__(self, stream: TextIO, passing: Collection[int]) -> None:
+    def __init__(
+        self, stream: TextIO, passing: Collection[int], patience_seconds: float | None = None
+    ) -> None:
         self._stream = stream
         self._passing = passing
+        self._patience_seconds = patience_seconds
+        self._is_missed = False
         self.failed: OSError | None = None
 
     def write(self, text: str) -> int:
+        if self._patience_seconds is None or not self._has_reader():
+            return self._write(text)
+        for at in range(0, len(text), _PIECE_CHARACTERS):
+            self._write_soon(text[at : at + _PIECE_CHARACTERS], self._patience_seconds)
+        return len(text)
+
+    def _has_reader(self) -> bool:
+        """Whether it may have to be waited for; no file has one."""
+        try:
+            return not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode)
+        except (OSError, ValueError):
+            return False
+
+    def _write_soon(self, piece: str, patience_seconds: float) -> None:
+        """Nothing stays in the stream, which would wait for the reader at its end."""
+        poller = select.poll()
+        poller.register(self._stream.fileno(), select.POLLOUT)
+        # Once for each time that it stops to read.
+        if not poller.poll(0 if self._is_missed else patience_seconds * 1000):
+            self._is_missed = True
+            return
+        missing, self._is_missed = self._is_missed, False
+        self._write(_MISSING + piece if missing else piece)
+        self.flush()
+
+    def _write(self, text: str) -> int:
         try:
             return self._stream.write(text)
         except OSError as error:

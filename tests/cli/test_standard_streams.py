@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+from typing import TextIO, cast
 
 import pytest
+
+from deadpool_megatron.cli import standard_streams
 
 # Stands for `deadpool run` up to its first line; the rest is what every sub-command goes through.
 RUN = """
@@ -36,6 +40,32 @@ def test_a_reader_goes_away(stream: str) -> None:
         assert result(**{stream: writing}) == 7
     finally:
         os.close(writing)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_does_not_read(stream: str) -> None:
+    """As a terminal after Ctrl-S. The launcher would see no agent end, and obey no interrupt."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, bytes(4096))
+    try:
+        assert result(**{stream: writing}) == 7
+    finally:
+        os.close(writing)
+        os.close(reading)
+
+
+def test_a_reader_that_reads_again_is_told_what_it_has_missed() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 8192)
+    with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "w") as stream:
+        steady = standard_streams._Steady(stream, (), 0.01)
+        for line in ("x" * 10_000, "lost"):
+            print(line, file=cast(TextIO, steady), flush=True)
+        begun = reader.read(16384)
+        assert begun == b"x" * len(begun)
+        print("after it", file=cast(TextIO, steady), flush=True)
+        assert reader.read(16384) == b"\n[nobody read: lines are missing here]\nafter it\n"
 
 
 def test_a_disk_is_full() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.in_flight import waiters
+from deadpool_megatron.comms.in_flight import asleep, waiters
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Leftovers, Limits, Progress
 from deadpool_megatron.comms.in_flight.reaper import Reaper
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
@@ -200,3 +201,22 @@ def test_memory_is_not_safe_while_another_thread_waits_for_what_it_has_not_left(
     running.ended.set()
     thread.join(LIMIT_SECONDS)
     assert not epoch.may_write()
+
+
+def test_a_thread_whose_name_is_cut_in_a_letter_is_looked_at() -> None:
+    """As the main thread of a program that gives its process a title. A drain broke off at it."""
+    named, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        ctypes.CDLL(None).prctl(15, "rank10 \u8bad\u7ec3\u8fdb".encode())
+        named.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        assert named.wait(20)
+        assert asleep.stays_asleep(frozenset({thread.native_id or 0}))
+    finally:
+        over.set()
+        thread.join()

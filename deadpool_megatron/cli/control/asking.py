@@ -124,10 +124,12 @@ def _may_be_alive(run: RunDirectory) -> bool:
     """Whether an agent is, so that another coordinator may come: one of this host that lives, or
     one of another host, which cannot be seen from here."""
     here = socket.gethostname()
-    return any(
-        listing.get("hostname") != here or posix.is_alive(listing["agent"])
-        for listing in run.node_listings().values()
-    )
+    for listing in run.node_listings().values():
+        agent = listing["agent"]
+        started = listing.get("started", {}).get(str(agent))  # a number may be another's by now
+        if listing.get("hostname") != here or posix.is_alive(agent, started):
+            return True
+    return False
 
 
 def _refused(verb: Verb, why: str) -> int:

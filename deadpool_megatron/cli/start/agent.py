@@ -231,6 +231,7 @@ def _settle(args: argparse.Namespace) -> _Settled:
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     check_port(args.coordinator_port, _PORT_FLAG)
     if args.host is not None:
+        check_address(run, args.host)
         _check_listening(run, args, args.host)  # before anything is made
     if not (run.path / "run.json").exists():
         if fixed is not None:
@@ -245,6 +246,8 @@ def _settle(args: argparse.Namespace) -> _Settled:
     check_journal(run, info)
     check_shared_memory(info, 1)
     check_vault_cpus(info)
+    if not args.domain:
+        check_domains(info)  # which may be there on the host that made the run, but not here
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     _check_listening(run, args, place.host)

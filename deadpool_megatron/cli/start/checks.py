@@ -220,6 +220,11 @@ def check_vault_cpus(info: RunInfo) -> None:
 
 def check_address(run: RunDirectory, host: str) -> None:
     """A node that others on other hosts cannot reach would only be found out by its silence."""
+    if host in ("", "0.0.0.0"):  # the first from a shell, of a command that has failed
+        raise CommandError(
+            f"{host!r} is no address that other nodes reach: give --host ADDRESS or --interface"
+            " NAME"
+        )
     here = socket.gethostname()
     others = {str(one.get("hostname", here)) for one in run.node_listings().values()} - {here}
     if host.startswith("127.") and others:

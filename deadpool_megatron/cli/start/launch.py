@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,19 +80,21 @@ class Launcher:
         self._options = options
         self._run = options.run
         self._info = options.info
-        self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
+        self._agents: dict[int, int] = {}  # node -> pid
         self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
         # node -> which share of the GPUs it has
         self._shares = {node: share for share, node in enumerate(sorted(options.numbers))}
         self._appointed: set[int] = set()
         self._next_node = max(options.numbers) + 1
         self._refills = options.refill
+        self._unfilled = 0  # dead nodes that no new one has followed yet
         self._signals = 0
         self._stopped: set[int] = set()
         self._stop_deadline = 0.0
         self._address = ""
         self._held = -1
         self._ending = False
+        self._shortage = ""
         self.trouble = ""
 
     def run(self) -> int:
@@ -132,7 +134,12 @@ class Launcher:
         sys.stdout.flush()
         sys.stderr.flush()
         theirs, ours = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(theirs)
+            os.close(ours)
+            raise
         if pid == 0:
             _become_agent(
                 lambda: self._serve(node, port, theirs),
@@ -140,7 +147,7 @@ class Launcher:
                 self._run.log(f"node{node}-agent"),
             )
         os.close(theirs)
-        self._agents[node] = (pid, os.pidfd_open(pid))
+        self._agents[node] = pid
         self._lines[node] = ours
         self._appoint()
 
@@ -184,7 +191,7 @@ class Launcher:
                 self._note_trouble()
                 return
             coordinators = coordinator_processes(self._run)
-            if not coordinators and self._run.final.exists():
+            if not coordinators and self._run.has_final():
                 return
             for pid in set(coordinators) - self._stopped if self._signals else ():
                 self._stopped.add(pid)
@@ -195,38 +202,52 @@ class Launcher:
             self._wait()
 
     def _wait(self) -> None:
+        """A line whose other end is gone says so at once."""
         poller = select.poll()
-        for _, handle in self._agents.values():
-            poller.register(handle, select.POLLIN)
+        for line in self._lines.values():
+            poller.register(line, select.POLLERR)
         poller.poll(_POLL_SECONDS * 1000)
 
     def _reap_agents(self) -> None:
         ended = {
             node: status
-            for node, (pid, _) in self._agents.items()
+            for node, pid in self._agents.items()
             for found, status in [os.waitpid(pid, os.WNOHANG)]
             if found
         }
         for node in ended:
-            os.close(self._agents.pop(node)[1])
+            del self._agents[node]
             self._hang_up(node)
             # What the node held is gone with it, as on a real machine.
             kept = self._keeps_slots() if self._ending else slots_are_kept(self._run)
-            clean_node(self._run, self._info.run_id, node, keep_slots=kept)
-        if self._run.final.exists() or self._stop_deadline:
+            with self._saying_what_fails(f"what node {node} has left"):
+                clean_node(self._run, self._info.run_id, node, keep_slots=kept)
+        if self._run.has_final() or self._stop_deadline:
             return
         for node, status in ended.items():
             self._options.say(f"node {node}: agent {Ending.from_wait_status(status)}")
-            if self._refills > 0:
-                self._refills -= 1
-                self._options.say(f"node {self._next_node} starts as a new spare")
-                self._start_agent(self._next_node)
-                self._next_node += 1
+        self._unfilled = min(self._unfilled + len(ended), self._refills)
+        self._refill()
         self._appoint()
+
+    def _refill(self) -> None:
+        """Start what is due. A host that is short of processes has no new spare for now."""
+        while self._unfilled:
+            try:
+                self._start_agent(self._next_node)
+            except OSError as error:
+                if self._shortage != str(error):
+                    self._shortage = str(error)
+                    self._options.say(f"no new spare for now: {error}")
+                return
+            self._options.say(f"node {self._next_node} starts as a new spare")
+            self._next_node += 1
+            self._refills -= 1
+            self._unfilled -= 1
 
     def _note_trouble(self) -> None:
         """What no coordinator can notice: that no node came up, or that none is left."""
-        if self._stop_deadline or self._run.final.exists():
+        if self._stop_deadline or self._run.has_final():
             return
         if self._came_up():
             self.trouble = "no node is left; the same command goes on from the newest checkpoint"
@@ -236,11 +257,15 @@ class Launcher:
 
     def _came_up(self) -> bool:
         """Whether an epoch was ever decided; True as well when the journal does not say."""
+        return self._newest_epoch() != 0
+
+    def _newest_epoch(self) -> int | None:
+        """0 where none was decided, None when the journal does not say."""
         try:
             journal = open_journal(self._info.settings, self._info.run_id, self._run.journal)
-            return journal.newest("epoch") is not None
+            return max(journal.numbers("epoch"), default=0)
         except JournalError:
-            return True
+            return None
 
     def _exit_status(self) -> int:
         if self.trouble:
@@ -267,31 +292,39 @@ class Launcher:
         gone on from."""
         self._ending = True
         self._stop_deadline = time.monotonic()  # from here on nothing is started again
-        if self._run.final.exists() and self._signals < 2:
+        if self._run.has_final() and self._signals < 2:
             self._wait_for_agents(_LEAVE_SECONDS)
         for node in list(self._lines):
             self._hang_up(node)
         # They notice, and know best what they have started only an instant ago.
         self._wait_for_agents(_FENCE_SECONDS)
-        for pid, handle in self._agents.values():
+        for pid in self._agents.values():
             posix.kill(pid)
             os.waitpid(pid, 0)
-            os.close(handle)
         self._agents.clear()
         run_id = self._info.run_id
         kept = self._keeps_slots() and any(
             any(node.glob("*.seg")) for node in node_directories(run_id)
         )
-        if self._run.final.exists() and self._signals < 2:
+        if self._run.has_final() and self._signals < 2:
             self._wait_for_others(_FENCE_SECONDS)
-        clean_run(self._run, run_id, keep_slots=kept)
-        if kept and not self._run.final.exists():
+        with self._saying_what_fails("what the run has left"):
+            clean_run(self._run, run_id, keep_slots=kept)
+        if kept and not self._run.has_final():
             self._options.say(
                 "what it holds in memory stays: the same command goes on from it, 'deadpool clean"
                 f" {self._run.path}' removes it"
             )
         if self._held >= 0:
             os.close(self._held)
+
+    @contextlib.contextmanager
+    def _saying_what_fails(self, what: str) -> Iterator[None]:
+        """A run directory that is away ends no run, nor does it change how one has ended."""
+        try:
+            yield
+        except OSError as error:
+            self._options.say(f"{what} was not removed as a whole: {error}")
 
     def _hang_up(self, node: int) -> None:
         """Close the line to an agent, which ends when it lives."""
@@ -300,10 +333,14 @@ class Launcher:
 
     def _keeps_slots(self) -> bool:
         """Where the result says so, or where there is none and nobody stopped the run: then only
-        starting it has failed, perhaps not for the first time."""
-        if slots_are_kept(self._run):
-            return True
-        return not self._run.final.exists() and not self._signals and self._came_up()
+        starting it has failed, perhaps not for the first time. Stopped before it has decided
+        anything, it leaves what was there before it."""
+        if self._run.has_final():
+            return slots_are_kept(self._run)
+        epoch = self._newest_epoch()
+        if self._signals:
+            return epoch is not None and 0 < epoch <= self._info.ended_epoch
+        return epoch != 0
 
     def _wait_for_others(self, deadline_seconds: float) -> None:
         """Agents that came to the run by a command of their own are told that it is over, too."""

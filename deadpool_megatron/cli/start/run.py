@@ -173,7 +173,7 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
 
 
 def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
-    if not reason and directory.final.exists():
+    if not reason and directory.has_final():
         try:
             reason = str(directory.read_final()["reason"])
         except RunDirectoryError as error:

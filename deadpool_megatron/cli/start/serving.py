@@ -59,6 +59,8 @@ def serve(
     ``leave_seconds``: see :class:`AgentOptions`.
     """
     node = place.node
+    # Once: when a node that was cut off comes back, file systems may be away yet.
+    table = {} if place.domain else domains_of(info.settings)
     for attempt in range(rejoins + 1):
         if node is None:
             node = _attach(run, info, fixed)
@@ -72,7 +74,7 @@ def serve(
             secret=secret,
             fixed_address=fixed,
             host=place.host,
-            domain=place.domain or domain_of(info.settings, node),
+            domain=place.domain or domains.domain_of(table, node, socket.gethostname()),
             modules=modules,
             directory=Path.cwd(),
             standby=standby,
@@ -88,7 +90,7 @@ def serve(
             raise CommandError(f"{error}; 'deadpool clean {run.path}' gives it up") from error
         if status == EXIT_LEFT_OUT:
             return EXIT_FENCED
-        if status != EXIT_FENCED or _is_over(run):
+        if status != EXIT_FENCED or run.has_final():
             break
         node = None
     try:
@@ -100,12 +102,11 @@ def serve(
     return ended
 
 
-def domain_of(settings: Settings, node: int) -> str:
-    """Failure domain from the domains file; every node its own without one."""
-    table = {}
-    if settings.domains_file:
-        table = domains.parse_domains(Path(settings.domains_file).read_text("utf-8"))
-    return domains.domain_of(table, node, socket.gethostname())
+def domains_of(settings: Settings) -> dict[str, str]:
+    """What the domains file says; without one every node is a failure domain of its own."""
+    if not settings.domains_file:
+        return {}
+    return domains.parse_domains(Path(settings.domains_file).read_text("utf-8"))
 
 
 def _standby_command(run: RunDirectory, host: str, node: int, port: int) -> tuple[str, ...]:
@@ -130,13 +131,6 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             raise
         except _PASSING as error:
             # A node that was cut off may be without the shared run directory for as long.
-            if _is_over(run) or time.monotonic() > limit:
+            if run.has_final() or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error
         time.sleep(_ATTACH_PAUSE_SECONDS)
-
-
-def _is_over(run: RunDirectory) -> bool:
-    try:
-        return run.final.exists()
-    except OSError:
-        return False  # not reachable just now

@@ -161,7 +161,7 @@ class Agent:
             self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
-        return self._exit_code or self._leaving.exit_status
+        return self._leaving.status(self._exit_code)
 
     # Orders of the coordinator.
 
@@ -350,6 +350,7 @@ class Agent:
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
+        self._files.log_is_over(member.log)
         self._drained.set()
         if self._ending is None:
             how = {**ending.to_dict(), "ordered": ordered}
@@ -412,7 +413,7 @@ class Agent:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
         comes_again = self._options.keeps_slots and code != EXIT_LEFT_OUT
-        self._end(why, not (keep or comes_again))
+        self._end(why, not (keep or (comes_again and not self._leaving.is_told)))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:

@@ -53,7 +53,8 @@ def credentials_from(environment: Mapping[str, str], secure: bool) -> Credential
     try:
         tls = ssl.create_default_context(cafile=authority)
         if certificate:
-            tls.load_cert_chain(certificate, key or None)
+            # With a word at hand nobody is asked for one, which would wait for ever.
+            tls.load_cert_chain(certificate, key or None, password="")
     except OSError as error:
         names = ", ".join(str(path) for path in (authority, certificate, key) if path)
         raise EtcdError(
@@ -136,20 +137,24 @@ class EtcdClient:
         deadline = time.monotonic() + limit
         each = min(_REQUEST_SECONDS, limit / len(self._endpoints))
         pause = _FIRST_PAUSE_SECONDS
+        causes: dict[int, str] = {}
         while True:
-            causes = []
             for turn in range(len(self._endpoints)):
                 index = (self._preferred + turn) % len(self._endpoints)
+                seconds = min(each, deadline - time.monotonic())
+                if seconds <= 0:
+                    break
                 try:
-                    answer = self._ask(self._endpoints[index], path, message, each)
+                    answer = self._ask(self._endpoints[index], path, message, seconds)
                 except (OSError, ValueError, http.client.HTTPException, _Unavailable) as error:
                     host, port = self._endpoints[index]
-                    causes.append(f"{host}:{port}: {str(error) or type(error).__name__}")
+                    causes[index] = f"{host}:{port}: {str(error) or type(error).__name__}"
                     continue
                 self._preferred = index
                 return answer
             if time.monotonic() + pause > deadline:
-                raise EtcdError(f"etcd does not answer within {limit:g} s ({'; '.join(causes)})")
+                why = "; ".join(causes.values())
+                raise EtcdError(f"etcd does not answer within {limit:g} s ({why})")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

@@ -64,6 +64,11 @@ class LogCopier:
         self._logs, self._target = logs, target
         self._turn = threading.Lock()
         self._copied: dict[str, int] = {}
+        self._over: list[str] = []
+
+    def is_over(self, name: str) -> None:
+        """Nobody prints to this log any more: it leaves memory as soon as it is in the target."""
+        self._over.append(name)
 
     def watch(self) -> None:
         """Copy for ever."""
@@ -75,10 +80,12 @@ class LogCopier:
         """Copy what there is. Returns why not all of it could be copied, empty if it could."""
         with self._turn:
             try:
-                if grown := [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]:
+                over = self._over.copy()  # before the look, which finds all that they have
+                grown = [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]
+                if grown or over:
                     with open(self._logs / _LOCK, "w") as lock:
                         _wait_for(lock)
-                        self._copy_all(grown)
+                        self._copy_all(grown, over)
             except OSError as error:  # what is left stays, for the next time
                 return str(error)
         return ""
@@ -87,7 +94,7 @@ class LogCopier:
         copied = self._copied.get(entry.name, 0)
         return not entry.name.startswith(".") and entry.stat().st_size > copied
 
-    def _copy_all(self, grown: list[os.DirEntry[str]]) -> None:
+    def _copy_all(self, grown: list[os.DirEntry[str]], over: list[str]) -> None:
         """With the lock: another process may have copied meanwhile."""
         # An unreadable record (of another version, for one) costs lines that are there twice.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -96,11 +103,21 @@ class LogCopier:
             for name, nbytes_before in record["under_way"].items():
                 nbytes = (self._target / name).stat().st_size
                 self._copied[name] = self._copied.get(name, 0) + max(0, nbytes - nbytes_before)
+        failed: dict[str, OSError] = {}
         try:
             for entry in grown:
-                self._copy(entry)
+                try:
+                    self._copy(entry)
+                except OSError as error:  # of one log; it must not keep the others
+                    failed[entry.name] = error
+            for name in [name for name in over if name not in failed]:
+                (self._logs / name).unlink(missing_ok=True)
+                self._copied.pop(name, None)
+                self._over.remove(name)
         finally:
             self._keep({})
+        if failed:
+            raise next(iter(failed.values()))
 
     def _keep(self, under_way: dict[str, int]) -> None:
         record = {"copied": self._copied, "under_way": under_way}
@@ -150,6 +167,9 @@ def answer(request: dict[str, str], copier: LogCopier) -> tuple[str, str]:
         if request["do"] == "copy":
             return "", copier.copy()
         path = Path(request["path"])
+        if request["do"] == "over":
+            copier.is_over(path.name)
+            return "", ""
         if request["do"] == "read":
             return read(path, int(request["start"]), int(request["nbytes"])), ""
         replace(path, request["text"])

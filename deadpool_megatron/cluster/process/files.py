@@ -58,6 +58,12 @@ class FileWorker:
         with contextlib.suppress(TimeoutError):
             await self._reading({"do": "copy"}, limit_seconds)
 
+    def log_is_over(self, log: Path) -> None:
+        """Nobody prints to it any more: have its memory given back once it is in ``target``."""
+        request = {"do": "over", "path": str(log)}
+        self._readings.append((request, asyncio.get_running_loop().create_future()))
+        self._next()
+
     def replace(self, path: Path, text: str | None) -> None:
         """Have a file hold this text, or (None) be gone, as soon as that is possible. Of several
         texts for one path the newest counts.

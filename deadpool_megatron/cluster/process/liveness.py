@@ -117,9 +117,9 @@ class FreezeDetector:
         """A beat arrived."""
         self._alive_at = now
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """The watching process itself did not run for so long: nobody else is to blame."""
-        self._alive_at += seconds
+        self._alive_at = min(self._alive_at + seconds, now)
 
     def silent_seconds(self, now: float) -> float:
         """Time since the last sign of life."""

@@ -54,7 +54,8 @@ def is_alive(pid: int, started: int | None = None) -> bool:
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/PID/stat from the third (state) on."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        # A title that a program gives its process is cut at 15 bytes, in the middle of a letter.
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     return text[text.rindex(")") + 2 :].split()

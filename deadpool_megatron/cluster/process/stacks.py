@@ -89,7 +89,7 @@ def _why_it_cannot(pid: int) -> str:
     if found[0] in "Tt":
         return "the process is stopped and cannot answer"
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return "the process has ended"
     caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")

@@ -145,18 +145,19 @@ def vault_processes(run: RunDirectory, run_id: str) -> list[int]:
 
 def coordinator_processes(run: RunDirectory) -> list[int]:
     """The process that says it coordinates, if it lives, on this host."""
-    try:
-        return _listed(read_json(run.coordinator))
-    except (OSError, ValueError):
-        return []  # there never was a coordinator
+    return _listed_in(run.coordinator)
 
 
 def node_processes(run: RunDirectory, node: int) -> list[int]:
     """Live processes of one node, from its listing."""
+    return _listed_in(run.node(node))
+
+
+def _listed_in(path: Path) -> list[int]:
     try:
-        return _listed(read_json(run.node(node)))
-    except (OSError, ValueError):
-        return []
+        return _listed(read_json(path))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []  # there is none, or another version has written it
 
 
 def is_here(listing: Mapping[str, Any]) -> bool:

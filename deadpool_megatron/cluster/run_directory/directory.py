@@ -232,6 +232,13 @@ class RunDirectory:
         except (*DAMAGE, SettingsError) as error:
             raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
 
+    def has_final(self) -> bool:
+        """Whether there is a result; not while the directory is away for a moment."""
+        try:
+            return self.final.exists()
+        except OSError:
+            return False
+
     def read_final(self) -> dict[str, Any]:
         """How the run ended: all of ``final.json``, with ``exit_status``, ``reason`` and
         ``iterations``. Raises RunDirectoryError when that cannot be read.

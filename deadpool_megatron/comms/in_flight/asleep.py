@@ -47,9 +47,11 @@ def _switches(names: Set[str], others: Set[int]) -> dict[int, int] | None:
     for task in Path("/proc/self/task").iterdir():
         try:
             number = int(task.name)
-            if (task / "comm").read_text().strip() not in names and number not in others:
+            # A name that a program gives is cut at 15 bytes, in the middle of a letter.
+            name = (task / "comm").read_text(errors="replace").strip()
+            if name not in names and number not in others:
                 continue
-            found = _STATUS.search((task / "status").read_text())
+            found = _STATUS.search((task / "status").read_text(errors="replace"))
         except OSError:
             continue  # the thread has ended
         if found is None or found[1] != "S":

@@ -76,6 +76,18 @@ def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path: Path)
     assert [line.split()[0] for line in heard.lines] == ["epoch", "an", "epoch"]
 
 
+def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
+    """Who follows a run ends it when it fails itself."""
+    run, heard = RunDirectory(tmp_path), Heard()
+    follower = Follower(run, heard)
+    run.events.symlink_to(run.events.name)  # a real failure of the system, for root as well
+    assert not follower.look()
+    run.events.unlink()
+    followed(tmp_path, events_of(10, 6, 0.0, began=1000.0))
+    assert follower.look()
+    assert "epoch 2 goes on from iteration 5 (1)" in heard.lines
+
+
 def test_an_event_of_another_form_ends_nothing(tmp_path: Path) -> None:
     events = [Event(Kind.RECOVERED, data={"seconds": "x"}), Event(Kind.EPOCH_OPENED, epoch=1)]
     heard = followed(tmp_path, events)

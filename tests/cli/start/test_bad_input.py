@@ -10,6 +10,7 @@ import shutil
 import socket
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.wire import auth
 from tests.cli.start.refused import RUN_ID, agent_arguments, complain, old_run, run_arguments
 
 LAUNCH = launch.Launcher.run
@@ -64,6 +66,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (("--deadpool-domains", "/nonexistent"), "No such file"),
         (("--deadpool-interface", "nosuch0"), "'nosuch0' is neither an address nor a network"),
+        (("--deadpool-interface", "two..dots"), "'two..dots' is neither an address nor a network"),
         (("--deadpool-vault-cpus", "0,9999"), "processors 9999 are not among those"),
         (("--deadpool-dscp", "64"), "--deadpool-dscp must be between 0 and 63, got 64"),
         (("--preload", "no_such_module_x"), "'no_such_module_x' is missing"),
@@ -385,10 +388,26 @@ def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "r" / "run.json").exists()
 
 
+def test_an_agent_on_a_host_without_the_file_of_domains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which the host that has made the run has: said before anything is imported."""
+    run = old_run(tmp_path / "r")
+    auth.create_secret(run.path)
+    info = run.read_run()
+    settings = replace(info.settings, domains_file="/nonexistent")
+    write_json(run.path / "run.json", replace(info, settings=settings).to_dict())
+    line = complain(capsys, "agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
+    assert "--deadpool-domains /nonexistent: No such file" in line
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1:0 (Cannot assign requested address)"),
+        (("--host", ""), "'' is no address that other nodes reach"),
+        (("--host", "0.0.0.0"), "'0.0.0.0' is no address that other nodes reach"),
+        (("--coordinator", "two..dots:80"), "host 'two..dots' cannot be resolved"),
         (("--coordinator-port", "99999"), "--coordinator-port 99999 is no port"),
         (("--coordinator-port", "-1"), "--coordinator-port -1 is no port"),
     ],

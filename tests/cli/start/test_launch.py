@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import signal
+import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +18,37 @@ from deadpool_megatron.cli import main
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, segment_root
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    segment_root,
+    write_json,
+)
 from deadpool_megatron.settings import Settings
 from tests.security.users import common_directory
+
+
+@pytest.mark.parametrize(("ended_epoch", "stays"), [(1, True), (0, False)])
+def test_an_interrupt_of_a_start_does_not_cost_what_was_in_memory_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_epoch: int, stays: bool
+) -> None:
+    """As of one that is started again with a slip in its command: it has not trained yet. A run
+    that has is stopped with all that it holds."""
+    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
+    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x", ended_epoch=ended_epoch)
+    run.create(info)
+    open_journal(info.settings, run_id, run.journal).write("epoch", 1, {})
+    slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
+    segment_root(run_id).mkdir(mode=0o700)
+    slots.parent.mkdir()
+    slots.touch()
+    monkeypatch.setattr(launch, "preload_modules", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    options = launch.LaunchOptions(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
+    try:
+        assert launch.Launcher(options).run() == launch.EXIT_INTERRUPTED
+        assert slots.exists() == stays
+    finally:
+        shutil.rmtree(segment_root(run_id), ignore_errors=True)
 
 
 @pytest.mark.parametrize("began", [True, False])
@@ -107,3 +140,76 @@ def test_a_run_that_leaves_this_host_without_tls_says_so(
     which = ("--deadpool-interface", interface, "--preload", "json")
     assert main(["run", *size, *which, "--quiet", "--", str(script)]) == 0
     assert capsys.readouterr().err.count("without TLS") == lines
+
+
+Start = Callable[..., tuple[int, list[str]]]
+SECONDS = 30.0
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Launch agents that are real processes: that of node 1 ends at once, others with their
+    launcher. ``look(run)`` says whether the run is over."""
+    info = RunInfo(uuid.uuid4().hex[:8], 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    run, said, limit = RunDirectory(tmp_path / "run"), list[str](), time.monotonic() + SECONDS
+
+    def serve(*given: Any, launcher_fd: int, **_: Any) -> int:
+        while given[2].node != 1 and os.read(launcher_fd, 1):
+            pass
+        return 0
+
+    def begin(look: Callable[[RunDirectory], bool], refill: int = 0) -> tuple[int, list[str]]:
+        def watched() -> None:
+            if look(run) or time.monotonic() > limit:
+                write_json(run.final, {"exit_status": 0, "reason": "", "iterations": 1})
+
+        options = launch.LaunchOptions(run, info, 0, (), refill, said.append, watched, (0, 1))
+        return launch.Launcher(options).run(), said
+
+    monkeypatch.setattr(launch, "preload_modules", lambda *_: None)
+    monkeypatch.setattr(launch, "serve", serve)
+    yield begin
+    shutil.rmtree(segment_root(info.run_id), ignore_errors=True)
+
+
+def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a file handle that has become stale: nothing of the run itself waits for it."""
+    away = OSError(errno.ESTALE, "Stale file handle")
+    exists, unlink, refused = Path.exists, Path.unlink, {"final.json": 5, "1.json": 1}
+
+    def fails(path: Path) -> None:
+        if refused.get(path.name, 0) > 0:
+            refused[path.name] -= 1
+            raise away
+
+    monkeypatch.setattr(Path, "exists", lambda path: (fails(path), exists(path))[1])
+    monkeypatch.setattr(Path, "unlink", lambda path, **how: (fails(path), unlink(path, **how))[1])
+    status, said = start(lambda _: not any(refused.values()))
+    assert refused == {"final.json": 0, "1.json": 0}
+    assert status == 0, said
+
+
+def test_a_host_that_is_short_of_processes_has_its_new_spare_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not cost the run, which has other nodes."""
+    fork, short = os.fork, [OSError(errno.EAGAIN, "no more processes")] * 3
+    opened: list[int] = []
+
+    def forks() -> int:
+        opened.append(len(list(Path("/proc/self/fd").iterdir())))
+        if len(opened) > 2 and short:
+            raise short.pop()
+        return fork()
+
+    def look(run: RunDirectory) -> bool:
+        return run.log("node2-agent").exists()
+
+    monkeypatch.setattr(os, "fork", forks)
+    status, said = start(look, refill=1)
+    assert (status, short) == (0, [])
+    assert opened[2:] == [opened[2]] * 4, "each try has left its pipe open"
+    assert sum("no more processes" in line for line in said) == 1
+    assert "node 2 starts as a new spare" in said

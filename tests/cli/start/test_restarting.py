@@ -66,6 +66,36 @@ def test_what_the_run_is_stays_this_users_and_on_the_disk(
     assert temporary.name.startswith(".run.json.")
 
 
+def test_recipes_of_another_command_go_though_the_first_try_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be many, on a slow file system."""
+    run = old_run(tmp_path / "old")
+    run.skeletons.mkdir()
+    other = restarting.Restart(replace(run.read_run(), command=("x.py", "--seed", "2")), (0, 1))
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(restarting.shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            restarting.begin(run, other)
+    restarting.begin(run, other)
+    assert not run.skeletons.exists()
+
+
+def test_recipes_that_cannot_be_removed_are_no_recipes_of_the_new_command(tmp_path: Path) -> None:
+    run = old_run(tmp_path / "old")
+    (tmp_path / "elsewhere").mkdir()
+    run.skeletons.symlink_to(tmp_path / "elsewhere")  # which the system does not remove as a tree
+    info = run.read_run()
+    other = restarting.Restart(replace(info, command=("x.py", "--seed", "2")), (0, 1))
+    with pytest.raises(OSError, match="symbolic link"):
+        restarting.begin(run, other)
+    assert run.read_run().command == info.command
+
+
 @pytest.fixture(name="left")
 def _left(tmp_path: Path) -> Iterator[RunDirectory]:
     """A run whose processes have all died; a slot of it is still in memory."""

@@ -9,6 +9,8 @@ import pytest
 
 from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable
 from deadpool_megatron.cli.start import serving
+from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.service import EXIT_FENCED
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -56,6 +58,28 @@ def test_what_passes_is_sat_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     assert attach(tmp_path, monkeypatch, Coordinator(failure)) == 7
+
+
+def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cuts a host off takes its file systems as well, for a moment longer."""
+    table, run = tmp_path / "domains", RunDirectory(tmp_path / "run")
+    table.write_text("3 rack-a\n7 rack-b\n")
+    settings = Settings(spare_timeout_seconds=60.0, domains_file=str(table))
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings, "/dev/shm/x")
+    served: list[tuple[int, str]] = []
+
+    def serve_once(options: AgentOptions) -> int:
+        table.unlink(missing_ok=True)
+        served.append((options.node, options.domain))
+        return 0 if options.node == 7 else EXIT_FENCED
+
+    monkeypatch.setattr(serving, "run_agent", serve_once)
+    monkeypatch.setattr(serving, "ask", lambda *_: {"ok": True, "node": 7})
+    place = serving.Place(3, "127.0.0.1", "")
+    status = serving.serve(run, info, place, (), b"", standby_port=None, rejoins=1)
+    assert (status, served) == (0, [(3, "rack-a"), (7, "rack-b")])
 
 
 def test_a_refusal_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.agent import hurting
+from deadpool_megatron.cluster.agent.children.leaving import EXIT_TERMINATED, Leaving
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
-from deadpool_megatron.cluster.agent.service import Agent
+from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
 from deadpool_megatron.cluster.process.liveness import Ending
 
 
@@ -83,3 +85,39 @@ def test_the_process_id_of_a_vault_that_has_ended_is_sent_nothing(
     agent._vault, agent._members = keeper, SimpleNamespace(by_slot={})
     agent._on_order({"t": "hurt", "part": "vault", "number": 0, "signal": "KILL"})
     assert sent == ([] if ended else [(1 << 30, signal.SIGKILL)])
+
+
+@pytest.mark.parametrize("is_fenced_first", [True, False])
+def test_who_is_told_to_end_and_is_fenced_does_not_come_back(is_fenced_first: bool) -> None:
+    """The signal is not lost, whichever comes first: another agent after this one would not get it,
+    and nobody would take up the slots."""
+
+    async def end() -> tuple[int, tuple[str, bool]]:
+        agent: Any = object.__new__(Agent)
+        options: Any = SimpleNamespace(leave_seconds=0.0, keeps_slots=True, node=3)
+        agent._members = SimpleNamespace(by_slot={}, send_all=lambda message: None)
+        agent._node, agent._options, agent._exit_code, agent._ending = 3, options, 0, None
+        agent._stopping, told = asyncio.Event(), asyncio.Event()
+        agent._leaving = Leaving(options, told.set)
+        if is_fenced_first:
+            agent._fence("cut off")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(told.wait(), 20)
+        if not is_fenced_first:
+            agent._fence("cut off")
+        assert agent._exit_code == EXIT_FENCED
+        return agent._leaving.status(agent._exit_code), agent._ending
+
+    status, (_, is_removed) = asyncio.run(end())
+    assert status == EXIT_TERMINATED
+    assert is_removed != is_fenced_first
+
+
+def test_the_log_of_a_member_that_has_ended_does_not_stay_in_memory() -> None:
+    agent: Any = object.__new__(Agent)
+    over: list[str] = []
+    agent._members = SimpleNamespace(remove=lambda member: None)
+    agent._files = SimpleNamespace(log_is_over=over.append)
+    agent._drained, agent._ending = asyncio.Event(), ("the run is over", True)
+    agent.member_ended(SimpleNamespace(log="node0-slot0-3.log"), Ending(exit_code=0), "", False)
+    assert over == ["node0-slot0-3.log"]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -156,6 +157,22 @@ class _NotEtcd(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         return
+
+
+def test_a_call_ends_in_time_though_it_begins_a_round_late() -> None:
+    """Two servers of three hang, as when they are stopped: the second round would take as long as
+    the first one. A sign of life that comes so late is taken for none."""
+    limit = 3.0
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        ports = (one.getsockname()[1], other.getsockname()[1], free_port())
+        began = time.monotonic()
+        with pytest.raises(EtcdError) as raised:
+            client(*ports, seconds=limit).get("/tests/key")
+    assert time.monotonic() - began < limit + 0.5
+    assert all(f":{port}: " in str(raised.value) for port in ports)
 
 
 def test_something_else_that_speaks_http(tmp_path: Path) -> None:
@@ -325,6 +342,44 @@ def test_etcd_under_tls(
             open_journal(settings, "r", tmp_path)
     finally:
         server.kill()
+
+
+def test_a_key_that_wants_a_word_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+    """Without a terminal the question goes to standard input: a standby's is its agent's pipe, on
+    which nothing like an answer ever comes."""
+    made = certificates.make(tmp_path)
+    locked = tmp_path / "locked.key"
+    encrypt = ["openssl", "pkey", "-aes256", "-passout", "pass:word", "-out", str(locked)]
+    subprocess.run([*encrypt, "-in", made["tls_key"]], check=True, capture_output=True)
+    program = (
+        "import os\n"
+        "from deadpool_megatron.cluster.journal.etcd_client import EtcdError, credentials_from\n"
+        "try:\n"
+        "    credentials_from(os.environ, secure=True)\n"
+        "except EtcdError as error:\n"
+        "    print(error)\n"
+    )
+    reading, writing = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                "ETCDCTL_CERT": made["tls_certificate"],
+                "ETCDCTL_KEY": str(locked),
+            },
+            stdin=reading,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            start_new_session=True,
+            check=False,
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert "etcd's certificates cannot be loaded" in done.stdout
+    assert str(locked) in done.stdout
 
 
 def test_users_of_etcd(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -209,6 +210,58 @@ def test_logs_wait_for_a_target_that_takes_nothing(
 
     working(tmp_path, scenario)
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_the_log_of_a_process_that_has_ended_leaves_memory_once_it_is_copied(
+    tmp_path: Path,
+) -> None:
+    """Each process that is started anew has a log of its own, and a run may start thousands."""
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    for number in range(3):
+        logs.log(f"member-{number}").write_text(f"last words of {number}\n")
+
+    async def scenario(worker: FileWorker) -> None:
+        for number in range(2):
+            worker.log_is_over(logs.log(f"member-{number}"))
+        await worker.copy_logs(SECONDS)
+        assert len(list(logs.directory.glob("*.log"))) == 3, "it is nowhere else yet"
+        target.mkdir()
+        await until(lambda: not logs.log("member-1").exists())
+        await worker.copy_logs(SECONDS)
+        assert list(logs.directory.glob("*.log")) == [logs.log("member-2")]
+        for number in range(3):
+            text = (target / f"member-{number}.log").read_text()
+            assert text == f"last words of {number}\n"
+        # As of a node that comes again: an old place in the log would leave its beginning out.
+        logs.log("member-0").write_text("again\n")
+        await worker.copy_logs(SECONDS)
+        assert (target / "member-0.log").read_text() == "last words of 0\nagain\n"
+
+    working(tmp_path, scenario)
+
+
+def test_a_log_that_cannot_be_copied_keeps_none_of_the_others(tmp_path: Path) -> None:
+    """As one that has come to the largest size that the user's limits allow."""
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    target.mkdir()
+    names = [f"member-{number}" for number in range(6)]
+    for name in names:
+        logs.log(name).write_text("words\n")
+    logs.log("member-3").write_bytes(b"x" * (1 << 20))
+    copier = LogCopier(logs.directory, target)
+    for name in names:
+        copier.is_over(f"{name}.log")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        assert "File too large" in copier.copy()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(list(target.iterdir())) == len(names)
+    assert list(logs.directory.glob("*.log")) == [logs.log("member-3")]
+    assert copier.copy() == ""
+    assert (target / "member-3.log").read_bytes() == b"x" * (1 << 20)
+    assert not list(logs.directory.glob("*.log"))
 
 
 def test_what_is_printed_last_is_copied_though_the_agent_is_killed(tmp_path: Path) -> None:

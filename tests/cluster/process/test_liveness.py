@@ -89,8 +89,21 @@ def test_beats_and_forgiveness_keep_it_alive(start) -> None:  # type: ignore[no-
     assert verdict(detector, 0.0, 2.5) is None
     detector.beat(2.5)
     assert verdict(detector, 2.5, 2.5) is None
-    detector.forgive(100.0)
+    detector.forgive(100.0, 105.0)
     assert verdict(detector, 103.0, 2.0) is None
+
+
+def test_what_was_heard_after_a_pause_is_forgiven_nothing(start) -> None:  # type: ignore[no-untyped-def]
+    """A host stood still for ten minutes. The beats that waited are read before the pause is
+    noticed; a process that freezes then is found after its limit, not ten minutes later."""
+    child = start(IDLE)
+    settle(child.pid)
+    detector = FreezeDetector(child.pid, 3.0, 0.0)
+    detector.beat(600.0)
+    detector.forgive(600.0, 600.0)
+    found = verdict(detector, 600.0, 10)
+    assert found is not None
+    assert 3.0 <= found <= 3.3
 
 
 def test_ended_process_is_not_called_frozen(start) -> None:  # type: ignore[no-untyped-def]
@@ -144,3 +157,19 @@ def test_pid_with_another_start_time_is_another_process() -> None:
     assert posix.is_alive(own, started)
     assert not posix.is_alive(own, started + 1)
     assert posix.start_time(2**22 - 1) is None
+
+
+TITLE = "import ctypes, signal; ctypes.CDLL(None).prctl(15, 'rank10 \u8bad\u7ec3\u8fdb'.encode());"
+
+
+def test_a_process_whose_name_is_cut_in_a_letter_is_watched(start) -> None:  # type: ignore[no-untyped-def]
+    """The kernel keeps 15 bytes of a title. An agent that could not read one lost its node."""
+    child = start(f"{TITLE} signal.pause()")
+    status = Path(f"/proc/{child.pid}/status")
+    wait_for("its title", lambda: b"rank10" in status.read_bytes())
+    started = posix.start_time(child.pid)
+    assert posix.is_alive(child.pid, started)
+    settle(child.pid)
+    found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
+    assert found is not None
+    assert 3.0 <= found <= 3.3

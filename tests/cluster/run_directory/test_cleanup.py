@@ -48,6 +48,19 @@ def test_a_file_that_goes_and_one_that_comes_meanwhile(
     assert cleaned.nbytes >= 4096
 
 
+@pytest.mark.parametrize(
+    "text", ['{"started": []}', '{"started": null}', '{"started": {"1": [2]}}', "[]", "{"]
+)
+def test_a_listing_of_another_form_names_no_process(text: str, tmp_path: Path) -> None:
+    """The launcher reads that of the coordinator all the time, and ended its run at one."""
+    run = RunDirectory(tmp_path)
+    run.node(0).parent.mkdir()
+    for path in (run.coordinator, run.node(0)):
+        path.write_text(text)
+    assert cleanup.coordinator_processes(run) == []
+    assert cleanup.node_processes(run, 0) == []
+
+
 def test_nodes_of_other_hosts_stay_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their processes cannot be seen from here; what follows the run finds them by these files."""
     monkeypatch.setattr(cleanup, "segment_root", lambda run_id: tmp_path / "shared")

@@ -26,9 +26,16 @@ class Leaving:
         self._options, self._end = options, end
         self._drain: asyncio.Task[None] | None = None
         self.exit_status = 0
+        self.is_told = False
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._told)
 
+    def status(self, exit_code: int) -> int:
+        """Returns the exit status of an agent that ends for a reason of its own (``exit_code``), or
+        for none. One that is told to end as well does not come back, as if it were only fenced."""
+        return EXIT_TERMINATED if exit_code and self.is_told else exit_code or self.exit_status
+
     def _told(self) -> None:
+        self.is_told = True
         if self._drain is not None or not self._options.leave_seconds:
             self._end()
             return

@@ -189,9 +189,9 @@ class Member:
             self._frozen = True
             self._reports.member_frozen(self, self._freeze.silent_seconds(now))
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """See FreezeDetector.forgive."""
-        self._freeze.forgive(seconds)
+        self._freeze.forgive(seconds, now)
 
     def _message(self, message: dict[str, Any]) -> None:
         kind = str(message.get("t"))
@@ -291,7 +291,7 @@ class Members:
         self._checked_at = now
         for member in list(self.by_slot.values()):
             if late > self._settings.beat_interval_seconds:
-                member.forgive(late)
+                member.forgive(late, now)
             member.check(now)
 
     async def kill_all(self, cause: str, deadline_seconds: float) -> None:
