@@ -332,6 +332,17 @@ def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration() -> None:
     assert rig.one(act.Finish).exit_status == 1
 
 
+def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_either() -> None:
+    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run()
+    rig.steps(4)
+    rig.feed(ev.DurableValid(5, "/saves/iter_5"))
+    nan(rig, 5)
+    recover(rig, 4)
+    rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
+    rig.closed()
+    assert rig.one(act.Finish).exit_status == 1
+
+
 def test_second_nan_at_the_same_iteration_stops() -> None:
     rig = Rig(nonfinite="rollback").run()
     rig.steps(4)
