@@ -506,3 +506,17 @@ def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> 
     assert (rig.state.last_words is None) == progress
     if not progress:
         assert "ValueError" in rig.saved_end(g(7)).reason
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_a_spare_that_does_not_come_up_meanwhile_does_not_end_the_run(status: int) -> None:
+    """Its roles train; a spare costs itself at most. Status 2: as for wrong arguments."""
+    old = Rig(nodes=2, spares=1).run()
+    rig = successor(old)
+    rejoin(rig, old, 0, 2)
+    for incarnation in range(4):
+        rig.feed(ev.MemberLost(2, 0, incarnation, exit_code=status, last_line="no device"))
+    rejoin(rig, old, 1)
+    repeat(rig)
+    assert (rig.state.phase, rig.state.epoch) == (Phase.RUNNING, 1)
+    assert not rig.of(act.Finish, rig.log)
