@@ -319,7 +319,10 @@ class Coordinator:
         if event.kind in numbers and event.epoch < self._epoch:
             computed = Generation(event.epoch, event.iteration or 0)
             if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.line.kept, computed):
-                self._files.write(event)
+                for accepted in self._files.write(event):
+                    item = reports.from_event(accepted)
+                    if isinstance(item, inputs.LossNotFinite):  # all that went on from it is bad
+                        self.feed(item)
                 return
             self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
             return

@@ -20,6 +20,7 @@ from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import recomputes, without_recompute
 
@@ -193,10 +194,14 @@ EXIT_NONFINITE = 4
 
 
 def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
-    """Act on it as the setting ``nonfinite`` says, which is stop or rollback."""
-    state, k = turn.state, event.iteration
-    if event.epoch != state.heard_epoch:
-        turn.refuse(f"loss of step {k}", f"epoch {event.epoch} is not open")
+    """Act on it as the setting ``nonfinite`` says, which is stop or rollback.
+
+    The epoch may have been closed meanwhile for another reason: its generations count all the same.
+    """
+    state, computed = turn.state, Generation(event.epoch, event.iteration)
+    k, is_over = event.iteration, state.phase in LAST_PHASES
+    if is_over or state.blame.is_poisoned(computed) or not state.line.keeps(computed):
+        turn.refuse(f"loss of step {k}", f"nothing goes on from it in epoch {event.epoch}")
         return
     again = k in state.blame.nonfinite
     policy = "rollback" if turn.config.settings.nonfinite == "rollback" and not again else "stop"

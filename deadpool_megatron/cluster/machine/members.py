@@ -128,7 +128,8 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     _tell(turn, Kind.MEMBER_LOST, event, role, cause=cause, **facts)
     if state.phase in phases.LAST_PHASES:
         return
-    if event.exit_code == EXIT_BAD_INPUT and not state.line.ever_ran:
+    begins = not state.line.ever_ran and not state.survived
+    if event.exit_code == EXIT_BAD_INPUT and begins:
         # The command itself says that its arguments cannot work: no other process will like them.
         end_as_found(turn, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
         return
@@ -141,7 +142,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
             close(turn, failure)
         if not on_purpose:
             faults.crashed(turn, event.node, failure)
-    elif state.phase is phases.Phase.GATHERING and failure.exited:
+    elif state.phase is phases.Phase.GATHERING and failure.exited and not state.survived:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         note_failure(turn, slot_too)
         if turn.state.last_words is not None:

@@ -153,6 +153,8 @@ class Turn:
     def restore_query(self, seats: Mapping[int, Seat]) -> RestoreQuery:
         """Returns the question what the next epoch is restored from."""
         state, start, held = self.state, self.config.start, self.state.memory.held
+        # A coordinator that has taken over knows of the first epoch only what memory shows.
+        begins = state.line.is_empty and not state.memory.has_computed
         return RestoreQuery(
             epoch=state.epoch + 1,
             world_size=self.config.world_size,
@@ -164,6 +166,6 @@ class Turn:
             bad_parts=state.blame.bad_parts,
             bad_generations=state.blame.untrusted(held.values()),
             durable=state.blame.trusted(state.line.durable),
-            start=start if start.kind == "initial" and state.line.is_empty else None,
+            start=start if start.kind == "initial" and begins else None,
             every=1 if state.record is None else state.record.protection.every,
         )

@@ -17,13 +17,13 @@ from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, new
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.events import Event
+from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.settings import Settings
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
 from tests.cluster.link.line import Line, play
 from tests.cluster.link.test_orders_once import beginning
-from tests.cluster.machine.rig import Rig
+from tests.cluster.machine.rig import Rig, g, killed
 
 _SEAT = {"slot": 0, "incarnation": 0}
 
@@ -235,3 +235,24 @@ def test_beats_that_cannot_be_read_end_no_look(tmp_path: Path) -> None:
         one._spawn(one._watch())
 
     assert hear(tmp_path, scenario)._peers.refusals == 1
+
+
+@pytest.mark.parametrize(("loss", "is_told"), [("nan", True), ((1.5).hex(), False)])
+def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(
+    tmp_path: Path, loss: str, is_told: bool
+) -> None:
+    """The epoch was closed, and its iteration kept; all that goes on from it is bad."""
+    rig = Rig().run()
+    rig.steps(4)
+    rig.feed(killed(rig, 0))
+    rig.closed(g(5))
+    rig.journal()
+    fed: list[inputs.Input] = []
+
+    def scenario(one: Coordinator, _: AgentPeer) -> None:
+        one._stepper.state = rig.state
+        one.feed = fed.append  # type: ignore[method-assign]
+        one._event(Event(Kind.STEP, 1, 1, 1, 5, data={"loss": loss}))
+
+    hear(tmp_path, scenario)
+    assert fed == ([inputs.LossNotFinite(1, 1, 1, 5, "nan")] if is_told else [])

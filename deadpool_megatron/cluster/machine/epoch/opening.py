@@ -58,7 +58,12 @@ def announce(turn: Turn, record: EpochRecord) -> None:
         seats=SeatTable(record.seats),
         fleet=before.fleet.moved(),
         memory=replace(memory, promised=Map(), found=Map()),
-        line=replace(before.line, kept=record.history.kept),
+        line=replace(
+            before.line,
+            kept=record.history.kept,
+            # Of an iteration that was thrown away: nothing says so once that is computed anew.
+            durable=before.blame.trusted(before.line.durable),
+        ),
         blame=replace(before.blame, poisoned_from=None),
         recoveries=recoveries,
         restarted=False,

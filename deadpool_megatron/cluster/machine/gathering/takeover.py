@@ -113,6 +113,10 @@ def time_is_over(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
 def _go_on(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
     checkup.agree_again(turn)
+    fleet = turn.state.fleet
+    if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
+        back = fleet.returning | (fleet.gone.keys() & record.nodes.keys())
+        turn.state = turn.state._replace(fleet=replace(fleet, returning=back))
     for request in turn.state.requests:
         if request.number in rejoining.requests and request.is_open:
             turn.change(request.at(Stage.REFUSED, STARTED_AGAIN))

@@ -28,6 +28,12 @@ class Memory:
         """Inventories of live nodes: as promised at the close, else as found before they joined."""
         return self.found.update(self.promised)
 
+    @property
+    def has_computed(self) -> bool:
+        """Whether a generation is held that an iteration has made."""
+        found = (holding for one in self.held.values() for holding in one.holdings)
+        return any(holding.generation.iteration > 0 for holding in found)
+
     def with_promise(self, inventory: Inventory) -> Memory:
         """Returns the memory with what a node has promised."""
         return replace(self, promised=self.promised.set(inventory.node, inventory))

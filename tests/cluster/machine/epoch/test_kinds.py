@@ -11,6 +11,7 @@ from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.machine.epoch.test_wrong_nodes import reap
+from tests.cluster.machine.gathering.test_takeover import rejoin, successor
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
 CUDA = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
@@ -331,6 +332,17 @@ def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration() -> None:
     assert rig.one(act.Finish).exit_status == 1
 
 
+def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_either() -> None:
+    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run()
+    rig.steps(4)
+    rig.feed(ev.DurableValid(5, "/saves/iter_5"))
+    nan(rig, 5)
+    recover(rig, 4)
+    rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
+    rig.closed()
+    assert rig.one(act.Finish).exit_status == 1
+
+
 def test_second_nan_at_the_same_iteration_stops() -> None:
     rig = Rig(nonfinite="rollback").run()
     rig.steps(4)
@@ -344,12 +356,49 @@ def test_second_nan_at_the_same_iteration_stops() -> None:
     assert "before" in end.reason
 
 
-def test_nan_of_a_closed_epoch_is_refused() -> None:
+def test_nan_of_an_abandoned_iteration_is_refused() -> None:
     rig = Rig(nonfinite="rollback").run()
     rig.steps(4)
     rig.feed(killed(rig, 0))
-    nan(rig, 5)
+    recover(rig, 4)
+    before = rig.state
+    rig.feed(ev.LossNotFinite(1, 1, 1, 5, "nan"))
     assert rig.emitted(Kind.REFUSED)
+    assert rig.state == before
+
+
+@pytest.mark.parametrize("until", [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.RUNNING])
+def test_nan_that_is_told_after_the_close_is_not_restored(until: Phase) -> None:
+    """Another role died at the same time; all roles have committed the iteration by then."""
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    rig.feed(killed(rig, 0))
+    if until is not Phase.CLOSING:
+        rig.closed(g(4), g(5))
+    if until in (Phase.OPENING, Phase.RUNNING):
+        rig.journal()
+    if until is Phase.RUNNING:
+        rig.restored()
+    assert rig.state.phase is until
+    rig.feed(ev.LossNotFinite(1, 1, 1, 5, "nan"))
+    if until is Phase.DECIDING:
+        rig.journal()
+    else:
+        rig.closed(g(4), g(5))
+    assert rig.pending.restore.generation == g(4)
+    assert rig.pending.history.nonfinite == {5}
+
+
+def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> None:
+    """All agents had closed the epoch, and the last to come back is the one that tells again."""
+    old = Rig(nodes=2, spares=0, nonfinite="rollback").run()
+    old.steps(4)
+    nan(old, 5)
+    rig = successor(old)
+    rejoin(rig, old, 0, 1, closed=1)
+    rig.feed(ev.LossNotFinite(1, 1, 1, 5, "nan"))
+    rig.closed(g(4), g(5))
+    assert rig.pending.restore.generation == g(4)
 
 
 def taken_over(rig: Rig) -> Rig:

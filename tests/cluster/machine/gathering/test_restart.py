@@ -130,6 +130,30 @@ def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> N
     assert "durable state /ck/5, iteration 5: no generation can be restored" in said(rig)
 
 
+def test_a_first_epoch_that_is_not_whole_in_memory_is_not_begun_anew() -> None:
+    """No record says that it was ever open, and no agent tells its iterations again."""
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 1, generations=())
+    closed(rig, 0, 0, generations=(g(7),))
+    closed(rig, 1, generations=())
+    assert rig.one(act.Dump).held == (g(7),)
+    rig.feed(ev.Dumped(0, g(7)))
+    assert rig.one(act.Finish).exit_status == 1
+
+
+def test_a_first_epoch_in_which_nothing_was_computed_is_begun_anew() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    rig = started_again(old)
+    join(rig, 0, 0, generations=(g(0),))
+    join(rig, 1, generations=())
+    closed(rig, 0, 0, generations=(g(0),))
+    closed(rig, 1, generations=())
+    assert rig.pending.restore.kind == "initial"
+
+
 def test_an_abandoned_line_in_memory_is_not_taken_up() -> None:
     old = Rig(nodes=2, spares=0).run()
     old.steps(7)

@@ -12,8 +12,9 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import NOBODY, Machine
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Holding, Inventory
 from deadpool_megatron.recovery import plan
-from tests.cluster.machine.rig import Phase, Rig, g, killed, layout, nodes_of
+from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
 
 CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
 
@@ -506,3 +507,35 @@ def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> 
     assert (rig.state.last_words is None) == progress
     if not progress:
         assert "ValueError" in rig.saved_end(g(7)).reason
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_a_spare_that_does_not_come_up_meanwhile_does_not_end_the_run(status: int) -> None:
+    """Its roles train; a spare costs itself at most. Status 2: as for wrong arguments."""
+    old = Rig(nodes=2, spares=1).run()
+    rig = successor(old)
+    rejoin(rig, old, 0, 2)
+    for incarnation in range(4):
+        rig.feed(ev.MemberLost(2, 0, incarnation, exit_code=status, last_line="no device"))
+    rejoin(rig, old, 1)
+    repeat(rig)
+    assert (rig.state.phase, rig.state.epoch) == (Phase.RUNNING, 1)
+    assert not rig.of(act.Finish, rig.log)
+
+
+@pytest.mark.parametrize("gone", [NOBODY, {1: "connection closed"}])
+def test_a_node_that_has_the_only_copy_is_waited_for(gone: Mapping[int, str]) -> None:
+    """Its agent ended with the coordinator, or before: what it holds outlives it."""
+    old = Rig(nodes=2, spares=0, protection="local").run()
+    rig = successor(old, gone=gone)
+    there, facts = {0: 0}, ("host", 1000, "node0")
+    rig.feed(ev.NodeJoined(0, *facts, there, there, 1, 0, {0: 1}, returns=True))
+    rig.steps(7)
+    rig.tick(rig.settings.rejoin_seconds)
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert "nodes [1] with their slots" in rig.state.waiting_for()
+    held = Inventory(2, 0, (Holding(1, g(7), STEP),), (layout(1, 2),))
+    rig.feed(ev.NodeJoined(2, "host", 1002, "node2", found=held, returns=True))
+    assert rig.pending.restore.generation == g(7)
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
