@@ -208,3 +208,23 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     theirs.close()
     bad = {"t": "bad", "epoch": 1, "generation": [1, 4], "part": "shard"}
     assert [one for one in said if one["t"] == "bad"] == [bad]
+
+
+def test_the_gate_does_not_wait_for_a_vault_that_cannot_use_its_slots(tmp_path: Path) -> None:
+    """One that was restarted, and no longer finds the file or cannot read it, commits nothing."""
+    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+    client._link, vault = socket.socketpair()
+    client._enter(1)
+    framing.send(vault, {"t": "unregistered", "code": "failed", "text": "segment of role 3: gone"})
+    interrupted = os.eventfd(0, os.EFD_CLOEXEC)
+    with pytest.raises(VaultError, match="segment of role 3: gone"):
+        client.wait_committed(
+            Generation(1, 4),
+            "step",
+            deadline_seconds=0.2,
+            interrupted=interrupted,
+            on_wait=lambda _: pytest.fail("it waits"),
+            report_every_seconds=0.2,
+        )
+    vault.close()
+    os.close(interrupted)
