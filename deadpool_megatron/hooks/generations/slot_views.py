@@ -18,6 +18,8 @@ class SlotViews:
     def of(self, part: Part, writer: SlotWriter) -> list[Tensor]:
         """Returns CPU tensors over the part in the slot that is written, one per live tensor."""
         buffer = writer.part(part.name)
+        if not part.nbytes:  # memory without bytes has no address
+            return part.views(buffer)
         place = part.name, host_range(buffer)[0]
         if place not in self._known:
             self._known[place] = part.views(buffer)

@@ -153,7 +153,7 @@ class StepKeeper:
 
     def running(self) -> list[CopyHandle]:
         """Copies of an interrupted step; forgotten hereby."""
-        copies = list(self._copies.values())
+        copies = [*self._copies.values(), *self._reading]
         self._updates, self._copies, self._reading = {}, {}, []
         return copies
 

@@ -109,8 +109,7 @@ class VaultClient:
         deadline = time.monotonic() + self._connect_seconds
         answer = self._ask(None, deadline, interrupted, "register")
         if answer["t"] != "registered":
-            code, text = answer.get("code", Code.FAILED), answer.get("text", answer["t"])
-            raise VaultError.of(code, f"vault: {text}")
+            raise _unregistered(answer)
         if self._segment is None:
             parked, self._parked = self._parked, None
             # What is mapped already stays where it is: a device may know its memory.
@@ -238,7 +237,7 @@ class VaultClient:
         ``on_wait(seconds so far)`` is called every ``report_every_seconds`` and at the deadline,
         which is for reports only: the gate never opens by itself. ``released`` is the answer when
         the record lets this role pass with fewer copies. Raises VaultError when the vault has found
-        the slot damaged, so that it can never be committed.
+        the slot damaged, or a restarted one has not got it: it can never be committed.
         """
         known = self._known(generation, boundary)
         if known is not None:
@@ -254,6 +253,8 @@ class VaultClient:
                 return known
             if self._bad is not None and self._bad[0] == self._epoch:
                 raise VaultError(self._bad[1])
+            if self._reply is not None and self._reply["t"] == "unregistered":
+                raise _unregistered(self._reply)
             now = time.monotonic()
             if now >= min(reports):
                 on_wait(now - started)
@@ -433,3 +434,9 @@ class VaultClient:
             self._bad = int(message["epoch"]), f"{about} was damaged in the member's own slot"
         elif message.get("epoch", self._epoch) == self._epoch:
             self._reply = message  # to a request of this epoch; older ones were given up
+
+
+def _unregistered(answer: Mapping[str, Any]) -> VaultError:
+    """The vault cannot use the slots of this process."""
+    code, text = answer.get("code", Code.FAILED), answer.get("text", answer["t"])
+    return VaultError.of(code, f"vault: {text}")

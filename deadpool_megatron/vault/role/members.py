@@ -29,6 +29,8 @@ class Members:
         self._lock = threading.Lock()
         self._dialogues: dict[int, MemberDialogue] = {}
         self._workers: dict[int, RoleWorker] = {}
+        # By role: found once, perhaps while its member is away, which goes by the epoch in it.
+        self._found_bad: dict[int, dict[str, Any]] = {}
         state.on_committed = self._committed
         state.on_bad = self._bad
 
@@ -49,6 +51,9 @@ class Members:
         """A member has registered; the newest connection of a role counts."""
         with self._lock:
             self._dialogues[dialogue.role] = dialogue
+            bad = self._found_bad.get(dialogue.role)
+        if bad is not None:
+            dialogue.link.send(bad)
 
     def leave(self, dialogue: MemberDialogue) -> None:
         """Its connection has ended."""
@@ -63,11 +68,13 @@ class Members:
             dialogue.push_committed(generation, boundary, released)
 
     def _bad(self, epoch: int, role: int, generation: Generation, part: str) -> None:
+        about = {"epoch": epoch, "generation": generation.to_list(), "part": part}
+        bad = {"t": "bad", **about}
         with self._lock:
+            self._found_bad[role] = bad
             dialogue = self._dialogues.get(role)
         if dialogue is not None:
-            about = {"epoch": epoch, "generation": generation.to_list(), "part": part}
-            dialogue.link.send({"t": "bad", **about})
+            dialogue.link.send(bad)
 
 
 class MemberDialogue:

@@ -34,3 +34,12 @@ def test_tensors_over_a_slot_are_made_once(monkeypatch: pytest.MonkeyPatch) -> N
         torch._foreach_copy_(found, part.tensors)
         assert slot.part("shard0")[:4].cast("f")[0] == iteration
     assert len(made) == 6
+
+
+def test_a_part_without_bytes_has_its_tensors() -> None:
+    """A role whose shard of a small distributed optimizer is empty: no tensors, or empty ones."""
+    views = SlotViews()
+    for tensors in ([], [torch.empty(0, 3)]):
+        part = Part("shard1", tensors, (0,))
+        found = views.of(part, Slot(part.nbytes))  # type: ignore[arg-type]
+        assert [view.shape for view in found] == [tensor.shape for tensor in tensors]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.generations import steps
 from deadpool_megatron.hooks.generations.layouts import role_layout
 from deadpool_megatron.hooks.generations.steps import StepKeeper
@@ -194,6 +195,24 @@ def test_copies_of_an_interrupted_step_are_handed_out_to_be_waited_for() -> None
     rig = Rig()
     rig.parameter.grad = torch.ones(5)
     rig.keeper.capture(0, rig.writer(g(1)))
+    (copy,) = rig.keeper.running()
+    rig.wait(copy)
+    assert rig.keeper.running() == []
+
+
+def test_copies_are_handed_out_when_an_interrupt_ends_the_wait_of_a_rehearsal() -> None:
+    """The step is over by then, and its copies are with nobody yet."""
+    rig = Rig()
+    rig.vault.sealed[g(0)] = {"shard0": memoryview(bytearray(rig.part.nbytes))}
+    rig.parameter.grad = torch.ones(5)
+    writer = rig.writer(g(1))
+    rig.keeper.capture(0, writer)
+
+    def interrupted(_: CopyHandle, what: str) -> None:
+        raise EpochClosed(1, what)
+
+    with pytest.raises(EpochClosed):
+        rig.keeper.finish(writer, g(1), g(0), [], interrupted)
     (copy,) = rig.keeper.running()
     rig.wait(copy)
     assert rig.keeper.running() == []

@@ -178,3 +178,53 @@ def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_
     assert committed(1, 6) == Generation(1, 7)
     assert committed(1, 8) == Generation(1, 8)
     assert committed(2, 5) == Generation(2, 5), "of another line"
+
+
+def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
+    tmp_path: Path,
+) -> None:
+    """A vault that was restarted finds it before the member connects again. Nothing else would ever
+    end its wait for a commit of that part."""
+    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    members = Members(state)
+    state.on_bad(1, 3, Generation(1, 4), "shard")
+    hello = {
+        "layout": LAYOUT.to_dict(),
+        "seat": Seat(0, 0, 0).to_list(),
+        "rehearsed": False,
+        "has_slots": False,
+        "memory_node": None,
+    }
+    ours, theirs = socket.socketpair()
+    theirs.shutdown(socket.SHUT_WR)
+    dialogue = MemberDialogue(state, members, Link(ours), hello)
+    with pytest.raises(ConnectionClosed):
+        dialogue.run(threading.Event())
+    dialogue.link.close()
+    said = []
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            said.append(framing.receive(theirs))
+    theirs.close()
+    bad = {"t": "bad", "epoch": 1, "generation": [1, 4], "part": "shard"}
+    assert [one for one in said if one["t"] == "bad"] == [bad]
+
+
+def test_the_gate_does_not_wait_for_a_vault_that_cannot_use_its_slots(tmp_path: Path) -> None:
+    """One that was restarted, and no longer finds the file or cannot read it, commits nothing."""
+    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+    client._link, vault = socket.socketpair()
+    client._enter(1)
+    framing.send(vault, {"t": "unregistered", "code": "failed", "text": "segment of role 3: gone"})
+    interrupted = os.eventfd(0, os.EFD_CLOEXEC)
+    with pytest.raises(VaultError, match="segment of role 3: gone"):
+        client.wait_committed(
+            Generation(1, 4),
+            "step",
+            deadline_seconds=0.2,
+            interrupted=interrupted,
+            on_wait=lambda _: pytest.fail("it waits"),
+            report_every_seconds=0.2,
+        )
+    vault.close()
+    os.close(interrupted)
