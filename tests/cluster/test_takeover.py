@@ -131,8 +131,13 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -
         run.start("late", "--attach")
         assert run.agents[str(node)].wait(PATIENCE_SECONDS) == 143
         run.wait_term(2)
-        status = json.loads(deadpool("status", str(run.run.path), "--json").stdout)
-        assert [(one["verb"], one["stage"]) for one in status["requests"]] == [("drain", "done")]
+
+        def stages() -> list[tuple[str, str]]:
+            status = json.loads(deadpool("status", str(run.run.path), "--json").stdout)
+            return [(one["verb"], one["stage"]) for one in status["requests"]]
+
+        # Its coordinator may have ended before the journal had the last word on it.
+        wait_for("the drain to be done", lambda: stages() == [("drain", "done")])
         run.wait_more(3)
         final = run.finish()
     recovery = final["recoveries"][0]
