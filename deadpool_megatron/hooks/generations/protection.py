@@ -94,7 +94,7 @@ class Protection:
 
     ``closed_epoch`` answers the newest closed epoch, ``interrupt_fd`` becomes readable at a close.
     ``report_wait(generation, seconds, over)`` tells of long waits. All waits end by EpochClosed on
-    an interrupt.
+    an interrupt. ``is_gated``: a due generation that was announced has passed :meth:`gate`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Protection:
         self._steps = steps
         self._epoch, self._every = 0, 1
         self._upcoming = self._newest_due = self._handed_over = Generation(0, 0)
-        self._upcoming_is_due, self._owes = True, False
+        self._upcoming_is_due, self._owes, self.is_gated = True, False, False
         # Whose state the coming updates begin from; None until there is one in this epoch.
         self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
@@ -171,7 +171,7 @@ class Protection:
         failpoints.hit("gate")
         if not (self._upcoming_is_due or self._owes):
             return  # no slot is taken in this iteration
-        self._owes = False
+        self._owes, self.is_gated = False, True
         self._await_sealer()
         if len(self._pending) > self._settings.max_lag:
             self._await_commit(*self._pending[0])
@@ -258,7 +258,7 @@ class Protection:
         """
         if self._steps is not None:
             self._steps.order_copies(lambda wait: self._await("the copy of gradients", wait))
-        self._upcoming = generation
+        self._upcoming, self.is_gated = generation, False
         self._upcoming_is_due = first or is_due(generation.iteration, self._every)
 
     @property

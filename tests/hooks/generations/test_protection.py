@@ -313,6 +313,16 @@ def test_only_due_iterations_take_slots_and_wait_for_commits(
     assert [asked[0].iteration for asked in rig.vault.asked] == wanted
 
 
+def test_it_knows_whether_an_iteration_has_passed_the_gate(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.start()
+    for iteration in (1, 2):
+        rig.protection.announce(generation(iteration))
+        assert not rig.protection.is_gated
+        rig.protection.gate()
+        assert rig.protection.is_gated
+
+
 def test_the_first_generation_of_a_line_is_due_whatever_its_number(
     make: Callable[..., Rig],
 ) -> None:
