@@ -31,6 +31,8 @@ class Leftovers:
         self.functions = {name: getattr(config, name, None) for name in _SCHEDULE_FUNCTIONS}
         self.gathers_ahead = [bool(_forward_hooks(chunk)) for chunk in loop.model_chunks]
         self.rerun_mode = None if machine is None else machine.get_mode()
+        modules = (module for chunk in loop.model_chunks for module in chunk.modules())
+        self.never_trained = [module for module in modules if not module.training]
 
     def forget(self) -> None:
         """All of it, without communication. Main thread, and only when nothing can write."""
@@ -121,6 +123,8 @@ def _gradients(left: Leftovers) -> None:
 def _training_mode(left: Leftovers) -> None:
     for chunk in left.loop.model_chunks:
         chunk.train()
+    for module in left.never_trained:
+        module.training = False
 
 
 def _fp8(left: Leftovers) -> None:
@@ -192,7 +196,7 @@ TABLE = (
     Row(
         "evaluation mode",
         "modules of the model",
-        "dropout would be off",
+        "dropout would be off, but a frozen teacher is built without",
         _training_mode,
     ),
     Row(

@@ -53,8 +53,17 @@ def encode(values: Extras) -> bytes:
     try:
         text = json.dumps(header, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise ExtrasError(f"extras cannot be encoded: {error}") from error
+        raise ExtrasError(f"{_first_strange(header)} cannot be encoded: {error}") from error
     return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+
+
+def _first_strange(header: Mapping[str, Any]) -> str:
+    for key, value in header.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            return key
+    return "extras"
 
 
 def decode(payload: bytes | memoryview) -> dict[str, Any]:

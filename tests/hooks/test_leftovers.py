@@ -110,6 +110,9 @@ def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
         def __init__(self, gathers_ahead: bool) -> None:
             self.remove_forward_pre_hook_handles = {"module": 1} if gathers_ahead else {}
 
+        def modules(self) -> list[torch.nn.Module]:
+            return []
+
         def enable_forward_pre_hook(self) -> None:
             assert not self.remove_forward_pre_hook_handles
             self.remove_forward_pre_hook_handles = {"module": 2}
@@ -126,6 +129,17 @@ def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
 
 def test_an_evaluation_leaves_no_module_in_its_mode() -> None:
     chunk = torch.nn.Sequential(torch.nn.Dropout())
+    left = made(Loop(chunk))
     chunk.eval()
-    forget(made(Loop(chunk)), "evaluation mode")
+    forget(left, "evaluation mode")
     assert chunk[0].training
+
+
+def test_a_teacher_that_was_built_in_evaluation_mode_stays_in_it() -> None:
+    """With dropout, it would teach something else than in a run without protection."""
+    teacher = torch.nn.Sequential(torch.nn.Dropout())
+    chunk = torch.nn.Sequential(torch.nn.Dropout(), teacher.eval())
+    left = made(Loop(chunk))
+    chunk.eval()
+    forget(left, "evaluation mode")
+    assert [module.training for module in chunk.modules()] == [True, True, False, False]

@@ -86,7 +86,6 @@ class _Job:
     copies: tuple[CopyHandle, ...]
     extras: bytes
     boundary: str
-    generation: Generation
     other_sizes: Mapping[str, int]
 
 
@@ -95,7 +94,7 @@ class Protection:
 
     ``closed_epoch`` answers the newest closed epoch, ``interrupt_fd`` becomes readable at a close.
     ``report_wait(generation, seconds, over)`` tells of long waits. All waits end by EpochClosed on
-    an interrupt.
+    an interrupt. ``is_gated``: a due generation that was announced has passed :meth:`gate`.
     """
 
     def __init__(
@@ -123,8 +122,7 @@ class Protection:
         self._steps = steps
         self._epoch, self._every = 0, 1
         self._upcoming = self._newest_due = self._handed_over = Generation(0, 0)
-        self._upcoming_is_due = True
-        self._owes = False
+        self._upcoming_is_due, self._owes, self.is_gated = True, False, False
         # Whose state the coming updates begin from; None until there is one in this epoch.
         self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
@@ -173,7 +171,7 @@ class Protection:
         failpoints.hit("gate")
         if not (self._upcoming_is_due or self._owes):
             return  # no slot is taken in this iteration
-        self._owes = False
+        self._owes, self.is_gated = False, True
         self._await_sealer()
         if len(self._pending) > self._settings.max_lag:
             self._await_commit(*self._pending[0])
@@ -193,11 +191,13 @@ class Protection:
         self._await_sealer()
 
     def using(self, index: int) -> None:
-        """Right before inner update ``index``: the fence, a slot for its result, then copies of
-        what it is about to use."""
+        """The fence; a slot for what inner update ``index`` makes; copies of what it will use."""
         self.fence()
         if self._epoch and self._upcoming_is_due:
             self._slot()
+        if index in self._copies:  # of an update before, in this iteration: it is copied again
+            self._await_copy(self._copies[index], "the copy of an update into its slot")
+            del self._copies[index]
         if self._epoch and self._steps is not None and self._steps.keeps():
             self._steps.capture(index, self._slot())
 
@@ -233,7 +233,7 @@ class Protection:
             sealer = threading.Thread(target=self._seal_jobs, name="deadpool-sealer", daemon=True)
             sealer.start()
             self._sealer = sealer
-        self._jobs.put(_Job(writer, tuple(copies), extras, boundary, self._upcoming, sizes))
+        self._jobs.put(_Job(writer, tuple(copies), extras, boundary, sizes))
         self._pending.append((self._upcoming, boundary))
         self._newest_due = self._upcoming
 
@@ -258,7 +258,7 @@ class Protection:
         """
         if self._steps is not None:
             self._steps.order_copies(lambda wait: self._await("the copy of gradients", wait))
-        self._upcoming = generation
+        self._upcoming, self.is_gated = generation, False
         self._upcoming_is_due = first or is_due(generation.iteration, self._every)
 
     @property
@@ -429,13 +429,13 @@ class Protection:
                 self._seal(job)
             except Exception as error:
                 # Shown by the main thread at its next gate; nothing was sealed.
-                self._failure = f"generation {job.generation} was not handed over: {error}"
+                self._failure = f"generation {job.writer.generation} was not handed over: {error}"
             finally:
                 self._idle.set()
 
     def _seal(self, job: _Job) -> None:
         limit = self._settings.operation_timeout_seconds
-        failpoints.hit("snapshot.copy", iteration=job.generation.iteration)
+        failpoints.hit("snapshot.copy", iteration=job.writer.generation.iteration)
         for copy in job.copies:
             if not copy.wait(limit):
                 raise ProtectionError(f"copy not finished within {limit:g} s")
@@ -447,4 +447,4 @@ class Protection:
             return
         sizes = {part.name: part.nbytes for part in self._parts}
         job.writer.fill({**sizes, **job.other_sizes, name: len(job.extras)})
-        failpoints.hit("snapshot.filled", iteration=job.generation.iteration)
+        failpoints.hit("snapshot.filled", iteration=job.writer.generation.iteration)

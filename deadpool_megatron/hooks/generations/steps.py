@@ -69,6 +69,7 @@ class StepKeeper:
         self._is_wanted = False
         self._matched: bool | None = None  # what the rehearsal has shown
         self._updates: dict[int, InnerUpdate] = {}
+        self._is_one_update = True
         self._copies: dict[int, CopyHandle] = {}
         self._reading: list[CopyHandle] = []
         # They keep the mapping of the segment, so no other memory can get its address.
@@ -84,7 +85,7 @@ class StepKeeper:
 
     def begin(self, *, wanted: bool) -> None:
         """A new epoch, whose plan wants steps or does not."""
-        self._is_wanted = wanted
+        self._is_wanted, self._is_one_update = wanted, True
         self._updates, self._copies, self._reading = {}, {}, []
 
     def keeps(self) -> bool:
@@ -93,7 +94,10 @@ class StepKeeper:
 
     def capture(self, index: int, writer: SlotWriter) -> None:
         """Inner optimizer ``index`` is about to update: start copying what it will use."""
-        if not self.keeps() or index in self._updates:
+        if not self.keeps():
+            return
+        if index in self._updates:
+            self._is_one_update = False  # a step has room for the gradients of one
             return
         part, inner = self.gradients[index], self._inner[index]
         into: list[Tensor] = []
@@ -128,9 +132,10 @@ class StepKeeper:
         updates, self._updates = self._updates, {}
         copies, self._copies = list(self._copies.values()), {}
         self._reading = list(copies)
+        has_step, self._is_one_update = self._is_one_update and self.keeps(), True
         sizes = dict.fromkeys((part.name for part in self.gradients), 0)
         sizes[UPDATE_PART] = 0
-        if not self.keeps() or previous is None or previous.iteration != generation.iteration - 1:
+        if not has_step or previous is None or previous.iteration != generation.iteration - 1:
             return sizes, copies
         before = self._state_before(previous) if self._matched is None and updates else None
         if before is not None:

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+import torch.distributed as dist
+
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member.pause_point import PausePoint
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
+from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
@@ -89,6 +93,10 @@ class EpochCourse(Course):
         reports.told = []
         self._own_time.begin()
         result = run()
+        if protection.is_wanted and not protection.is_gated:
+            # Without a step of the optimizer nobody has asked, and no role has heard of another.
+            protection.gate()
+            dist.all_reduce(torch.zeros(1, device=current_device()))
         self._communicators.finish_iteration()
         self.check()
         if iteration != self._first_iteration:  # which pays for what later ones find ready

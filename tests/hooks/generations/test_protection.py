@@ -215,6 +215,29 @@ def test_a_generation_holds_what_each_update_left(make: Callable[..., Rig]) -> N
     assert bytes(slot.part("extras@step")[: slot.filled["extras@step"]]) == b"extras 1"
 
 
+def test_a_second_update_of_one_iteration_is_what_its_generation_holds(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may step its optimizer twice; what the first step has left is no generation."""
+    platform = SlowPlatform()
+    rig = make(platform)
+    waited: list[CopyHandle] = []
+
+    def wait(copy: protection_rig.Copy, _: float) -> bool:
+        waited.append(copy)
+        return True
+
+    monkeypatch.setattr(protection_rig.Copy, "wait", wait)
+    rig.protection.enter(EPOCH)
+    rig.protection.announce(generation(1))
+    for number in range(2):
+        rig.protection.gate()
+        rig.protection.using(0)
+        assert waited == platform.copies, "none reads what is overwritten now"
+        rig.protection.updated(0)
+        assert len(platform.copies) == number + 1
+
+
 def test_a_skipped_update_makes_a_generation_too(make: Callable[..., Rig]) -> None:
     """Traps, A5: no hook of an inner optimizer fires."""
     rig = make()
@@ -288,6 +311,16 @@ def test_only_due_iterations_take_slots_and_wait_for_commits(
         rig.step(iteration)
     assert rig.settled() == [generation(iteration) for iteration in (0, 3, 6, 9)]
     assert [asked[0].iteration for asked in rig.vault.asked] == wanted
+
+
+def test_it_knows_whether_an_iteration_has_passed_the_gate(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.start()
+    for iteration in (1, 2):
+        rig.protection.announce(generation(iteration))
+        assert not rig.protection.is_gated
+        rig.protection.gate()
+        assert rig.protection.is_gated
 
 
 def test_the_first_generation_of_a_line_is_due_whatever_its_number(

@@ -191,6 +191,18 @@ def test_no_step_without_a_plan_that_wants_it_or_across_a_gap() -> None:
     assert set(sizes.values()) == {0}
 
 
+def test_two_updates_in_an_iteration_are_no_step() -> None:
+    """It has room for the gradients of one: a replay would not come to what the two have made."""
+    rig = Rig()
+    rig.seal(g(0))
+    assert rig.step(1)[UPDATE_PART] > 0
+    rig.parameter.grad = torch.ones(5)
+    rig.keeper.capture(0, rig.writer(g(2)))
+    rig.inner.optimizer.step()
+    assert rig.step(2)[UPDATE_PART] == 0
+    assert rig.step(3)[UPDATE_PART] > 0
+
+
 def test_copies_of_an_interrupted_step_are_handed_out_to_be_waited_for() -> None:
     rig = Rig()
     rig.parameter.grad = torch.ones(5)

@@ -81,7 +81,7 @@ class FakeCommunicators(Observed):
 class FakeProtection:
     """Notes what it is told. Every generation is due."""
 
-    is_wanted = True
+    is_wanted = is_gated = True
 
     def __init__(self, calls: list[Any]) -> None:
         self.stall_seconds = 0.0
@@ -89,6 +89,9 @@ class FakeProtection:
 
     def announce(self, generation: Generation) -> None:
         self._calls.append(("announce", generation))
+
+    def gate(self) -> None:
+        self._calls.append("gate")
 
     def complete(self, extras: bytes) -> None:
         self._calls.append("complete")

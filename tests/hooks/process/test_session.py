@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.hooks.process.session import EXIT_UNCLEAN
@@ -55,6 +56,20 @@ def test_boundaries_are_appended_in_order_and_replayed_where_they_are_due(rig: R
     rig.record(2, generation=Generation(0, 2), boundary="evaluation")
     rig.expect("done")
     assert rig.entry.loop.segments == [(4, "evaluation")]
+    assert rig.end() is None
+
+
+def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its slot would be one that another role may still need; no optimizer step has asked."""
+    calls = rig.entry.calls
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: calls.append("all roles"))
+    rig.entry.protection.is_gated = False
+    rig.record(1, generation=Generation(0, 3), boundary="save")
+    rig.expect("done")
+    announced = calls.index(("announce", Generation(1, 4)))
+    assert calls[announced + 1 :][:3] == ["gate", "all roles", "complete"]
     assert rig.end() is None
 
 
