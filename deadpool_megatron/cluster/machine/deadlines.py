@@ -77,6 +77,8 @@ def _open_again(turn: Turn, culprits: list[int]) -> None:
 def _check_members(turn: Turn) -> None:
     """Killed processes must be reaped, and spares must become warm, in their time."""
     settings, members = turn.config.settings, turn.state.fleet.members
+    if turn.state.phase in phases.LAST_PHASES:
+        return  # no process is needed any more, what its node holds is
     for place in sorted(members.killed):
         if turn.now - members[place].since > settings.close_seconds:
             drop_node(turn, place[0], silent(place[0], "cannot end a killed process"))

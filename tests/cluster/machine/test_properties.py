@@ -7,6 +7,8 @@ are one per epoch, seats are live, and every wait has a deadline.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,10 +23,14 @@ from hypothesis.stateful import (
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.layout.schemes import plan_of_kind
+from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.preflight.health import Answer, Health
 from tests.cluster.machine.stale import feed_stale
 from tests.cluster.machine.world import World
 
 INDEX = st.integers(0, 1_000)
+FIT = HostFacts("host")
+SICK = replace(FIT, health=Answer(Health.OUT, "row remapping failed"))
 
 
 class Cluster(RuleBasedStateMachine):
@@ -239,6 +245,20 @@ class Cluster(RuleBasedStateMachine):
     @rule()
     def take_over_quietly(self) -> None:
         self.world.take_over_quietly()
+
+    @rule(index=INDEX, other=INDEX)
+    def see_nan(self, index: int, other: int) -> None:
+        """Often another failure closes the epoch before it is told."""
+        if index % 4 == 0:
+            self.world.see_nan(index // 4 % self.world.config.world_size)
+            if other % 2:
+                self.end_member(other // 2, other // 2)
+
+    @rule(index=INDEX, sick=st.booleans())
+    def tell_facts(self, index: int, sick: bool) -> None:
+        node = self.node(index)
+        if node is not None:
+            self.world.feed(ev.FactsTold(node, SICK if sick else FIT))
 
     @rule(index=INDEX)
     def forget_fault(self, index: int) -> None:

@@ -40,7 +40,7 @@ class World(Agents):
         scheme: dict[str, Any] = {}
         if parity_group:
             scheme = {"protection": "parity", "parity_group": parity_group}
-        scheme["persist_directory"] = "/exports"
+        scheme |= {"persist_directory": "/exports", "nonfinite": "rollback"}
         settings = Settings(replicas=replicas, restarts_in_place=10_000, check="links", **scheme)
         super().__init__(Config(nodes, spares, nproc, settings, "/dump"))
         self.machine = Machine(self.config, plan)
@@ -53,6 +53,7 @@ class World(Agents):
         self.closed: list[int] = []
         self.finished: act.Finish | None = None
         self.exporting: Generation | None = None
+        self.poisoned_from: int | None = None  # by a loss that the machine has heard of
         self.last_words: deque[tuple[int, deque[ev.Input]]] = deque()
         for node in range(nodes + spares):
             self.join(node)
@@ -61,6 +62,7 @@ class World(Agents):
 
     def feed(self, event: ev.Input) -> list[act.Action]:
         before = self.state
+        self._note_loss(event)
         self.state, actions = self.machine.step(self.state, event, self.now)
         waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
         assert (self.state.deadline is not None) == waits
@@ -109,6 +111,21 @@ class World(Agents):
                 self.finished = action
                 self._check_finish(action)
 
+    def _note_loss(self, event: ev.Input) -> None:
+        if not isinstance(event, ev.LossNotFinite) or self.state.phase in LAST_PHASES:
+            return
+        if self.state.line.keeps(Generation(event.epoch, event.iteration)):
+            self.poisoned_from = event.iteration
+
+    def see_nan(self, role: int) -> None:
+        """A role sees a loss that is not finite, and stands still; others may have committed it."""
+        player = self.player(role)
+        if player is None or player.at is None or player.at.lineage != player.epoch:
+            return
+        player.pause_at, self.common = 0, None
+        loss = ev.LossNotFinite(player.epoch, player.seat.node, role, player.at.iteration, "nan")
+        self.nodes[player.seat.node].reports.append(loss)
+
     def end_export(self, path: str) -> None:
         """What was dumped has become a checkpoint, or not (empty)."""
         if self.exporting is not None:
@@ -148,6 +165,9 @@ class World(Agents):
         for seat in record.seats.values():
             assert self.state.fleet.members[seat.node, seat.slot].incarnation == seat.incarnation
         self._check_restore(record)
+        if self.poisoned_from is not None and record.restore.kind == "memory":
+            assert record.restore.generation.iteration < self.poisoned_from
+        self.poisoned_from = None
 
     def _check_restore(self, record: EpochRecord) -> None:
         # Rule 2: what was committed by all is what training goes on from, or something newer.
@@ -215,6 +235,7 @@ class World(Agents):
             return
         if landed:
             self.journaled += self.journal
+        self.poisoned_from = None
         self.journal.clear()
         self.closed.clear()
         self.last_words.clear()

@@ -77,7 +77,7 @@ def note_failure(turn: Turn, failure: Failure) -> None:
     """Count a failure; have the run saved and ended when the same one repeats without a new
     iteration in between."""
     state = turn.state
-    blame = state.blame.with_failure(state.line.newest, failure)
+    blame = state.blame.with_failure(state.reached, failure)
     words = state.last_words or blame.crash_loop(turn.config.settings.restarts_in_place)
     turn.state = state._replace(blame=blame, last_words=words)
 

@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
 from deadpool_megatron.cluster.machine.state.blame import Failure
-from deadpool_megatron.cluster.machine.state.phases import Gathering
+from deadpool_megatron.cluster.machine.state.phases import Gathering, Phase
 from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
@@ -40,6 +40,8 @@ _AT_ONCE = 64
 _BULK_SECONDS = 10.0
 # At nodes that were slow: a link that is busy for a moment must not cost its node the role.
 _MORE_LOOKS = 2
+# Nobody needs what a node without a role holds alone.
+_AT_REST = (Phase.GATHERING, Phase.RUNNING, Phase.PAUSING)
 
 
 def is_judged(turn: Turn, gathering: Gathering) -> bool:
@@ -131,6 +133,11 @@ def look_again(turn: Turn, node: int, *, fresh: bool) -> None:
         return
     judged = _judge_one(turn, known.facts, agreed, fresh=fresh)
     if judged == known.judged:
+        return
+    if judged.standing is Standing.LEFT_OUT and state.phase not in _AT_REST:
+        # What it holds may be what is restored or saved; it will tell its facts again.
+        fleet = replace(state.fleet, avoid=state.fleet.avoid | {node})
+        turn.state = state._replace(fleet=fleet)
         return
     _emit(turn, node, judged, known.facts, known.domain)
     fleet = state.fleet.with_node(node, replace(known, judged=judged))

@@ -94,11 +94,11 @@ class Blame:
         """Returns the blame with one more place where a process stood."""
         return replace(self, stacks=(*self.stacks, text)[-SHOWN_FAILURES:])
 
-    def with_failure(self, newest: int, failure: Failure) -> Blame:
-        """Returns the blame with a failure after the iteration ``newest``; those before it had
+    def with_failure(self, reached: int, failure: Failure) -> Blame:
+        """Returns the blame with a failure after the iteration ``reached``; those before it had
         progress after them and do not count any more."""
-        same = (known for known in self.failures if known[0] == newest)
-        return replace(self, failures=(*same, (newest, failure)))
+        same = (known for known in self.failures if known[0] >= reached)
+        return replace(self, failures=(*same, (reached, failure)))
 
     def with_bad_parts(self, parts: frozenset[BadPart]) -> Blame:
         """Returns the blame with more bytes that are known to be damaged."""
@@ -107,7 +107,7 @@ class Blame:
     def crash_loop(self, allowed: int) -> LastWords | None:
         """Returns how the run ends when the last failure repeats, or more than ``allowed`` came
         without a new iteration in between: that is the program's own fault."""
-        newest, failure = self.failures[-1]
+        failure, newest = self.failures[-1][1], max(iteration for iteration, _ in self.failures)
         every = [known for _, known in self.failures]
         same = [known for known in every if known.signature == failure.signature]
         repeated = _is_repeated(same, failure)

@@ -227,3 +227,20 @@ def test_extras_of_an_earlier_boundary_are_another_try() -> None:
     assert rig.emitted(Kind.REFUSED), "said of the first try"
     rig.feed(ev.Dumped(0, g(7), boundary="step"))
     assert rig.one(act.Finish).resume == Restore("dump", g(7), "step", path="/dump/1-7")
+
+
+def test_a_process_that_does_not_die_costs_no_state_that_is_being_written() -> None:
+    """Whoever waits for it is over; to drop its node would remove what it holds."""
+    rig = Rig(nodes=2, spares=1, protection="local").run()
+    rig.feed(ev.NodeLost(2, "gone"))
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.feed(ev.MemberSuspected(1, 0, 1, "frozen"))
+    rig.feed(ev.JournalFailed(2, "disk full"))
+    assert rig.one(act.Dump).nodes == (0, 1)
+    rig.tick(rig.settings.close_seconds + 1)
+    assert not rig.of(act.DropNode)
+    rig.feed(*(ev.Dumped(node, g(7)) for node in (0, 1)))
+    finish = rig.one(act.Finish)
+    assert finish.resume is not None
+    assert finish.resume.generation == g(7)

@@ -10,11 +10,11 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import Inventory
+from deadpool_megatron.layout.records import Holding, Inventory
 from deadpool_megatron.preflight.facts import HostFacts, Link
 from deadpool_megatron.preflight.health import Answer, Health
 from deadpool_megatron.preflight.judge import Standing
-from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
+from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout, nodes_of
 
 GOOD = HostFacts(
     "host",
@@ -327,3 +327,44 @@ def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
     assert rig.one(act.Finish).exit_status == (0 if enough else 1)
     judged = {e.node: e.data["standing"] for e in rig.emitted(Kind.NODE_JUDGED)}
     assert judged == {0: "good", 1: "good" if enough else "left out", 2: "left out"}
+
+
+SICK = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed"))
+
+
+def test_a_drained_node_that_is_not_fit_stays_until_its_state_is_elsewhere() -> None:
+    rig = Rig(nodes=2, spares=1, protection="local")
+    come(rig)
+    rig.journal()
+    rig.restored()
+    rig.warm(2)
+    rig.feed(ev.FactsTold(1, SICK))
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
+    rig.closed(g(2))
+    rig.journal()
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    rig.feed(ev.FactsTold(1, SICK))
+    assert rig.state.phase is Phase.OPENING
+    assert not rig.of(act.DropNode), "its slots are the only source"
+    rig.restored()
+    rig.feed(ev.FactsTold(1, SICK))
+    assert rig.one(act.DropNode).node == 1
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_a_node_that_comes_back_not_fit_brings_what_it_holds() -> None:
+    """Its device may be why its agent ended. It gets no role where another node can have it."""
+    rig = Rig(nodes=2, spares=1, protection="local")
+    come(rig)
+    rig.journal()
+    rig.restored()
+    nodes = rig.state.fleet.nodes
+    rig.alter("fleet", nodes=nodes.set(1, dataclasses.replace(nodes[1], returns=True)))
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    held = Inventory(3, 0, (Holding(1, g(7), STEP),), (layout(1, 2),))
+    rig.feed(joined(3, SICK, found=held))
+    assert not rig.of(act.DropNode)
+    assert rig.pending.restore.generation == g(7)
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
