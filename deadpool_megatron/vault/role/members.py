@@ -29,7 +29,7 @@ class Members:
         self._lock = threading.Lock()
         self._dialogues: dict[int, MemberDialogue] = {}
         self._workers: dict[int, RoleWorker] = {}
-        # By role: found once, perhaps while its member is away, which goes by the epoch in it.
+        # By role: found while its member was away. Whether it still counts, the epoch in it says.
         self._found_bad: dict[int, dict[str, Any]] = {}
         state.on_committed = self._committed
         state.on_bad = self._bad
@@ -51,7 +51,7 @@ class Members:
         """A member has registered; the newest connection of a role counts."""
         with self._lock:
             self._dialogues[dialogue.role] = dialogue
-            bad = self._found_bad.get(dialogue.role)
+            bad = self._found_bad.pop(dialogue.role, None)
         if bad is not None:
             dialogue.link.send(bad)
 
@@ -71,8 +71,9 @@ class Members:
         about = {"epoch": epoch, "generation": generation.to_list(), "part": part}
         bad = {"t": "bad", **about}
         with self._lock:
-            self._found_bad[role] = bad
             dialogue = self._dialogues.get(role)
+            if dialogue is None:
+                self._found_bad[role] = bad
         if dialogue is not None:
             dialogue.link.send(bad)
 
