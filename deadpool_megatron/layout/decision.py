@@ -6,7 +6,7 @@ these types. ``Part`` exclusions and the kept line are what earlier decisions le
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,3 +121,14 @@ def keep_line(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict[int
 def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
     """Whether a generation lies on the kept line."""
     return generation.iteration <= kept.get(generation.lineage, -1)
+
+
+def is_thrown_away(
+    generation: Generation, kept: Mapping[int, int], nonfinite: Collection[int]
+) -> bool:
+    """Whether a checkpoint has the update in it that a rollback has taken back, of one of the
+    ``nonfinite`` iterations. Nothing in its files says so.
+    """
+    last = kept.get(generation.lineage)
+    is_behind = last is not None and generation.iteration > last
+    return is_behind and any(bad <= generation.iteration for bad in nonfinite)

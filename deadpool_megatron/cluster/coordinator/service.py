@@ -50,7 +50,7 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
-from deadpool_megatron.layout.decision import is_kept
+from deadpool_megatron.layout.decision import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire.door import Door, Lock
@@ -398,11 +398,13 @@ class Coordinator:
             except ValueError as error:
                 self._warn(str(error))
                 return
-        known = self._state.line.durable
+        line, nonfinite = self._state.line, self._state.blame.nonfinite
         if found is None or found.kind != "durable":
             return
+        if is_thrown_away(found.generation, line.kept, nonfinite):
+            return
         iteration = found.generation.iteration
-        if known is None or known.generation.iteration < iteration:
+        if line.durable is None or line.durable.generation.iteration < iteration:
             self.feed(inputs.DurableValid(iteration, found.path, found.boundary))
 
     def _user_stop(self, reason: str) -> None:

@@ -30,7 +30,7 @@ from deadpool_megatron.cluster.machine.state.state import (
 )
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import Planner
+from deadpool_megatron.layout.decision import Planner, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.layout.schemes import first_plan, plan_in_words
 from deadpool_megatron.layout.seats import SeatTable
@@ -98,6 +98,8 @@ class Machine:
         never = history.wrong | wrong.keys()
         hosts = history.wrong_hosts | {host for host in wrong.values() if host}
         seated = {seat.node for seat in last.seats.values()}
+        if durable and is_thrown_away(durable.generation, history.kept, history.nonfinite):
+            durable = None
         durable, ever_ran = durable or begun.line.durable, last.restore.kind == "memory"
         return begun._replace(
             doing=Rejoining(now + takeover.patience_seconds(self._config)),

@@ -9,7 +9,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from tests.cluster.machine.epoch.test_wrong_nodes import reap
 from tests.cluster.machine.gathering.test_takeover import rejoin, successor
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
@@ -439,6 +439,25 @@ def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
     ((iteration, failure),) = rig.state.blame.failures
     assert (iteration, failure.exited, failure.node) == (7, True, 1)
     assert failure.signature == ("exit", "1", "ValueError: sample #")
+
+
+def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_iteration() -> None:
+    """It is the one that was made valid last, until the iteration is saved again."""
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    nan(rig, 5)
+    recover(rig, 4)
+    records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
+
+    def durable(found: Generation) -> Restore | None:
+        restore = Restore("durable", found, "save", "/saves")
+        return rig.machine.resume(records[-1], restore, rig.now).line.durable
+
+    assert durable(g(5)) is durable(g(6)) is None
+    for good in (g(4), g(5, 2)):
+        found = durable(good)
+        assert found is not None
+        assert found.generation == good
 
 
 def test_a_coordinator_that_takes_over_knows_which_iteration_was_thrown_away() -> None:
