@@ -60,7 +60,7 @@ def cannot_decide(turn: Turn, why: str) -> None:
 
 
 def end_as_found(turn: Turn, words: LastWords) -> None:
-    """The program does not come up. What an earlier start has left in memory stays."""
+    """Nothing has come of this start. What an earlier one has left in memory stays."""
     if turn.state.record is None:
         turn.state = turn.state._replace(last_words=words)
         dump(turn)  # nothing was begun
@@ -281,6 +281,9 @@ def stop(turn: Turn, reason: str) -> None:
                 f" 'deadpool clean {run}' removes it"
             )
             finish(turn, EXIT_STOPPED, reason, keeps_slots=True)
+        case _ if turn.state.restarted and not turn.state.survived:
+            # A start that its user has thought better of: what was there before it still is.
+            end_as_found(turn, LastWords(EXIT_STOPPED, reason))
         case _:
             finish(turn, EXIT_STOPPED, reason)
 

@@ -249,6 +249,33 @@ def test_a_dump_has_what_lay_on_nodes_that_came_under_new_numbers() -> None:
     assert "state dumped to /dump/1-7" in rig.one(act.Finish).reason
 
 
+def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    join(rig, 0, 0, generations=(g(7),))
+    rig.feed(ev.UserStop("interrupted"))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.keeps_slots) == (130, True)
+    assert end.reason.startswith("interrupted; what the run holds in memory stays: ")
+
+
+@pytest.mark.parametrize("until", ["decided", "open"])
+def test_who_interrupts_a_run_has_done_with_it(until: str) -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    for node in range(2):
+        join(rig, node, 0, 1, generations=(g(7),))
+    for node in range(2):
+        closed(rig, node, 0, 1, generations=(g(7),))
+    rig.journal()
+    if until == "open":
+        rig.restored()
+    rig.feed(ev.UserStop("interrupted"))
+    assert not rig.one(act.Finish).keeps_slots
+
+
 def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
     rig = outlived_by_their_slots(Rig(nodes=2, spares=0).run())
     rig.feed(ev.NodeLost(1, "connection closed"))
