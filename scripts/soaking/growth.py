@@ -24,9 +24,9 @@ FILE_LIMITS: Mapping[str, float] = {
 }
 # In less a single checkpoint is a steep line.
 _LEAST_SECONDS = 120.0
-# More than this between two looks is a change of the working size: a spare has got a role, a vault
-# another plan. A leak comes little by little.
-_STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 4.0, "threads": 4.0}
+# More than this between two looks is a change of the working size: a spare has got a role (four
+# more threads of its vault), a vault another plan. A leak comes little by little.
+_STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 3.0, "threads": 3.0}
 # A process that was not seen for longer has ended, and another one has its number.
 _GONE_SECONDS = 60.0
 _SHOWN_SECONDS = 60.0

@@ -44,6 +44,11 @@ def test_a_leak_is_found_and_a_working_size_is_none() -> None:
 def test_what_changes_at_once_is_a_working_size_and_a_number_may_be_given_again() -> None:
     spare = [Sample(t, "member", 1, 310 if t < 1800 else 345, 9, 2) for t in range(0, 3600, 10)]
     assert judge(spare, 120.0)["flat"]
+    # A vault whose role comes, with parity.
+    looks = [*((t, 4) for t in range(0, 90, 6)), (90, 8), (95, 8), (100, 8), (110, 5), (115, 9)]
+    looks += [(t, 10) for t in range(120, 212, 6)]
+    role = [Sample(t, "vault", 4, 30, 15, count) for t, count in looks]
+    assert judge(role, 120.0)["flat"]
     small = [Sample(t, "vault", 2, 30, 8, 4) for t in range(0, 600, 10)]
     large = [Sample(t, "vault", 2, 33, 11, 7) for t in range(4000, 4600, 10)]
     two = judge([*small, *large], 120.0)
