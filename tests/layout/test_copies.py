@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.layout.places.copies import (
     CopyPlacement,
-    choose_buddies,
     is_covered,
     missing_copies,
 )
@@ -21,6 +20,17 @@ from deadpool_megatron.layout.places.domains import DomainsError, domain_of, par
 
 def own_domains(nodes: range | list[int]) -> dict[int, str]:
     return {node: f"node{node}" for node in nodes}
+
+
+def choose_buddies(
+    role: int,
+    peers: Sequence[int],
+    seats: Mapping[int, int],
+    domains: Mapping[int, str],
+    spares: Collection[int],
+    replicas: int,
+) -> tuple[int, ...]:
+    return CopyPlacement(seats, domains, spares, replicas).buddies(role, tuple(peers))
 
 
 def test_data_parallel_peers_across_their_group() -> None:

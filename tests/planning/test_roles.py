@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from deadpool_megatron.layout.places.copies import choose_buddies
+from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.roles import (
     Placement,
@@ -42,13 +42,8 @@ def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, etp: int | Non
 def buddies_from_all_seats(plan: Plan, placement: Placement) -> list[tuple[int, ...]]:
     seats = {role.role: role.node for role in placement.roles}
     spares = range(plan.cluster.nodes, placement.nodes)
-    return [
-        choose_buddies(
-            role, data_parallel_peers(role, plan.parallel), seats, placement.domains, spares,
-            plan.protection.replicas,
-        )
-        for role in seats
-    ]  # fmt: skip
+    copies = CopyPlacement(seats, placement.domains, spares, plan.protection.replicas)
+    return [copies.buddies(role, data_parallel_peers(role, plan.parallel)) for role in seats]
 
 
 @settings(max_examples=40)

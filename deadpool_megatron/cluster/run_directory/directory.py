@@ -22,6 +22,7 @@ from typing import Any
 import deadpool_megatron
 from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
+from deadpool_megatron.syncing import sync
 
 # What comes of values in a file that are not those that were written there.
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -338,15 +339,6 @@ def write_json(
         raise
     if lasting:
         sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Have a file or the names in a directory on the disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_once(path: Path, content: bytes, mode: int) -> bool:

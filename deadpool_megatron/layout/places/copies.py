@@ -101,18 +101,6 @@ class CopyPlacement:
         yield from sorted(self._idle, key=lambda node: (_draw(role, node), node))
 
 
-def choose_buddies(
-    role: int,
-    peers: Sequence[int],
-    seats: Mapping[int, int],
-    domains: Mapping[int, str],
-    spares: Collection[int],
-    replicas: int,
-) -> tuple[int, ...]:
-    """One choice of :meth:`CopyPlacement.buddies`."""
-    return CopyPlacement(seats, domains, spares, replicas).buddies(role, tuple(peers))
-
-
 def is_covered(
     replicas_of_part: Sequence[int],
     role: int,

@@ -8,7 +8,6 @@ a chain (layout.replaying), further slots hold what leads to it.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import predecessor
+from deadpool_megatron.syncing import sync
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
 from deadpool_megatron.vault.memory.limits import free_bytes
@@ -55,7 +55,7 @@ def dump(
     Raises VaultError with one line when it cannot be written; what was there before still is.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _sync(directory.parent)
+    sync(directory.parent)
     with state.lock:
         held = {h.role for h in state.table.holdings() if h.generation == generation}
     written = []
@@ -209,13 +209,4 @@ def _write_dump(
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    """Have the names in it on the disk: the memory may be given back after a dump."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path.parent)  # the memory may be given back after a dump

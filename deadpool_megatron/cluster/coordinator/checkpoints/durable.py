@@ -29,13 +29,13 @@ from deadpool_megatron.cluster.run_directory.directory import (
     EXPORT_PREFIX,
     RunDirectory,
     read_json,
-    sync,
     unfinished_export,
     write_json,
 )
 from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.syncing import sync
 
 
 class DurableError(Exception):
