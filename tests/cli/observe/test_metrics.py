@@ -260,12 +260,17 @@ def step(iteration: int, at: float) -> Event:
     return Event(Kind.STEP, 1, iteration=iteration, wall_seconds=at)
 
 
+def samples_of(events: list[Event]) -> Samples:
+    samples = Samples("run", "version")
+    for event in events:
+        samples.add(event)
+    return samples
+
+
 def test_a_run_that_is_started_again_has_not_ended() -> None:
     """With an exit status no alert would fire for the rest of the run."""
-    samples = Samples("run", "version")
     ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0)
-    for event in [*trained(5), ended]:
-        samples.add(event)
+    samples = samples_of([*trained(5), ended])
     assert value_of(samples, "exit_status", None, 31.0) == 75
     for event in trained(5):
         samples.add(event)
@@ -273,17 +278,13 @@ def test_a_run_that_is_started_again_has_not_ended() -> None:
 
 
 def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
-    samples = Samples("run", "version")
-    for event in trained(10):
-        samples.add(event)
+    samples = samples_of(trained(10))
     assert value_of(samples, "goodput_ratio", None, 1e6) == pytest.approx(0.5)
 
 
 def test_steps_that_are_thrown_away_are_not_the_newest() -> None:
-    samples = Samples("run", "version")
     forgotten = Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 6}, wall_seconds=21.0)
-    for event in [*trained(10), forgotten]:
-        samples.add(event)
+    samples = samples_of([*trained(10), forgotten])
     assert value_of(samples, "iteration", None, 22.0) == 5
 
 
