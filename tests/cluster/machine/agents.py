@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.layout.cadence import is_due
-from deadpool_megatron.layout.places.copies import choose_buddies
+from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.layout.places.parity import MEMBERS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
@@ -250,13 +250,9 @@ class Agents:
         return is_due(iteration, self.record.protection.every)
 
     def buddies(self, role: int) -> tuple[int, ...]:
-        record = self.record
-        assert record is not None
-        seats = {r: seat.node for r, seat in record.seats.items()}
-        domains = {n: address.domain for n, address in record.nodes.items()}
-        spares = {n for n, address in record.nodes.items() if address.spare}
+        assert self.record is not None
         peers = layout(role, self.config.world_size).peers
-        return choose_buddies(role, peers, seats, domains, spares, record.replicas)
+        return CopyPlacement.of_record(self.record).buddies(role, peers)
 
     def group(self, role: int) -> ParityGroup | None:
         """With whom a role shares parity blocks in this epoch."""

@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Phase
 from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.events import Kind, to_line
-from deadpool_megatron.layout.places.copies import choose_buddies
+from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -150,15 +150,11 @@ class Rig:
     def inventory(self, node: int, *generations: Generation) -> ev.NodeInventory:
         """What ``node`` holds of these generations: own roles', and the copies it owes."""
         record, world = self.record, self.config.world_size
-        seats = {role: seat.node for role, seat in record.seats.items()}
-        domains = {n: address.domain for n, address in record.nodes.items()}
-        spares = {n for n, address in record.nodes.items() if address.spare}
+        copies = CopyPlacement.of_record(record)
         held = [
             role
-            for role in seats
-            if seats[role] == node
-            or node
-            in choose_buddies(role, tuple(range(world)), seats, domains, spares, record.replicas)
+            for role, seat in record.seats.items()
+            if seat.node == node or node in copies.buddies(role, tuple(range(world)))
         ]
         holdings = tuple(Holding(role, g, STEP) for role in held for g in generations)
         layouts = tuple(layout(role, world) for role in held)
