@@ -42,6 +42,7 @@ def test_a_reader_goes_away(stream: str) -> None:
         os.close(writing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_does_not_read(stream: str) -> None:
     """As a terminal after Ctrl-S. The launcher would see no agent end, and obey no interrupt."""

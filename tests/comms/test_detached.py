@@ -145,6 +145,7 @@ def swaps(member: Member) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_swaps_change_no_bit() -> None:
     assert all(run(4, swaps).values())
 

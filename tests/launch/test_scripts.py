@@ -203,6 +203,7 @@ def test_ssh_stops_a_run(tmp_path: Path) -> None:
     assert not segment_root(run.read_run().run_id).exists()
 
 
+@pytest.mark.slow
 def test_ssh_does_not_await_a_run_whose_agents_have_all_failed(tmp_path: Path) -> None:
     hosts, run = tmp_path / "hosts", tmp_path / "run"
     hosts.write_text("first 127.0.0.1\nsecond 127.0.0.1")  # as some editors end a file

@@ -72,6 +72,7 @@ def test_sections_are_checked() -> None:
         make_plan({**BASE, "model": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -120,6 +120,7 @@ def publish_over_a_torn_attempt(arguments: str, folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "iter_0000001").iterdir())
 
 
+@pytest.mark.slow
 def test_a_torn_attempt_is_replaced(text: str, tmp_path: Path) -> None:
     (names,) = run_ranks(
         1, publish_over_a_torn_attempt, f"{MODEL} {text} --save {tmp_path}", tmp_path

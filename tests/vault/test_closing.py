@@ -45,6 +45,7 @@ def newest_common(inventories: dict[int, Inventory], roles: int) -> Generation:
     return max(g for _, g in whole if all((role, g) in whole for role in range(roles)))
 
 
+@pytest.mark.slow
 def test_closing_races_with_a_busy_member(tmp_path: Path) -> None:
     """Whatever the members are in the middle of: the inventory is stable, and the newest common
     generation of it restores byte for byte. Ten times, at arbitrary moments; no thread and no

@@ -111,6 +111,7 @@ def test_vault_killed_and_restarted_with_the_epoch_closed(tmp_path: Path) -> Non
         assert running.nodes[0].inventory() == before
 
 
+@pytest.mark.slow
 def test_stopped_buddy_only_delays(tmp_path: Path) -> None:
     """A buddy's vault stopped in the middle of a put goes on where it was."""
     layouts = {role: make_layout(role, BIG) for role in range(2)}
@@ -252,6 +253,7 @@ def test_a_copy_damaged_after_it_was_received(tmp_path: Path) -> None:
         assert bytes(copy.data(0, "shard", entry.nbytes)) == content(1, FIRST, "shard", 64 << 10)
 
 
+@pytest.mark.slow
 def test_a_restored_part_that_rots_is_fetched_again(tmp_path: Path) -> None:
     """After its check, before it is in a second place: the gate waits for it in this epoch."""
     with cluster(tmp_path, 3, roles=2) as running:

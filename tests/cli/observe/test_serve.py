@@ -284,6 +284,7 @@ def test_the_pace_is_that_of_the_newest_steps() -> None:
     assert state.to_dict(None, now)["step_seconds"] == 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["http://[", "//[?token=x", "/state?token=" + "%ff" * 9])
 def test_an_address_that_is_none_is_answered(
     target: str, capfd: pytest.CaptureFixture[str]

@@ -122,6 +122,7 @@ def test_a_collector_that_fails_costs_nothing(
     assert collector.asked == 1
 
 
+@pytest.mark.slow
 def test_a_slow_collector_gets_every_span_of_a_large_recovery(
     collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def run_demo(*argv: str) -> int:
     return demo.run(parser.parse_args(["demo", "--iterations", "12", *argv]))
 
 
+@pytest.mark.slow
 def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     shutil.rmtree(segment_root(info.run_id), ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(
     assert status == 0, said
 
 
+@pytest.mark.slow
 def test_a_host_that_is_short_of_processes_has_its_new_spare_later(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

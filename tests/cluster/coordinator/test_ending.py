@@ -130,6 +130,7 @@ def test_a_coordinator_that_is_followed_while_it_writes_the_result_steps_down(
     assert (tmp_path / "run" / FINAL).exists() == (first_good_try == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_result_that_cannot_be_written_ends_the_run_in_one_clear_line(
     tmp_path: Path,

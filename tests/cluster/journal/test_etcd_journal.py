@@ -85,6 +85,7 @@ class LossyProxy:
         near.sendall(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [10, 3 << 20])
 @pytest.mark.parametrize("lost", [1, 3])
 def test_lost_answers_are_found_out(
@@ -159,6 +160,7 @@ class _NotEtcd(BaseHTTPRequestHandler):
         return
 
 
+@pytest.mark.slow
 def test_a_call_ends_in_time_though_it_begins_a_round_late() -> None:
     """Two servers of three hang, as when they are stopped: the second round would take as long as
     the first one. A sign of life that comes so late is taken for none."""

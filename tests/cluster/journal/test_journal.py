@@ -95,6 +95,7 @@ def test_a_number_that_fits_into_no_name_is_not_written(opener: Opener, number: 
     assert opener().numbers("term") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [10, 8 << 20])
 def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
     entry = {"text": os.urandom(nbytes // 2).hex()}  # hardly to be compressed below half

@@ -79,6 +79,7 @@ def test_hello_comes_first_then_beats(agent: Agent) -> None:
     assert (beat["section"], beat["iteration"]) == ("train", 3)
 
 
+@pytest.mark.slow
 def test_close_interrupts_and_a_newer_record_takes_it_back(agent: Agent) -> None:
     agent.start()
     agent.order({"t": "record", "record": record(1)})

@@ -73,6 +73,7 @@ def test_stopped_process_is_frozen(start) -> None:  # type: ignore[no-untyped-de
     assert 3.0 <= found <= 3.3
 
 
+@pytest.mark.slow
 def test_busy_process_without_beats_is_not_frozen(start) -> None:  # type: ignore[no-untyped-def]
     child = start(BUSY)
     detector = FreezeDetector(child.pid, 0.3, time.monotonic())

@@ -131,6 +131,7 @@ def test_member_starts_after_a_moment_without_processes_or_descriptors(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["fork", "exec"])
 def test_a_fork_that_fails_leaves_no_socket(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Tried again each second, it would soon take the last descriptor."""

@@ -83,6 +83,7 @@ def test_slow_windows_with_a_good_one_between_are_not_a_slow_node() -> None:
         assert job.run(0.1, 0.1, 0.1, 0.1) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [None, 5])
 def test_an_hour_of_noise_names_nobody_but_the_node_that_is_slow(slow: int | None) -> None:
     """Sixteen nodes with iterations of half a second. Every hundredth one of each node has a pause:

@@ -96,6 +96,7 @@ def play(job: Job, seed: int, moves: int = 600) -> int | None:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("spans", [True, False])
@@ -110,6 +111,7 @@ def test_a_generation_that_all_can_produce_is_always_there(
     assert longest <= most_lost(every, lag, spans_the_world=spans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
 def test_with_two_slots_and_no_collective_state_would_be_lost(every: int) -> None:
     """What the third slot is for, so that the model is one that can fail."""

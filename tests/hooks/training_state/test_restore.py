@@ -182,6 +182,7 @@ def packed_again(arguments: str) -> bool:
     return [part.signature() for part in ShardState(other).parts] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--bf16", "--use-distributed-optimizer"])
 def test_a_model_that_gets_another_optimizer_is_laid_out_as_before(flags: str) -> None:
     """Else what others hold of the role would not fit, and a restore would be refused."""

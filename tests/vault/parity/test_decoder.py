@@ -236,6 +236,7 @@ def test_a_block_of_other_bytes_falls_to_the_same_block_elsewhere(begin: Begin) 
     assert wheres == [f"decoded from role 1 on node 1, role {number} on node 2"] * 2
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin: Begin) -> None:
     vaults = begin(3, 2, {0})
     vaults.open()

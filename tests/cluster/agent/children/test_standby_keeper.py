@@ -21,6 +21,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: Path) -> None:
     heard: list[str] = []
 

@@ -67,6 +67,7 @@ def texts(directory: Path) -> list[str]:
     return [str(event.data["text"]) for event in events if event.kind is Kind.LOG]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
 def test_what_a_full_disk_refused_is_written_when_there_is_room(
     disk: Disk, tmp_path: Path, number: int
