@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.agent.salvage import kept_line, salvage
+from deadpool_megatron.cluster.agent.salvage import last_history, salvage
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     export_directory,
     remove_unfinished,
@@ -19,6 +19,8 @@ from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.latest import read_latest
+from deadpool_megatron.layout.decision import is_thrown_away
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.vault.disk.whole_dumps import last_boundary, newest_whole
@@ -68,9 +70,17 @@ def resume_point(
         raise CommandError(
             f"--resume {old.path}: that run has {info.world_size} roles, this one {world_size}"
         )
-    whole, why_not = _whole(old, info, others)
+    history: History | None = None
+    whole, why_not = None, list[str]()
     try:
-        durable = _durable(old, world_size)
+        history = last_history(old, info)
+    except (JournalError, OSError) as error:
+        print(f"--resume {old.path}: {error}", flush=True)
+        why_not = [str(error)]
+    else:
+        whole, why_not = _whole(old, info, history.kept, others)
+    try:
+        durable = _durable(old, world_size, history)
     except CommandError:
         if whole is None:
             raise
@@ -96,7 +106,7 @@ def resume_point(
     return durable.to_dict()
 
 
-def _durable(old: RunDirectory, world_size: int) -> Restore | None:
+def _durable(old: RunDirectory, world_size: int, history: History | None) -> Restore | None:
     try:
         restore = read_latest(old.latest)
     except FileNotFoundError:
@@ -113,6 +123,12 @@ def _durable(old: RunDirectory, world_size: int) -> Restore | None:
         boundary, lacking = last_boundary(Path(restore.path), restore.generation, world_size)
         if boundary is None:
             raise CommandError(f"--resume {old.path}: {restore.path} lacks {lacking}")
+    # It became valid before the loss was known; the next checkpoint would have replaced it.
+    if history and is_thrown_away(restore.generation, history.kept, history.nonfinite):
+        raise CommandError(
+            f"--resume {old.path}: {restore.path} was computed with a loss that was not finite, and"
+            " that run had gone back behind it: start a run of its own from an older checkpoint"
+        )
     return restore
 
 
@@ -147,7 +163,7 @@ def write_what_is_left(old: RunDirectory) -> None:
     """
     info = old.read_run()
     try:
-        kept = kept_line(old, info)
+        kept = last_history(old, info).kept
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         return
@@ -155,13 +171,8 @@ def write_what_is_left(old: RunDirectory) -> None:
 
 
 def _whole(
-    old: RunDirectory, info: RunInfo, others: Others | None
+    old: RunDirectory, info: RunInfo, kept: Mapping[int, int], others: Others | None
 ) -> tuple[Restore | None, list[str]]:
-    try:
-        kept = kept_line(old, info)
-    except (JournalError, OSError) as error:
-        print(f"--resume {old.path}: {error}", flush=True)
-        return None, [str(error)]
     _salvage(old, info, kept)
     if others is None:
         return newest_whole(old.dump, info.world_size, kept)

@@ -13,16 +13,18 @@ from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.vault.disk.found import dump_kept
 from deadpool_megatron.vault.errors import SegmentError
 
 
-def kept_line(run: RunDirectory, info: RunInfo) -> Mapping[int, int]:
-    """Lineage -> last iteration that the run did not abandon. Raises JournalError."""
+def last_history(run: RunDirectory, info: RunInfo) -> History:
+    """What the newest record of a run says of it: among others the kept line, lineage -> last
+    iteration that was not abandoned. Raises JournalError."""
     journal = open_journal(info.settings, info.run_id, run.journal)
     newest = journal.newest("epoch")
-    return {} if newest is None else EpochRecord.from_dict(newest[1]).history.kept
+    return History() if newest is None else EpochRecord.from_dict(newest[1]).history
 
 
 def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:

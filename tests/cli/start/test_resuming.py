@@ -19,6 +19,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     unfinished_export,
     write_json,
 )
+from deadpool_megatron.layout.decision import NO_LIMIT
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.settings import Settings
@@ -119,6 +121,26 @@ def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(
     with pytest.raises(CommandError, match=r"dump/1-9 lacks role 0"):
         resume_point(host.old, ARGS)
     host.pauses = 1  # an older one is whole
+    assert resume_point(host.old, ARGS) == WHOLE.to_dict()
+
+
+def test_a_checkpoint_that_was_taken_back_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It became valid, then its loss turned out to be none, and the run went back behind it."""
+    host = Host(tmp_path, monkeypatch)
+    taken_back = Restore("durable", Generation(1, 9), path=str(tmp_path))
+    write_json(host.old.latest, taken_back.to_dict())
+    assert resume_point(host.old, ARGS) == taken_back.to_dict()
+    monkeypatch.setattr(
+        resuming,
+        "last_history",
+        lambda *_: History({1: 7, 2: NO_LIMIT}, nonfinite=frozenset({8})),
+    )
+    with pytest.raises(CommandError, match="computed with a loss that was not finite") as told:
+        resume_point(host.old, ARGS)
+    assert "\n" not in str(told.value)
+    host.pauses = 1  # what lay in memory is whole
     assert resume_point(host.old, ARGS) == WHOLE.to_dict()
 
 
