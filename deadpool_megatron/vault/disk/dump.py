@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import xxhash
+
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.records import Generation, RoleLayout
@@ -51,7 +53,8 @@ def dump(
     ``boundary``: the one whose extras are written, None for all of them.
 
     A part is written only if its bytes match its checksum: :func:`damaged` says afterwards what is
-    lacking for that. A file appears whole or not at all.
+    lacking for that. A file appears whole or not at all, and has what one of an earlier time, which
+    it replaces, had beyond it.
     Raises VaultError with one line when it cannot be written; what was there before still is.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -115,6 +118,9 @@ def _dump_role(
                 place = _intact(state, places)
                 if place is not None:
                     kept[what] = place
+        for what, place in _written_before(path, layout, generation).items():
+            if what not in kept and _is_intact(place, state.settings.chunk_bytes):
+                kept[what] = place
         is_whole = any(g == generation for g, _ in kept)
         if is_whole:
             _write_dump(path, layout, generation, kept, state.settings.chunk_bytes)
@@ -165,6 +171,37 @@ def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[
         if at is not None and at != generation:
             found.append((at, shard))
     return list(dict.fromkeys(found))
+
+
+def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[_What, Place]:
+    """What an earlier file of that name says it has: memory may be damaged, or gone, since."""
+    try:
+        dumped = Segment.open(path, writable=False)
+    except (SegmentError, OSError):
+        return {}
+    if dumped.layout.layout_hash != layout.layout_hash or dumped.generation(0) != generation:
+        return {}
+    return {
+        (dumped.generation(slot), part.name): Place(
+            dumped, slot, part.name, entry.nbytes, entry.checksum, entry.epoch
+        )
+        for slot in range(dumped.slots)
+        for part in dumped.layout.parts
+        if (entry := dumped.entry(slot, part.name)).state is PartState.SEALED
+    }
+
+
+def _is_intact(place: Place, piece_bytes: int) -> bool:
+    """Whether a file gives what it says it has."""
+    digest, piece = xxhash.xxh3_64(), memoryview(bytearray(min(place.nbytes, piece_bytes)))
+    try:
+        for start in range(0, place.nbytes, piece_bytes):
+            part = piece[: place.nbytes - start]
+            place.segment.read_into(place.slot, place.name, start, part)
+            digest.update(part)
+    except (SegmentError, OSError):
+        return False
+    return digest.intdigest() == place.checksum
 
 
 def _intact(state: VaultState, places: list[Place]) -> Place | None:

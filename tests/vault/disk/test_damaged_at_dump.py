@@ -14,7 +14,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
 from deadpool_megatron.vault.disk.whole_dumps import newest_whole
 from deadpool_megatron.vault.shm.names import copy_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from tests.vault.harness import Cluster, cluster, make_layout
 from tests.vault.protected import begin
 
@@ -130,3 +130,30 @@ def test_so_is_what_leads_to_a_damaged_base(tmp_path: Path) -> None:
     assert damaged(state) == [BadPart(3, 0, G(1, 3), "shard")]
     found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
     assert found is not None
+
+
+def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path: Path) -> None:
+    """As of a salvage that was killed while it gave the memory back, and is begun again."""
+    whole = ("shard", *STEP, "extras@step")
+    state = vault(tmp_path / "node", {3: whole, 4: whole})
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    (segment,) = state.table.segments.values()
+    strike(segment, G(1, 4), "shard")
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    (path,) = (tmp_path / "dump" / "1-4").iterdir()
+    dumped = Segment.open(path, writable=False)
+    entry = dumped.entry(0, "shard")
+    assert entry.state is PartState.SEALED
+    assert bytes(dumped.data(0, "shard")) == b"4 shard".ljust(64)
+    assert entry.checksum == checksum(dumped.data(0, "shard"))
+
+
+def test_bytes_of_a_file_that_are_damaged_as_well_are_not_kept(tmp_path: Path) -> None:
+    state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    (path,) = (tmp_path / "dump" / "1-4").iterdir()
+    strike(Segment.open(path), G(1, 4), "shard")
+    (segment,) = state.table.segments.values()
+    strike(segment, G(1, 4), "shard")
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    assert Segment.open(path, writable=False).entry(0, "shard").state is PartState.ABSENT
