@@ -78,7 +78,7 @@ class RunEnd:
         await asyncio.to_thread(self._files.account.finish, _ACCOUNT_SECONDS)
         result = self._files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
-        error = await self._write(finish, result, limit)
+        error = await self._write(finish, state, result, limit)
         if error is None or await self._is_superseded():
             return
         if error:
@@ -98,7 +98,9 @@ class RunEnd:
                 await asyncio.sleep(_LOOK_SECONDS)
             self._end(self._status)
 
-    async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str | None:
+    async def _write(
+        self, finish: Finish, state: State, result: dict[str, Any], limit: float
+    ) -> str | None:
         """Why it could not be written, empty if it was; None when another coordinator has taken
         over, which writes its own. ``limit``: monotonic seconds.
         """
@@ -106,7 +108,9 @@ class RunEnd:
         while True:
             try:
                 async with asyncio.timeout_at(_loop_time(limit)):
-                    newest = await asyncio.to_thread(self._write_unless_followed, finish, result)
+                    newest = await asyncio.to_thread(
+                        self._write_unless_followed, finish, state, result
+                    )
                 if newest <= self._term:
                     return ""
                 self._desk.step_down(f"term {newest} has begun")
@@ -125,7 +129,7 @@ class RunEnd:
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def _write_unless_followed(self, finish: Finish, result: dict[str, Any]) -> int:
+    def _write_unless_followed(self, finish: Finish, state: State, result: dict[str, Any]) -> int:
         """Write the result if no newer term has begun; returns the newest. Blocks; raises OSError.
 
         The look belongs to each try: a file system that comes back after minutes may have let a
@@ -135,7 +139,7 @@ class RunEnd:
         with contextlib.suppress(JournalError):  # told by the first look
             newest = self._newest_term()
         if newest <= self._term:
-            self._files.write_result(finish.resume, result)
+            self._files.write_result(finish, state, result)
         return newest
 
     async def _is_superseded(self) -> bool:

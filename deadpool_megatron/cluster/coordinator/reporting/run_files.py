@@ -9,6 +9,7 @@ the new one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -30,8 +31,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     write_json,
 )
+from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.events import Event, EventLog, Kind
-from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.preflight.gpus import VISIBLE
 
 _PAUSE_SECONDS = 1.0
@@ -95,12 +96,19 @@ class RunFiles:
             **self.account.to_dict(),
         }
 
-    def write_result(self, resume: Restore | None, result: Mapping[str, Any]) -> None:
+    def write_result(self, end: Finish, state: State, result: Mapping[str, Any]) -> None:
         """Write the last files: where to go on, if that is anywhere, then the result. Blocks;
         raises OSError.
+
+        A checkpoint with the update of a loss that was not finite is not named any more: no record
+        follows that would say so to the next run.
         """
-        if resume is not None:
-            write_json(self._run.latest, resume.to_dict(), lasting=True)
+        if end.resume is not None:
+            write_json(self._run.latest, end.resume.to_dict(), lasting=True)
+        else:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                if state.blame.trusted(read_latest(self._run.latest)) is None:
+                    self._run.latest.unlink()
         write_json(self._run.final, result, lasting=True)
 
     async def show_address(self, values: Mapping[str, Any]) -> None:

@@ -17,8 +17,9 @@ from deadpool_megatron.cluster.coordinator.reporting.results import (
 )
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.machine.actions import Finish
+from deadpool_megatron.cluster.machine.state.blame import Blame
 from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
@@ -119,7 +120,7 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert second.results.last_iteration == 2
     second.write(step(3))
     state = Rig().state._replace(recoveries=Recoveries(count=7, steps_recomputed=3))
-    second.write_result(None, second.result(Finish(0, ""), state))
+    second.write_result(Finish(0, ""), state, second.result(Finish(0, ""), state))
     second.close(10.0)
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.glob("events*")) == [
@@ -128,6 +129,23 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     ]
     final = json.loads(run.final.read_text())
     assert (final["iterations"], final["recovery_count"], final["steps_recomputed"]) == (3, 7, 3)
+
+
+@pytest.mark.parametrize(("saved_at", "is_named"), [(4, True), (5, False)])
+def test_a_checkpoint_that_must_not_be_used_is_not_named_at_the_end(
+    tmp_path: Path, saved_at: int, is_named: bool
+) -> None:
+    """The loss of iteration 5 was not finite, and nothing of before it was left."""
+    run = RunDirectory(tmp_path)
+    files = RunFiles(run, info(), 1)
+    named = Restore("durable", Generation(1, saved_at), path=str(tmp_path))
+    write_json(run.latest, named.to_dict())
+    state = Rig().state._replace(blame=Blame(poisoned_from=5))
+    for _ in range(2):  # tried again after an error of the disk
+        files.write_result(Finish(4, "not finite"), state, {})
+    files.close(10.0)
+    assert run.latest.exists() is is_named
+    assert run.final.exists()
 
 
 def test_what_is_compared_does_not_grow_with_the_run() -> None:
