@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Mapping
 from enum import StrEnum
@@ -9,6 +10,8 @@ from typing import Any
 
 from deadpool_megatron.layout.places.parity import is_parity_role
 
+# Of an OSError that says nothing of a file or a disk: descriptors or memory are short for a moment.
+SHORTAGE = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # What comes of values of the wrong type or size; an infinite "integer" overflows.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from deadpool_megatron.vault.errors import SHORTAGE
+
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
-_SHORT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 Made = TypeVar("Made")
 
 
@@ -25,7 +25,7 @@ async def patiently(make: Callable[[], Made], limit_seconds: float) -> Made:
         try:
             return make()
         except OSError as error:
-            if error.errno not in _SHORT or time.monotonic() + pause > limit:
+            if error.errno not in SHORTAGE or time.monotonic() + pause > limit:
                 raise
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -35,7 +35,7 @@ from deadpool_megatron.vault.disk.dump_contents import (
     slots_of,
     supplier,
 )
-from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import SHORTAGE, Refused, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.parity.blocks import Supply, VaultSupply
@@ -108,18 +108,22 @@ class Obtainer:
         epoch was closed.
         """
         deadline = time.monotonic() + self._state.settings.restore_seconds
-        try:
-            is_dump = self._record.restore.kind == "dump"
-            wanted = self._wanted_of_dump(layout) if is_dump else self._wanted(layout)
-            return {
-                text: self._obtain_part(layout, one, deadline, text) for text, one in wanted.items()
-            }
-        except OSError as error:  # the directory of a dump cannot be read
-            why = f"{self._record.restore.path}: {error.strerror or error}"
-            here = (self._state.node, self._role, why)
-            raise RestoreUnavailable(self._extras, (here,)) from error
-        finally:
-            self.close()
+        with contextlib.closing(self):
+            while True:
+                try:
+                    is_dump = self._record.restore.kind == "dump"
+                    wanted = self._wanted_of_dump(layout) if is_dump else self._wanted(layout)
+                    return {
+                        text: self._obtain_part(layout, one, deadline, text)
+                        for text, one in wanted.items()
+                    }
+                except OSError as error:  # the directory of a dump cannot be read
+                    if error.errno not in SHORTAGE or time.monotonic() > deadline:
+                        why = f"{self._record.restore.path}: {error.strerror or error}"
+                        here = (self._state.node, self._role, why)
+                        raise RestoreUnavailable(self._extras, (here,)) from error
+                self._pause()
+                self._require_open()
 
     def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
         restore, recomputed = self._record.restore, frozenset[str]()
@@ -298,6 +302,8 @@ class Obtainer:
                     try:
                         place = self._read_patiently(dumped, source, layout, wanted, deadline)
                     except OSError as error:  # its disk fails: on to the next place
+                        if error.errno in SHORTAGE:
+                            raise
                         place, why = None, f"{type(error).__name__}: {error}"
                     if place is not None:
                         return place

@@ -96,6 +96,42 @@ def test_a_file_system_that_is_away_costs_a_restore_and_no_vault(
         _obtainer(state, record).obtain(LAYOUT)
 
 
+@pytest.mark.parametrize("what", ["open", "read_into"])
+def test_a_moment_without_descriptors_is_waited_for(
+    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The disk is well, and no other place has the parts."""
+    record = _record(2, _from_dump(writer, tmp_path))
+    state = _vault(tmp_path / "after", record)
+    there, calls = getattr(Segment, what), [0]
+
+    def short(*args: object, **more: object) -> object:
+        calls[0] += 1
+        if calls[0] in (2, 4, 7):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return there(*args, **more)
+
+    monkeypatch.setattr(Segment, what, short)
+    places = _obtainer(state, record).obtain(LAYOUT)
+    assert {place.name for place in places.values()} == set(NAMES)
+    assert calls[0] > 4
+
+
+def test_a_shortage_that_lasts_is_told_at_the_deadline(
+    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = _record(2, _from_dump(writer, tmp_path))
+    state = _vault(tmp_path / "after", record)
+    state.settings = Settings(restore_seconds=0.01)
+
+    def short(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Segment, "open", short)
+    with pytest.raises(RestoreUnavailable, match="Too many open files"):
+        _obtainer(state, record).obtain(LAYOUT)
+
+
 def test_a_file_that_was_not_written_is_not_named(
     writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
