@@ -74,6 +74,64 @@ def test_a_drain_that_a_failure_overtakes_is_done_all_the_same() -> None:
     assert outcome(rig) == (Stage.REFUSED, "node 1: gone")
 
 
+def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
+    """Who has asked may end that node: it has been told that it has no role."""
+    rig = begun()
+    for node in (0, 1):
+        ask(rig, Verb.DRAIN, which=node + 1, node=node)
+    moved(rig)
+    rig.steps(10)
+    assert nodes_of(rig.record) == {0: 2, 1: 1}
+    assert outcome(rig, 1) == (Stage.DONE, "node 0 has no role")
+    rig.feed(ev.MemberLost(0, 0, 0, signal=9))  # anew, as a spare
+    rig.warm(0)
+    assert rig.state.phase is Phase.RUNNING
+    assert outcome(rig, 2) == (Stage.ASKED, "waits for a spare node")
+    rig.join(3)
+    rig.hello(3)
+    rig.warm(3)
+    assert outcome(rig, 2) == (Stage.UNDER_WAY, "its roles move")
+
+
+def test_nor_does_one_whose_spare_is_lost_in_the_meantime() -> None:
+    rig = begun()
+    for node in (0, 1):
+        ask(rig, Verb.DRAIN, which=node + 1, node=node)
+    moved(rig)
+    rig.feed(ev.MemberLost(0, 0, 0, signal=9))
+    rig.warm(0)
+    rig.steps(10)
+    rig.join(3)
+    at = rig.one(act.Pause).iteration
+    rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, at) for role in (0, 1)))
+    rig.feed(ev.NodeLost(3, "gone"))
+    rig.closed(g(at, rig.record.epoch))
+    assert nodes_of(rig.pending) == {0: 2, 1: 1}
+
+
+def test_where_no_drain_is_open_a_drained_node_is_a_spare_for_the_next() -> None:
+    rig = begun()
+    ask(rig, Verb.DRAIN, node=0)
+    moved(rig)
+    rig.steps(10)
+    ask(rig, Verb.DRAIN, which=2, node=1)
+    assert outcome(rig, 2) == (Stage.UNDER_WAY, "its roles move")
+
+
+def test_a_failure_moves_roles_to_a_drained_node_if_there_is_no_other() -> None:
+    rig = begun()
+    for node in (0, 1):
+        ask(rig, Verb.DRAIN, which=node + 1, node=node)
+    moved(rig)
+    rig.feed(ev.MemberLost(0, 0, 0, signal=9))
+    rig.warm(0)
+    rig.steps(10)
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(10, rig.record.epoch))
+    rig.journal()
+    assert nodes_of(rig.record) == {0: 2, 1: 0}
+
+
 def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
     """The next coordinator has the requests from the journal before the agents are back."""
     known = tuple(Request.from_dict(one.to_dict()) for one in old.state.requests)

@@ -37,6 +37,11 @@ def seating(turn: Turn, leaving: frozenset[int]) -> Seating:
     )
 
 
+def drained(state: State) -> frozenset[int]:
+    """Nodes whose roles have moved while other drains are open: not to be moved to by those."""
+    return state.fleet.drains - state.seats.nodes
+
+
 def decide(turn: Turn) -> None:
     """Choose seats and restore from what is known now; immediate, unless a kill is under way."""
     if turn.state.fleet.members.killed:
@@ -46,7 +51,8 @@ def decide(turn: Turn) -> None:
         dump(turn)
         return
     fleet = turn.state.fleet
-    seats = seating(turn, fleet.leaving)
+    not_to = drained(turn.state) if fleet.leaving - fleet.wrong else frozenset[int]()
+    seats = seating(turn, fleet.leaving | not_to)
     if seats.unseated and fleet.leaving - fleet.wrong:
         # The spare for the drain has gone in the meantime.
         fleet = replace(fleet, leaving=fleet.leaving & fleet.wrong)

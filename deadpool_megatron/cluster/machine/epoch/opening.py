@@ -39,7 +39,7 @@ def journal_written(turn: Turn, epoch: int) -> None:
 def announce(turn: Turn, record: EpochRecord) -> None:
     """The pending record is durable: it is the truth from now on."""
     before = turn.state
-    seated = {(seat.node, seat.slot) for seat in record.seats.values()}
+    seats = SeatTable(record.seats)
     poisoned = before.blame.poisoned_from
     forgotten = {} if poisoned is None else {"forgotten_from": poisoned}
     recoveries = before.recoveries.spent("decide", turn.now)
@@ -55,8 +55,8 @@ def announce(turn: Turn, record: EpochRecord) -> None:
     turn.state = turn.state._replace(
         doing=Opening(turn.now + opening_seconds(turn, record)),
         record=record,
-        seats=SeatTable(record.seats),
-        fleet=before.fleet.moved(),
+        seats=seats,
+        fleet=before.fleet.moved(seats.nodes),
         memory=replace(memory, promised=Map(), found=Map()),
         line=replace(
             before.line,
@@ -79,7 +79,7 @@ def announce(turn: Turn, record: EpochRecord) -> None:
         **forgotten,
     )
     for place, member in sorted(turn.state.fleet.members.items()):
-        if place in seated:
+        if place in seats.role_by_place:
             continue
         if place[0] in before.fleet.leaving:  # it serves as a fresh spare from now on
             turn.kill(place)

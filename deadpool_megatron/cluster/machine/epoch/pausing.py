@@ -8,7 +8,12 @@ from dataclasses import replace
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.epoch.closing import close
-from deadpool_megatron.cluster.machine.epoch.deciding import owed_copies, record_nodes, seating
+from deadpool_megatron.cluster.machine.epoch.deciding import (
+    drained,
+    owed_copies,
+    record_nodes,
+    seating,
+)
 from deadpool_megatron.cluster.machine.epoch.ending import check_done
 from deadpool_megatron.cluster.machine.inputs import MemberDone, Paused, PauseRefused
 from deadpool_megatron.cluster.machine.protection import pause_cause
@@ -35,8 +40,8 @@ def consider_pause(turn: Turn) -> None:
     state, record = turn.state, turn.state.record
     if not isinstance(state.doing, Running) or record is None or state.blame.suspicion is not None:
         return
-    for node in sorted(state.fleet.drains):
-        if not seating(turn, frozenset({node})).unseated:
+    for node in sorted(state.fleet.drains & state.seats.nodes):
+        if not seating(turn, drained(state) | {node}).unseated:
             _pause_next(turn, f"drain of node {node}", frozenset({node}))
             return
     if state.protection.plan != record.protection:

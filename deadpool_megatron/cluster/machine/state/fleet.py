@@ -6,7 +6,7 @@ quadratic; so members that are killed, starting or not warm yet are counted as t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -145,7 +145,8 @@ class MemberTable(Mapping[Place, MemberState]):
 @dataclass(frozen=True)
 class Fleet:
     """``nodes``: connected ones. ``gone``: those given up, with the cause. ``drains``: nodes whose
-    roles are to move as soon as a spare can take them; ``leaving``: nodes that have no role in the
+    roles are to move as soon as a spare can take them, and as long as there are such those that
+    have moved: no spares for the others; ``leaving``: nodes that have no role in the
     next record; ``avoid``: nodes that get a role last; ``wrong``: those found to compute or hold
     wrong numbers, or to have a broken device, which get none any more; ``wrong_hosts``: those all
     of whose nodes were found so, from where none gets any. ``returning``: nodes whose agents ended
@@ -202,11 +203,11 @@ class Fleet:
         hosts = {host} if host else set[str]()
         return replace(self, wrong=self.wrong | {node}, wrong_hosts=self.wrong_hosts | hosts)
 
-    def moved(self) -> Fleet:
-        """Returns the fleet after a record in which the leaving nodes have no role."""
+    def moved(self, seated: Set[int]) -> Fleet:
+        """Returns the fleet after a record in which only the ``seated`` nodes have roles."""
         return replace(
             self,
-            drains=self.drains - self.leaving,
+            drains=frozenset() if self.drains.isdisjoint(seated) else self.drains,
             avoid=self.avoid | self.leaving,
             leaving=frozenset(),
             returning=frozenset(),
