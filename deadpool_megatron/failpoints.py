@@ -117,18 +117,22 @@ def hit(point: str, **details: object) -> Fault | None:
 def fired(path: Path) -> set[str]:
     """Identifiers of the faults of plan ``path`` that have fired so far."""
     directory = Path(str(path) + ".fired")
-    return {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
+    names = (entry.name for entry in directory.iterdir()) if directory.is_dir() else ()
+    return {name for name in names if not name.startswith(".")}
 
 
 def _claim(fault: Fault, facts: Mapping[str, object]) -> bool:
-    """Exactly one process of the run may fire a fault: the one that creates its marker file."""
+    """Exactly one process of the run may fire a fault: the one that creates its marker file, which
+    appears whole. Who waits for it reads it."""
+    known = {k: v for k, v in facts.items() if isinstance(v, str | int | float | bool)}
+    own = _fired_directory / f".{fault.id}.{os.getpid()}"
+    own.write_text(json.dumps({"pid": os.getpid(), **known}))
     try:
-        handle = os.open(_fired_directory / fault.id, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        os.link(own, _fired_directory / fault.id)
     except FileExistsError:
         return False
-    known = {k: v for k, v in facts.items() if isinstance(v, str | int | float | bool)}
-    os.write(handle, json.dumps({"pid": os.getpid(), **known}).encode())
-    os.close(handle)
+    finally:
+        own.unlink()
     return True
 
 

@@ -127,6 +127,9 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) ->
         run.launcher.wait()
         vaults = [int(one["vault"]) for one in listings.values()]
         posix.wait_gone(watchers, PATIENCE_SECONDS)
+        wait_for(
+            "members to end", lambda: set(cleanup.run_processes(run.run, info.run_id)) <= {*vaults}
+        )
         assert all(posix.is_alive(pid) for pid in vaults)
         assert segment_root(info.run_id).exists()
         done = deadpool("clean")
