@@ -188,6 +188,28 @@ def test_what_a_dead_vault_has_sealed_is_held_against_its_checksum(state: VaultS
     assert told == [NAMES[0]]
 
 
+def test_a_moment_without_threads_puts_off_who_ships(
+    state: VaultState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would begin to within the epoch, and the gate would stay shut."""
+    assert state.record is not None
+    begun, refused = list[str](), list[str]()
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        begun.append(thread.name)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    transport = FakeNetwork().transport("a", 1, 1.0)
+    worker = RoleWorker(state, transport, state.record, 0, Seat(0, 0, 0))
+    worker._start_shippers(LAYOUT)
+    assert refused == ["ship-0-to-1"]
+    worker._start_shippers(LAYOUT)
+    assert begun == refused
+
+
 RESTORED = Generation(0, 3)
 
 
