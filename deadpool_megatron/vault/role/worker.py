@@ -252,8 +252,11 @@ class RoleWorker(threading.Thread):
         return False
 
     @property
-    def _replays(self) -> bool:
-        """Whether the member of this role recomputes the generation that the epoch begins with."""
+    def _may_replay(self) -> bool:
+        """Whether the member of this role recomputes the generation that the epoch begins with; of
+        a dump nobody knows before its files have been read."""
+        if self._record.restore.kind == "dump" and not isinstance(self._outcome, dict):
+            return True
         recipe = self._record.restore.recipes.get(self._role)
         return recipe is not None and recipe.replay is not None
 
@@ -269,7 +272,7 @@ class RoleWorker(threading.Thread):
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
         place = outcome.get(key(generation, SUMS_PART))
         if place is None:  # nothing was recomputed, or what it has to be like is not here yet
-            return not self._replays
+            return not self._may_replay
         sums = unpack_sums(place.view)
         wrong = [name for name, digest in shards.items() if sums.get(name, (0, -1))[1] != digest]
         for name in wrong:

@@ -242,6 +242,22 @@ def test_a_restarted_vault_does_not_restore_what_its_member_has_left_behind(
     assert answers == [{}]
 
 
+def test_what_is_recomputed_from_a_dump_is_not_sealed_on_the_word_of_its_member(
+    state: VaultState,
+) -> None:
+    """A vault that was restarted meanwhile has yet to read what it has to be like."""
+    worker, _ = restarted(state)
+    worker._record = replace(worker._record, restore=Restore("dump", RESTORED, path="here"))
+    segment = next(iter(state.table.segments.values()))
+    sealed(segment, 0, RESTORED)
+    segment.fill_part(0, "shard", 10, 1)
+    worker.seal()
+    assert segment.entry(0, "shard").state is PartState.FILLED
+    worker._outcome = {}  # all parts lay there whole, so they have to be like nothing
+    worker.seal()
+    assert segment.entry(0, "shard").state is PartState.SEALED
+
+
 def test_slots_that_were_never_used_are_restored_to_at_once(state: VaultState) -> None:
     path = next(iter(state.table.segments))
     state.table.remove(state.table.segments[path])
