@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
 from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.net.links import Link, LinkServer
 from deadpool_megatron.vault.net.probe import probe
+from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.vault.net.transport import Transport
 from deadpool_megatron.vault.parity.decoder import load_code
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
@@ -178,15 +180,11 @@ class Vault:
                 reply = {"ok": False, "code": code, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind in (
-            "dump",
-            "dump-held",
-            "take",
-            "probe",
-        ):  # slow: an order to close must not wait behind it
-            threading.Thread(target=answer, name=kind, daemon=True).start()
-        else:
+        if kind not in ("dump", "dump-held", "take", "probe"):
             answer()
+        elif not begin_thread(kind, answer):  # slow: an order to close must not wait behind it
+            text = f"{kind}: this host has no thread left for it"
+            link.send({"t": "reply", "id": number, "ok": False, "code": Code.FAILED, "text": text})
 
     # Orders.
 
@@ -216,8 +214,7 @@ class Vault:
             for worker in self._workers.values():
                 worker.start()
         if record.protection.kind is schemes.Kind.PARITY:
-            name, parities = "load-code", (record.replicas,)
-            threading.Thread(target=load_code, args=parities, name=name, daemon=True).start()
+            begin_thread("load-code", partial(load_code, record.replicas))
 
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""

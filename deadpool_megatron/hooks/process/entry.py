@@ -273,13 +273,15 @@ class EpochEntry(Stages):
         self._vault.close()
 
     def _restore_from_vault(self, record: EpochRecord) -> None:
+        settings = self._settings
         try:
             restored = self._vault.restore(
                 self.protection.layout,
                 record.epoch,
                 self.generation,
                 self.boundary,
-                deadline_seconds=self._settings.restore_seconds,
+                # The vault gives up first, and names what it lacks: after a last try to get it.
+                deadline_seconds=settings.restore_seconds + settings.connect_seconds,
                 interrupted=self._link.interrupt_fd,
             )
         except Interrupted as error:

@@ -22,7 +22,7 @@ _LOGITS = "current_max_attn_logits"
 
 def capture(loop: ProtectedLoop) -> dict[str, Any]:
     """A part of the extras."""
-    values: dict[str, Any] = {f"logits.{name}": tensor for name, tensor in largest_logits(loop)}
+    values = capture_passing(loop)
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None:
         values["rerun"] = {
@@ -31,6 +31,11 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
             "first_is_over": bool(machine.first_iteration_complete),
         }
     return values
+
+
+def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
+    """What a pass changes of it; an audit has the rerun machine not look."""
+    return {f"logits.{name}": tensor for name, tensor in largest_logits(loop)}
 
 
 def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:

@@ -100,8 +100,9 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
 
 def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
     """What a forward and backward pass changes beside gradients: a part of :func:`capture`."""
-    buffers = {f"buffer.{name}": tensor for name, tensor in frozen_and_buffers(loop)}
-    return {**buffers, **loss_sums.capture(), **random_states()}
+    values = {f"buffer.{name}": tensor for name, tensor in frozen_and_buffers(loop)}
+    values |= attributes.capture_passing(loop)
+    return {**values, **loss_sums.capture(), **random_states()}
 
 
 def restore_passing(loop: ProtectedLoop, values: dict[str, Any]) -> None:
@@ -110,6 +111,7 @@ def restore_passing(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     with torch.no_grad():
         for name, tensor in frozen_and_buffers(loop):
             tensor.copy_(values[f"buffer.{name}"])
+    attributes.restore(loop, values)
     restore_last(values)
 
 

@@ -20,6 +20,7 @@ from deadpool_megatron.vault.core.link_speed import LinkSpeed, link_speed
 from deadpool_megatron.vault.core.link_use import LinkUse, Reading, Use
 from deadpool_megatron.vault.core.pace import Allowed, Schedule, TokenBucket, Window, piece_bytes
 from deadpool_megatron.vault.net.interface import Interface
+from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.vault.net.transport import Sent
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,9 @@ class Traffic:
             if self._is_watched or not self._fills_gaps:
                 return
             self._is_watched = True
-        threading.Thread(target=self._watch, name="watch-link", daemon=True).start()
+        if not begin_thread("watch-link", self._watch):
+            with self._changed:
+                self._is_watched = False  # the next shipment tries again
 
     def _watch(self) -> None:
         """Read the counters for as long as a shipment is paced; a thread of its own."""

@@ -1,4 +1,5 @@
-"""Threads for who comes: what strangers can make short must end no vault."""
+"""Threads that may be refused: what strangers, or others on the host, can make short must end no
+vault."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -78,8 +79,9 @@ class Obtainer:
         self._seat = record.seats[role]
         self._channels: dict[int, Channel] = {}
         self._silent: set[int] = set()
-        # Bytes and checksum that the role itself had, of parts that peers hold in its place.
-        self._vouched: dict[str, tuple[int, int]] = {}
+        # By generation: bytes and checksum that the role itself had, of parts that peers hold in
+        # its place.
+        self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
         self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
 
     def describe(self) -> RoleLayout | None:
@@ -214,7 +216,8 @@ class Obtainer:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
         with self._state.lock:
             places = self._state.table.find(self._role, wanted.generation, wanted.name)
-            self._vouched |= self._state.table.elsewhere(self._role, wanted.generation)
+            vouched = self._state.table.elsewhere(self._role, wanted.generation)
+            self._vouched[wanted.generation] |= vouched
         for place in places:
             if place.segment.layout.layout_hash != layout.layout_hash:
                 continue
@@ -245,7 +248,8 @@ class Obtainer:
             return self._find(layout, wanted)
         channel = self._channel(source.node)
         if wanted.name == self._extras:
-            self._vouched |= fetch.ask_elsewhere(channel, source, wanted.generation)
+            vouched = fetch.ask_elsewhere(channel, source, wanted.generation)
+            self._vouched[wanted.generation] |= vouched
         try:
             ((nbytes, expected),) = fetch.ask(
                 channel,
@@ -275,7 +279,7 @@ class Obtainer:
         if not 0 <= nbytes <= segment.capacity(name):
             self._forget(source.node)
             raise _Hopeless(f"part of {nbytes} bytes does not fit")
-        vouched = self._vouched.get(name, (nbytes, expected))
+        vouched = self._vouched[generation].get(name, (nbytes, expected))
         if (nbytes, expected) != vouched:
             self._forget(source.node)
             where = f"role {source.role} on node {source.node}"

@@ -108,22 +108,28 @@ class RoleWorker(threading.Thread):
         return self._layout
 
     def _start_shippers(self, layout: RoleLayout) -> None:
-        if self._shippers:
-            return
+        if not self._shippers:
+            self._shippers = self._senders(layout)
+        try:
+            for shipper in self._shippers:
+                if shipper.ident is None:
+                    shipper.start()
+        except RuntimeError as error:  # the host has no thread left: once more in a second
+            log.warning("role %d: nobody brings its copies yet: %s", self._role, error)
+
+    def _senders(self, layout: RoleLayout) -> list[Sender]:
         with self._state.lock:
             if not self._state.is_open(self.epoch) or self._state.ledger is None:
-                return
+                return []
             nodes = self._state.ledger.buddies(layout)
             blocks = self._state.ledger.holders(self._role)
-        self._shippers = [
+        return [
             *(self._copier(layout, node) for node in nodes),
             *(
                 Announcer(self._state, self._transport, layout, block, node, self.epoch)
                 for block, node in blocks.items()
             ),
         ]
-        for shipper in self._shippers:
-            shipper.start()
 
     def _copier(self, layout: RoleLayout, node: int) -> Sender:
         """Who brings copies of the role to a node, be it the own one."""
@@ -246,8 +252,11 @@ class RoleWorker(threading.Thread):
         return False
 
     @property
-    def _replays(self) -> bool:
-        """Whether the member of this role recomputes the generation that the epoch begins with."""
+    def _may_replay(self) -> bool:
+        """Whether the member of this role recomputes the generation that the epoch begins with; of
+        a dump nobody knows before its files have been read."""
+        if self._record.restore.kind == "dump" and not isinstance(self._outcome, dict):
+            return True
         recipe = self._record.restore.recipes.get(self._role)
         return recipe is not None and recipe.replay is not None
 
@@ -263,7 +272,7 @@ class RoleWorker(threading.Thread):
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
         place = outcome.get(key(generation, SUMS_PART))
         if place is None:  # nothing was recomputed, or what it has to be like is not here yet
-            return not self._replays
+            return not self._may_replay
         sums = unpack_sums(place.view)
         wrong = [name for name, digest in shards.items() if sums.get(name, (0, -1))[1] != digest]
         for name in wrong:

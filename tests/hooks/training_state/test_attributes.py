@@ -49,6 +49,19 @@ def test_the_largest_logits_are_logged_with_what_an_evaluation_has_seen() -> Non
     assert attention.current_max_attn_logits is None
 
 
+def test_what_a_pass_of_an_audit_has_seen_is_neither_logged_nor_clipped_by() -> None:
+    """It computes what is another role's, and on another device perhaps."""
+    made = plain_loop(attention := Attention())
+    for seen in (None, [3.0, 14.5]):
+        if seen is not None:
+            attention.see(*seen)
+        kept = codec.decode(codec.encode(extras.capture_passing(made)))
+        attention.see(20.0, 1.0)
+        extras.restore_passing(made, kept)
+        left = attention.current_max_attn_logits
+        assert (None if left is None else left.tolist()) == seen
+
+
 def test_spikes_are_judged_by_what_the_run_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by a warm-up, or by an iteration that was interrupted."""
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)

@@ -478,6 +478,32 @@ def test_gaps_are_not_looked_for_where_nobody_wants_them() -> None:
     assert interface.reads == 0
 
 
+def test_a_moment_without_threads_costs_a_shipment_its_gaps_and_no_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is sent is sent by a thread that nobody would start anew in this epoch."""
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name == "watch-link" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    traffic = Traffic(4 << 20, 0.0, 1e-4, MadeInterface(), fills_gaps=True)
+    for iteration in range(6):
+        traffic._role(3).window.sealed(Generation(1, iteration), 3600.0 * (iteration - 6))
+    with traffic.flow(3, Generation(1, 5), 1 << 20, epoch=1) as flow:
+        assert flow.schedule is not None
+        assert refused
+        assert not watchers()
+    assert not traffic._flows
+    with traffic.flow(3, Generation(1, 5), 1 << 20, epoch=1):
+        assert watchers(), "the next one finds a thread"
+    wait_until(lambda: not watchers(), "nobody reads the counters while nothing is shipped")
+
+
 def test_what_copies_have_sent_is_not_training() -> None:
     """Of those under way and of those that are over."""
     traffic, sent = Traffic(4 << 20), [Sent(0.0, 100)]

@@ -188,6 +188,28 @@ def test_what_a_dead_vault_has_sealed_is_held_against_its_checksum(state: VaultS
     assert told == [NAMES[0]]
 
 
+def test_a_moment_without_threads_puts_off_who_ships(
+    state: VaultState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would begin to within the epoch, and the gate would stay shut."""
+    assert state.record is not None
+    begun, refused = list[str](), list[str]()
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        begun.append(thread.name)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    transport = FakeNetwork().transport("a", 1, 1.0)
+    worker = RoleWorker(state, transport, state.record, 0, Seat(0, 0, 0))
+    worker._start_shippers(LAYOUT)
+    assert refused == ["ship-0-to-1"]
+    worker._start_shippers(LAYOUT)
+    assert begun == refused
+
+
 RESTORED = Generation(0, 3)
 
 
@@ -218,6 +240,22 @@ def test_a_restarted_vault_does_not_restore_what_its_member_has_left_behind(
     worker._restore(LAYOUT)
     assert obtained == [LAYOUT], "a member that asks gets what it asks for"
     assert answers == [{}]
+
+
+def test_what_is_recomputed_from_a_dump_is_not_sealed_on_the_word_of_its_member(
+    state: VaultState,
+) -> None:
+    """A vault that was restarted meanwhile has yet to read what it has to be like."""
+    worker, _ = restarted(state)
+    worker._record = replace(worker._record, restore=Restore("dump", RESTORED, path="here"))
+    segment = next(iter(state.table.segments.values()))
+    sealed(segment, 0, RESTORED)
+    segment.fill_part(0, "shard", 10, 1)
+    worker.seal()
+    assert segment.entry(0, "shard").state is PartState.FILLED
+    worker._outcome = {}  # all parts lay there whole, so they have to be like nothing
+    worker.seal()
+    assert segment.entry(0, "shard").state is PartState.SEALED
 
 
 def test_slots_that_were_never_used_are_restored_to_at_once(state: VaultState) -> None:
