@@ -344,7 +344,9 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     nccl = has_nccl_limits(communicator, args.nproc_per_node, os.environ)
     settings, restore = arguments.settings_from(args, nccl=nccl), None
     if args.resume is not None:
-        others = Others(run, args.nodes, args.node_id, settings.connect_seconds)
+        # Spares, too: they have nothing to write and are the first that have looked.
+        agents = args.nodes + args.spares
+        others = Others(run, agents, args.node_id, settings.connect_seconds)
         restore = resume_point(RunDirectory(args.resume), args, others)
     info = replace(make_info(args, settings, restore), check_only=args.check_only)
     tls.contexts(info.settings)
