@@ -49,7 +49,7 @@ from deadpool_megatron.cli.start.checks import (
 )
 from deadpool_megatron.cli.start.gpus import has_nccl_limits
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, preload_modules
-from deadpool_megatron.cli.start.restarting import other_slots
+from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
     bring_frozen_weights,
@@ -244,7 +244,8 @@ def _settle(args: argparse.Namespace) -> _Settled:
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
-    check_shared_memory(info, 1)
+    if not nodes_with_slots(info):  # what they take is not free, and is this node's again
+        check_shared_memory(info, 1)
     check_vault_cpus(info)
     if not args.domain:
         check_domains(info)  # which may be there on the host that made the run, but not here
