@@ -48,7 +48,11 @@ from deadpool_megatron.cli.start.checks import (
     check_vault_cpus,
 )
 from deadpool_megatron.cli.start.gpus import has_nccl_limits
-from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, preload_modules
+from deadpool_megatron.cli.start.preloading import (
+    DEFAULT_PRELOAD,
+    keep_single_threaded,
+    preload_modules,
+)
 from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
@@ -61,6 +65,7 @@ from deadpool_megatron.cli.start.sizes import add_size, make_info
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.journal.terms import newest_term
+from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import read_events
@@ -339,6 +344,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         )
     check_can_be_made(run.path)
     if not args.check_only:
+        if choose_method(args.deadpool_start_method) == "fork":
+            keep_single_threaded()  # even looking for the user's module may import its packages
         check_command(args.command)
         scripts.adopt(args)
     communicator = arguments.communicator_in(args)
