@@ -67,7 +67,11 @@ from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    slots_are_kept,
+)
 from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, tls
@@ -371,7 +375,11 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
 def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     info = run.read_run()
     if run.final.exists():
-        raise CommandError(f"the run in {run.path} is over")
+        kept = (
+            "; what it holds in memory goes on in a new directory:"
+            f" 'deadpool agent --resume {run.path} --run-dir NEW'"
+        )
+        raise CommandError(f"the run in {run.path} is over{kept if slots_are_kept(run) else ''}")
     if args.run_id is not None and args.run_id != info.run_id:
         raise CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
     for flag, given, known in (

@@ -228,3 +228,15 @@ def test_slots_that_are_left_do_not_keep_their_agent_from_coming_back(
     assert "so far it is good" in complain(capsys, *start)
     (left.segments(RUN_ID, 0) / "own-0.0.0.0.seg").unlink()
     assert "--deadpool-memory-gb 6 on 1 nodes" in complain(capsys, *start)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_agent_of_a_run_that_ended_with_its_slots_says_how_they_go_on(
+    kept: bool, left: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a start with a slip in its command leaves it; its reason names the launcher's way."""
+    write_json(left.final, {"exit_status": 2, "reason": "", "slots_kept": kept})
+    line = complain(capsys, "agent", "--run-dir", str(left.path), "--node-id", "0")
+    resume = f"'deadpool agent --resume {left.path} --run-dir NEW'"
+    told = f"; what it holds in memory goes on in a new directory: {resume}" if kept else ""
+    assert line.endswith(f"the run in {left.path} is over{told}")
