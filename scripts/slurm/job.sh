@@ -120,7 +120,7 @@ judge() {
     line=$(deadpool status --verdict "$run") && status=0 || status=$?
     echo "${line:-no verdict can be read}"
     # Where none can be read, the status is that of the command.
-    if [[ $line == over,* ]] && [ "$status" -le 3 ]; then
+    if [[ $line == over,* && $status =~ ^([0-4]|76)$ ]]; then
         echo "run ${run##*/} ended with status $status" >"${run%/*}/OVER"
     fi
     return "$status"

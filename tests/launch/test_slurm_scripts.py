@@ -1,4 +1,4 @@
-"""What each node of a Slurm job does beside its agent, with stand-ins for Slurm and the clock."""
+"""What job and nodes do under Slurm beside the run, with stand-ins for Slurm and the clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.common.waiting import PATIENCE_SECONDS
 
-NODE = Path(__file__).parents[2] / "scripts" / "slurm" / "node.sh"
+SLURM = Path(__file__).parents[2] / "scripts" / "slurm"
 NOTICE = 300
 # The agent lives until its node has slept, or given an order.
 _TELL = 'echo "${{0##*/}} $*" >{told}'
@@ -32,7 +32,7 @@ def first_act(tmp_path: Path, end: int, squeue: str) -> list[str]:
         (programs / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_JOB_END_TIME": str(end)}
     done = subprocess.run(
-        [NODE, tmp_path / "run", str(NOTICE), "bash", "-c", _AGENT.format(told=told)],
+        [SLURM / "node.sh", tmp_path / "run", str(NOTICE), "bash", "-c", _AGENT.format(told=told)],
         env={**os.environ, **slurm, "PATH": f"{programs}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
@@ -56,3 +56,25 @@ def test_a_limit_that_was_extended_ends_no_run(tmp_path: Path) -> None:
     """The environment tells the end that the job had when it started."""
     until_notice = 999999 - NOTICE + 5 - 1000
     assert first_act(tmp_path, 1200, "echo far") == ["sleep", str(until_notice)]
+
+
+@pytest.mark.parametrize(
+    ("status", "ends"),
+    [(0, True), (1, True), (2, True), (3, True), (4, True), (75, False), (76, True), (130, False)],
+)
+def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(
+    tmp_path: Path, status: int, ends: bool
+) -> None:
+    """The loss is as little a number, and the room as small, in a job with the same settings."""
+    (tmp_path / "deadpool").write_text(
+        f"#!/bin/sh\necho 'over, exit status {status}; 5 iterations'\nexit {status}\n"
+    )
+    (tmp_path / "deadpool").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && judge "$2"', "bash", SLURM / "job.sh", tmp_path / "7"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert (tmp_path / "OVER").exists() == ends
