@@ -35,10 +35,13 @@ newest_state() {
 }
 
 run_training() {
-    local run step old status=0 verdict=0
+    local run step old over status=0 verdict=0
     mkdir -p "$RUNS"
     if [ -e "$RUNS/OVER" ]; then
-        say "nothing to do: $(cat "$RUNS/OVER") (remove $RUNS/OVER to go on all the same)"
+        over=$(<"$RUNS/OVER")
+        say "nothing to do: $over (remove $RUNS/OVER to go on all the same)"
+        # Who waits for the end of the chain (afterok) is told how it has ended.
+        [[ ! $over =~ status\ ([0-9]+)$ ]] || return "${BASH_REMATCH[1]}"
         return 0
     fi
     run=$RUNS/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}

@@ -78,3 +78,21 @@ def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(
     )
     assert done.returncode == status
     assert (tmp_path / "OVER").exists() == ends
+
+
+@pytest.mark.parametrize(
+    ("over", "status"),
+    [("run 7 ended with status 0", 0), ("run 7 ended with status 76", 76), ("by hand", 0)],
+)
+def test_the_rest_of_a_chain_ends_as_the_run_did(tmp_path: Path, over: str, status: int) -> None:
+    """What depends on the last job of the chain would take a failed training for a complete one."""
+    (tmp_path / "OVER").write_text(f"{over}\n")
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
+        env={**os.environ, "RUNS": str(tmp_path), "SLURM_JOB_ID": "8"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert f"nothing to do: {over} (remove {tmp_path}/OVER" in done.stdout
