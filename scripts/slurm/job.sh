@@ -95,7 +95,7 @@ answer_nodes() {
 # list is changed; what it was submitted with (--exclude) stays in it. Done whenever the file of bad
 # nodes is new: nobody knows how this job will end.
 leave_out_bad_nodes() {
-    local noted=${1%/*}/bad-nodes.json seen=$1.logs/bad-nodes-left-out bad job after given
+    local noted=${1%/*}/bad-nodes.json seen=$1.logs/bad-nodes-left-out bad job after given name
     [ -e "$noted" ] && ! [ "$seen" -nt "$noted" ] || return 0
     touch "$seen"
     bad=$(deadpool bad-nodes --names --hours "${BAD_NODE_HOURS:-72}" "${1%/*}") || return 0
@@ -105,7 +105,11 @@ leave_out_bad_nodes() {
         [[ $after =~ :$SLURM_JOB_ID([^0-9]|$) ]] || continue
         [ "$given" != "(null)" ] || given=
         say "job $job, the next one, leaves out $bad"
-        scontrol update "JobId=$job" "ExcNodeList=${given:+$given,}$bad" || true
+        # One by one: with a name in it that Slurm does not know it takes none of a list.
+        for name in ${bad//,/ }; do
+            ! scontrol update "JobId=$job" "ExcNodeList=${given:+$given,}$name" ||
+                given=${given:+$given,}$name
+        done
     done < <(squeue -h -t PD -o "%i|%E|%x")
 }
 

@@ -96,3 +96,24 @@ def test_the_rest_of_a_chain_ends_as_the_run_did(tmp_path: Path, over: str, stat
     )
     assert done.returncode == status
     assert f"nothing to do: {over} (remove {tmp_path}/OVER" in done.stdout
+
+
+def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path: Path) -> None:
+    """Runs of the host where jobs are submitted may lie beside those of the cluster."""
+    asked, runs = tmp_path / "asked", tmp_path / "runs"
+    (runs / "7.logs").mkdir(parents=True)
+    (runs / "bad-nodes.json").touch()
+    stand_ins = {
+        "deadpool": "echo login1,node3.cluster,node4",
+        "squeue": "echo '8|afterany:7(unfulfilled)|node[1-2]'; echo '9|afterany:8(unfulfilled)|'",
+        "scontrol": f'case $3 in *login1*) exit 1 ;; *) echo "$2 $3" >>{asked} ;; esac',
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    subprocess.run(
+        ["bash", "-c", '. "$1" && leave_out_bad_nodes "$2"', "bash", SLURM / "job.sh", runs / "7"],
+        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+    )
+    assert asked.read_text().splitlines()[-1] == "JobId=8 ExcNodeList=node[1-2],node3,node4"
