@@ -107,6 +107,9 @@ def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk() -> No
     mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
+    (run,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == "RUN"]
+    folder = Path(run).parent
+    assert folder.parent == Path("/runs"), "what it notes of hosts is of names that all runs have"
 
 
 def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_need() -> None:
