@@ -113,8 +113,12 @@ leave_out_bad_nodes() {
     done < <(squeue -h -t PD -o "%i|%E|%x")
 }
 
-# Whether any task of the step is alive.
-nodes_are_there() { squeue -h -s -j "$SLURM_JOB_ID" -o %i | grep -q '\.[0-9]'; }
+# Whether any task of the step is alive, as far as is known: Slurm may not answer for a while.
+nodes_are_there() {
+    local steps
+    steps=$(squeue -h -s -j "$SLURM_JOB_ID" -o %i) || return 0
+    grep -q '\.[0-9]' <<<"$steps"
+}
 
 time_is_nearly_over() {
     say "the time limit is near: the state is saved, and the run ends"

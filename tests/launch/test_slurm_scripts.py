@@ -117,3 +117,21 @@ def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path: Path) -> No
         check=True,
     )
     assert asked.read_text().splitlines()[-1] == "JobId=8 ExcNodeList=node[1-2],node3,node4"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "are_there"),
+    [("echo 7.batch; echo 7.0", True), ("echo 7.batch", False), ("true", False), ("exit 1", True)],
+)
+def test_agents_outlive_srun_though_slurm_does_not_answer(
+    tmp_path: Path, squeue: str, are_there: bool
+) -> None:
+    """The end of the batch script is theirs, too."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && nodes_are_there', "bash", SLURM / "job.sh"],
+        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=False,
+    )
+    assert (done.returncode == 0) == are_there
