@@ -35,7 +35,7 @@ newest_state() {
 }
 
 run_training() {
-    local run step old over status=0 verdict=0
+    local run step old over since patience status=0 verdict=0
     mkdir -p "$RUNS"
     if [ -e "$RUNS/OVER" ]; then
         over=$(<"$RUNS/OVER")
@@ -57,12 +57,18 @@ run_training() {
         --nodes "$NODES" --spares "$SPARES" --nproc-per-node "$GPUS_PER_NODE" \
         "${SETTINGS[@]}" -- "${TRAINING[@]}" &
     step=$!
+    # A node that hangs, but answers Slurm, keeps srun until the time limit.
+    patience=${DEADPOOL_STEP_SECONDS:-300}
     trap 'time_is_nearly_over "$run"' USR1
     trap 'say "TERM: the step ends"; kill -TERM "$step"' TERM
 
     while kill -0 "$step" 2>/dev/null; do
         answer_nodes "$run"
         leave_out_bad_nodes "$run"
+        if [ -e "$run/final.json" ] && [ $((SECONDS - ${since:=$SECONDS})) -ge "$patience" ]; then
+            say "the run has been over for $patience s, some node does not end: the job does"
+            kill -KILL "$step"
+        fi
         nap 1
     done
     wait "$step" || status=$?

@@ -135,3 +135,28 @@ def test_agents_outlive_srun_though_slurm_does_not_answer(
         check=False,
     )
     assert (done.returncode == 0) == are_there
+
+
+def test_a_node_that_hangs_does_not_keep_the_job_after_the_run(tmp_path: Path) -> None:
+    """Slurm takes it for well, and srun waits for its task, which nobody can end."""
+    stand_ins = {
+        "srun": f"mkdir {tmp_path}/7; touch {tmp_path}/7/final.json; exec tail -f /dev/null",
+        "deadpool": "echo 'over, exit status 0; 5 iterations'",
+        "sleep": "true",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    size = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60"}
+    limits = {"SLURM_JOB_ID": "7", "RUNS": str(tmp_path), "DEADPOOL_STEP_SECONDS": "0"}
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
+        env={**os.environ, **size, **limits, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "some node does not end: the job does" in done.stdout
+    assert "status of the run: 0 (of srun: 137)" in done.stdout
