@@ -35,10 +35,13 @@ newest_state() {
 }
 
 run_training() {
-    local run step old status=0 verdict=0
+    local run step old over since patience status=0 verdict=0
     mkdir -p "$RUNS"
     if [ -e "$RUNS/OVER" ]; then
-        say "nothing to do: $(cat "$RUNS/OVER") (remove $RUNS/OVER to go on all the same)"
+        over=$(<"$RUNS/OVER")
+        say "nothing to do: $over (remove $RUNS/OVER to go on all the same)"
+        # Who waits for the end of the chain (afterok) is told how it has ended.
+        [[ ! $over =~ status\ ([0-9]+)$ ]] || return "${BASH_REMATCH[1]}"
         return 0
     fi
     run=$RUNS/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
@@ -54,12 +57,18 @@ run_training() {
         --nodes "$NODES" --spares "$SPARES" --nproc-per-node "$GPUS_PER_NODE" \
         "${SETTINGS[@]}" -- "${TRAINING[@]}" &
     step=$!
+    # A node that hangs, but answers Slurm, keeps srun until the time limit.
+    patience=${DEADPOOL_STEP_SECONDS:-300}
     trap 'time_is_nearly_over "$run"' USR1
     trap 'say "TERM: the step ends"; kill -TERM "$step"' TERM
 
     while kill -0 "$step" 2>/dev/null; do
         answer_nodes "$run"
         leave_out_bad_nodes "$run"
+        if [ -e "$run/final.json" ] && [ $((SECONDS - ${since:=$SECONDS})) -ge "$patience" ]; then
+            say "the run has been over for $patience s, some node does not end: the job does"
+            kill -KILL "$step"
+        fi
         nap 1
     done
     wait "$step" || status=$?
@@ -92,7 +101,7 @@ answer_nodes() {
 # list is changed; what it was submitted with (--exclude) stays in it. Done whenever the file of bad
 # nodes is new: nobody knows how this job will end.
 leave_out_bad_nodes() {
-    local noted=${1%/*}/bad-nodes.json seen=$1.logs/bad-nodes-left-out bad job after given
+    local noted=${1%/*}/bad-nodes.json seen=$1.logs/bad-nodes-left-out bad job after given name
     [ -e "$noted" ] && ! [ "$seen" -nt "$noted" ] || return 0
     touch "$seen"
     bad=$(deadpool bad-nodes --names --hours "${BAD_NODE_HOURS:-72}" "${1%/*}") || return 0
@@ -102,12 +111,20 @@ leave_out_bad_nodes() {
         [[ $after =~ :$SLURM_JOB_ID([^0-9]|$) ]] || continue
         [ "$given" != "(null)" ] || given=
         say "job $job, the next one, leaves out $bad"
-        scontrol update "JobId=$job" "ExcNodeList=${given:+$given,}$bad" || true
+        # One by one: with a name in it that Slurm does not know it takes none of a list.
+        for name in ${bad//,/ }; do
+            ! scontrol update "JobId=$job" "ExcNodeList=${given:+$given,}$name" ||
+                given=${given:+$given,}$name
+        done
     done < <(squeue -h -t PD -o "%i|%E|%x")
 }
 
-# Whether any task of the step is alive.
-nodes_are_there() { squeue -h -s -j "$SLURM_JOB_ID" -o %i | grep -q '\.[0-9]'; }
+# Whether any task of the step is alive, as far as is known: Slurm may not answer for a while.
+nodes_are_there() {
+    local steps
+    steps=$(squeue -h -s -j "$SLURM_JOB_ID" -o %i) || return 0
+    grep -q '\.[0-9]' <<<"$steps"
+}
 
 time_is_nearly_over() {
     say "the time limit is near: the state is saved, and the run ends"
@@ -120,7 +137,7 @@ judge() {
     line=$(deadpool status --verdict "$run") && status=0 || status=$?
     echo "${line:-no verdict can be read}"
     # Where none can be read, the status is that of the command.
-    if [[ $line == over,* ]] && [ "$status" -le 3 ]; then
+    if [[ $line == over,* && $status =~ ^([0-4]|76)$ ]]; then
         echo "run ${run##*/} ended with status $status" >"${run%/*}/OVER"
     fi
     return "$status"

@@ -18,23 +18,27 @@ patience=${DEADPOOL_BATCH_HOST_SECONDS:-90}
 
 is_over() { [ -e "$run/final.json" ]; }
 
+# What Slurm says of it now; nothing where it does not say.
 job_end() {
     local text
-    if [ -n "${SLURM_JOB_END_TIME:-}" ]; then
-        echo "$SLURM_JOB_END_TIME"
-    else
-        text=$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null) && date -d "$text" +%s 2>/dev/null
-    fi
+    text=$(timeout 30 squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null) && [ -n "$text" ] &&
+        date -d "$text" +%s 2>/dev/null
 }
 
 save_in_time() {
-    local end left
-    end=$(job_end) || return 0
+    local end left later
+    end=${SLURM_JOB_END_TIME:-$(job_end)}
     [ -n "$end" ] || return 0
-    # One after the other: the first one's order is enough. The batch script's notice comes first.
-    left=$((end - notice + 5 + SLURM_PROCID - $(date +%s)))
-    [ "$left" -le 0 ] || sleep "$left"
-    is_over && return 0
+    while true; do
+        # One after the other: the first one's order is enough. The batch script's notice comes first.
+        left=$((end - notice + 5 + SLURM_PROCID - $(date +%s)))
+        [ "$left" -le 0 ] || sleep "$left"
+        is_over && return 0
+        # The limit may have been extended meanwhile, and with it the batch script's notice.
+        later=$(job_end)
+        [ "${later:-0}" -gt "$end" ] || break
+        end=$later
+    done
     left=$((end - $(date +%s)))
     [ "$left" -gt 0 ] || left=1
     # The first ones repeat the order, should a coordinator be lost that has heard it.

@@ -107,6 +107,9 @@ def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk() -> No
     mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
+    (run,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == "RUN"]
+    folder = Path(run).parent
+    assert folder.parent == Path("/runs"), "what it notes of hosts is of names that all runs have"
 
 
 def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_need() -> None:
@@ -122,16 +125,20 @@ def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_n
     assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
 
-@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize(
+    ("seen", "coordinates", "who"),
+    [
+        (False, False, "--node-id 3"),
+        (True, True, "--attach"),
+        (True, False, "--node-id 3"),  # all pods have come again: nobody would take it up
+    ],
+)
 def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
-    tmp_path: Path, seen: bool
+    tmp_path: Path, seen: bool, coordinates: bool, who: str
 ) -> None:
     """Its entry shell, with a stand-in for the command that tells its arguments."""
     (container,) = documents()["Job"]["spec"]["template"]["spec"]["containers"]
-    told = tmp_path / "told"
-    stand_in = tmp_path / "deadpool"
-    stand_in.write_text(f'#!/bin/sh\necho "$@" > {told}\n')
-    stand_in.chmod(0o755)
+    told = with_stand_in(tmp_path, coordinates=coordinates)
     run = tmp_path / "run"
     if seen:
         (tmp_path / "run.pods" / "3").mkdir(parents=True)
@@ -142,8 +149,40 @@ def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
         cwd=SCRIPTS.parent,
         check=True,
     )
-    who = "--attach" if seen else "--node-id 3"
     assert told.read_text().startswith(f"agent {who} --host 10.0.0.3 --run-dir {run} ")
+
+
+@pytest.mark.parametrize(
+    ("restarts", "coordinates", "who"),
+    [("0", False, "--node-id 2"), ("1", True, "--attach"), ("1", False, "--node-id 2")],
+)
+def test_element_that_slurm_has_started_again_attaches(
+    tmp_path: Path, restarts: str, coordinates: bool, who: str
+) -> None:
+    """The batch script, with stand-ins: one tells the arguments of the agent."""
+    told = with_stand_in(tmp_path, coordinates=coordinates)
+    (tmp_path / "srun").write_text('#!/bin/bash\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    task = {"ID": "2", "MIN": "0", "COUNT": "5"}
+    variables = {f"SLURM_ARRAY_TASK_{name}": value for name, value in task.items()}
+    variables |= {"SLURM_ARRAY_JOB_ID": "9", "SLURM_RESTART_COUNT": restarts}
+    variables |= {"CHECKOUT": str(tmp_path), "RUNS": str(tmp_path / "runs")}
+    subprocess.run(
+        ["bash", str(SCRIPTS / "slurm" / "array_of_nodes.sbatch")],
+        env={**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+    )
+    assert told.read_text().startswith(f"agent --from-slurm {who} --run-dir {tmp_path}/runs/9 ")
+
+
+def with_stand_in(tmp_path: Path, *, coordinates: bool) -> Path:
+    """For ``deadpool``, which writes its arguments to the file that is returned; ``coordinates``:
+    whether somebody answers "status"."""
+    told, stand_in = tmp_path / "told", tmp_path / "deadpool"
+    answer = "exit 0" if coordinates else "exit 2"
+    stand_in.write_text(f'#!/bin/sh\n[ "$1" != status ] || {answer}\necho "$@" > {told}\n')
+    stand_in.chmod(0o755)
+    return told
 
 
 def ssh(

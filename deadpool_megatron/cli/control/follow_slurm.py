@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deadpool_megatron.cli.common import (
-    CommandError,
-    Refused,
-    RunNotReachable,
-    add_run_directory,
-    ask,
-)
+from deadpool_megatron.cli.common import CommandError, Refused, add_run_directory, ask
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
+from deadpool_megatron.ownership import OwnershipError
+from deadpool_megatron.wire.auth import AuthenticationError
 
+# Of a coordinator that is not there, and of a run directory that is away for a moment: it was there
+# when the command started.
+_PASSING = (CommandError, RunDirectoryError, OwnershipError, AuthenticationError, OSError)
 _ANSWER_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
 _LONGEST_SECONDS = 86_400.0
@@ -53,17 +52,17 @@ def run(args: argparse.Namespace) -> int:
     directory = RunDirectory(args.run_dir)
     directory.read_run()
     follower = Follower(directory, drained_hosts, lambda message: ask(directory, message))
-    while not directory.final.exists():
+    while not directory.has_final():
         follower.look()
         again = time.monotonic() + args.every
-        while time.monotonic() < again and not directory.final.exists():
+        while time.monotonic() < again and not directory.has_final():
             time.sleep(_PAUSE_SECONDS)
     return 0
 
 
 class Follower:
     """``drained``: names of the hosts that Slurm drains; raises CommandError when it does not say.
-    ``tell``: sends a message to the run; raises RunNotReachable or Refused.
+    ``tell``: sends a message to the run; raises Refused, or one of _PASSING for what may pass.
     """
 
     def __init__(
@@ -95,12 +94,12 @@ class Follower:
         token = self._tokens.setdefault(node, secrets.token_hex(8))
         try:
             answer = self._tell({"command": str(Verb.DRAIN), "token": token, "node": node})
-        except RunNotReachable as error:
-            self._print(node, f"the run does not know yet that Slurm drains {host}: {error}")
-            return
         except Refused as error:
             self._over.add(node)
             self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
+            return
+        except _PASSING as error:
+            self._print(node, f"the run does not know yet that Slurm drains {host}: {error}")
             return
         known = Request.from_dict(answer["request"])
         if not known.is_open:

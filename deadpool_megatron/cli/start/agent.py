@@ -48,8 +48,12 @@ from deadpool_megatron.cli.start.checks import (
     check_vault_cpus,
 )
 from deadpool_megatron.cli.start.gpus import has_nccl_limits
-from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, preload_modules
-from deadpool_megatron.cli.start.restarting import other_slots
+from deadpool_megatron.cli.start.preloading import (
+    DEFAULT_PRELOAD,
+    keep_single_threaded,
+    preload_modules,
+)
+from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
     bring_frozen_weights,
@@ -61,8 +65,13 @@ from deadpool_megatron.cli.start.sizes import add_size, make_info
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.journal.terms import newest_term
+from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    slots_are_kept,
+)
 from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, tls
@@ -244,7 +253,8 @@ def _settle(args: argparse.Namespace) -> _Settled:
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
-    check_shared_memory(info, 1)
+    if not nodes_with_slots(info):  # what they take is not free, and is this node's again
+        check_shared_memory(info, 1)
     check_vault_cpus(info)
     if not args.domain:
         check_domains(info)  # which may be there on the host that made the run, but not here
@@ -338,13 +348,17 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         )
     check_can_be_made(run.path)
     if not args.check_only:
+        if choose_method(args.deadpool_start_method) == "fork":
+            keep_single_threaded()  # even looking for the user's module may import its packages
         check_command(args.command)
         scripts.adopt(args)
     communicator = arguments.communicator_in(args)
     nccl = has_nccl_limits(communicator, args.nproc_per_node, os.environ)
     settings, restore = arguments.settings_from(args, nccl=nccl), None
     if args.resume is not None:
-        others = Others(run, args.nodes, args.node_id, settings.connect_seconds)
+        # Spares, too: they have nothing to write and are the first that have looked.
+        agents = args.nodes + args.spares
+        others = Others(run, agents, args.node_id, settings.connect_seconds)
         restore = resume_point(RunDirectory(args.resume), args, others)
     info = replace(make_info(args, settings, restore), check_only=args.check_only)
     tls.contexts(info.settings)
@@ -361,7 +375,11 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
 def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     info = run.read_run()
     if run.final.exists():
-        raise CommandError(f"the run in {run.path} is over")
+        kept = (
+            "; what it holds in memory goes on in a new directory:"
+            f" 'deadpool agent --resume {run.path} --run-dir NEW'"
+        )
+        raise CommandError(f"the run in {run.path} is over{kept if slots_are_kept(run) else ''}")
     if args.run_id is not None and args.run_id != info.run_id:
         raise CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
     for flag, given, known in (

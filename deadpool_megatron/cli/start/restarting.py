@@ -128,7 +128,7 @@ def begin(run: RunDirectory, restart: Restart) -> str:
         # Before the new command is noted: who is interrupted here has another one the next time.
         shutil.rmtree(run.skeletons)
     run.replace_run(restart.info)
-    held = _nodes_with_slots(restart.info)
+    held = nodes_with_slots(restart.info)
     where = f"slots of {held} nodes are in memory" if held else "no slots are in memory"
     if another:
         where += "; its command is another one than before, the state is taken as it is"
@@ -156,10 +156,11 @@ def _may_have_slots(run: RunDirectory, info: RunInfo) -> bool:
     """Whether there are some on this host, or a node was on another one, whose memory is not to be
     seen from here."""
     elsewhere = any(not is_here(listing) for listing in run.node_listings().values())
-    return elsewhere or _nodes_with_slots(info) > 0
+    return elsewhere or nodes_with_slots(info) > 0
 
 
-def _nodes_with_slots(info: RunInfo) -> int:
+def nodes_with_slots(info: RunInfo) -> int:
+    """How many nodes of the run have slots in this host's memory."""
     return sum(any(node.glob("*.seg")) for node in node_directories(info.run_id))
 
 

@@ -177,8 +177,12 @@ def _whole(
     if others is None:
         return newest_whole(old.dump, info.world_size, kept)
     others.done()
-    limit, told = time.monotonic() + others.patience_seconds, False
+    written, limit, told = -1, 0.0, False
     while True:
+        # Whoever writes is waited for: from one look to the next there are more files.
+        before, written = written, sum(1 for _ in old.dump.glob("*/*.seg"))
+        if written != before:
+            limit = time.monotonic() + others.patience_seconds
         is_last_look = others.are_done() or time.monotonic() > limit
         whole, why_not = newest_whole(old.dump, info.world_size, kept)
         if is_last_look or (whole is not None and not why_not):
@@ -186,8 +190,8 @@ def _whole(
         if not told:
             lacking = why_not[0] if why_not else "nothing has been written yet"
             print(
-                f"--resume {old.path}: {lacking}; waits up to {others.patience_seconds:g} s for the"
-                " other agents to write what their hosts have left",
+                f"--resume {old.path}: {lacking}; waits for the other agents to write what their"
+                f" hosts have left, until nothing comes for {others.patience_seconds:g} s",
                 flush=True,
             )
             told = True

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
+import itertools
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,12 @@ from deadpool_megatron.cli import common
 from deadpool_megatron.cli.common import CommandError, RunNotReachable
 from deadpool_megatron.cli.control import follow_slurm
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+    write_json,
+)
 from deadpool_megatron.settings import Settings
 
 WAITS = "waits for a spare node"
@@ -66,6 +75,39 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
     assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
         "the run does not know yet that Slurm drains a2: nobody answers",
         f"Slurm drains a2: node 1 is drained: {WAITS}",
+        "Slurm drains a2: node 1 is drained: done",
+    ]
+
+
+def test_it_outlives_a_run_directory_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, final, asked = RunDirectory(tmp_path / "r"), tmp_path / "r" / "final.json", []
+    info = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    run.create(info)
+    write_json(run.node(1), {"agent": 1, "hostname": "a2"})
+    exists = Path.exists
+
+    def is_away(path: Path) -> bool:
+        if path == final and len(asked) < 2:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return exists(path)
+
+    def ask(_: RunDirectory, message: dict[str, Any]) -> dict[str, Any]:
+        asked.append(message)
+        if len(asked) == 1:
+            raise RunDirectoryError("r/run.json: Stale file handle")
+        final.touch()
+        known = Request(1, message["token"], Verb.DRAIN, {"node": 1}, Stage.DONE)
+        return {"request": known.to_dict()}
+
+    monkeypatch.setattr(Path, "exists", is_away)
+    monkeypatch.setattr(follow_slurm, "ask", ask)
+    monkeypatch.setattr(follow_slurm, "drained_hosts", lambda: frozenset({"a2"}))
+    monkeypatch.setattr(follow_slurm.time, "monotonic", itertools.count(0, 60).__next__)
+    assert follow_slurm.run(argparse.Namespace(run_dir=run.path, every=1.0)) == 0
+    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
+        "the run does not know yet that Slurm drains a2: r/run.json: Stale file handle",
         "Slurm drains a2: node 1 is drained: done",
     ]
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import agent, launch, restarting
+from deadpool_megatron.cli.start import agent, checks, launch, restarting
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -205,3 +206,37 @@ def test_an_agent_cannot_ask_for_other_slots_than_its_run_has(
     assert "has --deadpool-extras-room-mb 2, not 3" in line
     for fits in ((), ("--deadpool-max-lag", "1"), ("--deadpool-full-every", "3")):
         assert "so far it is good" in complain(capsys, *start, *fits)
+
+
+def test_slots_that_are_left_do_not_keep_their_agent_from_coming_back(
+    left: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take more than half of what there is; nothing else has to fit in beside them."""
+    with_settings(left, memory_gb=6.0)
+    (left.path / "secret").write_text("s" * 32)
+    (left.path / "secret").chmod(0o600)
+    usage = namedtuple("usage", "total used free")
+    gb = 10**9
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10 * gb, 6 * gb, 4 * gb))
+    monkeypatch.setattr(checks, "cgroup_memory", lambda: None)
+
+    def import_nothing(*_: object) -> None:
+        raise CommandError("so far it is good")
+
+    monkeypatch.setattr(agent, "preload_modules", import_nothing)
+    start = ("agent", "--run-dir", str(left.path), "--node-id", "0", "--preload", "")
+    assert "so far it is good" in complain(capsys, *start)
+    (left.segments(RUN_ID, 0) / "own-0.0.0.0.seg").unlink()
+    assert "--deadpool-memory-gb 6 on 1 nodes" in complain(capsys, *start)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_agent_of_a_run_that_ended_with_its_slots_says_how_they_go_on(
+    kept: bool, left: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a start with a slip in its command leaves it; its reason names the launcher's way."""
+    write_json(left.final, {"exit_status": 2, "reason": "", "slots_kept": kept})
+    line = complain(capsys, "agent", "--run-dir", str(left.path), "--node-id", "0")
+    resume = f"'deadpool agent --resume {left.path} --run-dir NEW'"
+    told = f"; what it holds in memory goes on in a new directory: {resume}" if kept else ""
+    assert line.endswith(f"the run in {left.path} is over{told}")

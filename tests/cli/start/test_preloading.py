@@ -1,0 +1,37 @@
+"""What is imported before processes are forked must not start threads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.start.refused import complain
+
+VARIABLE = "OPENBLAS_NUM_THREADS"
+
+
+@pytest.mark.parametrize("subcommand", ["run", "agent"])
+def test_looking_for_the_users_module_starts_no_threads(
+    subcommand: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its package may import numpy, whose OpenBLAS asks this variable, at once and never again."""
+    package = tmp_path / "users_package"
+    package.mkdir()
+    (package / "train.py").touch()
+    (package / "__init__.py").write_text(
+        f"import os\nraise ImportError('threads: ' + os.environ.get({VARIABLE!r}, 'of every core'))"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv(VARIABLE, "of every core")  # so that it is as before afterwards
+    monkeypatch.delenv(VARIABLE)
+    which = ("--node-id", "0") if subcommand == "agent" else ()
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-start-method", "fork")
+    where = ("--run-dir", str(tmp_path / "run"))
+    command = ("-m", "users_package.train")
+    line = complain(capsys, subcommand, *which, *size, *where, "--", *command)
+    assert line.endswith("(threads: 1)")

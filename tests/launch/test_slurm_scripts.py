@@ -1,0 +1,162 @@
+"""What job and nodes do under Slurm beside the run, with stand-ins for Slurm and the clock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.common.waiting import PATIENCE_SECONDS
+
+SLURM = Path(__file__).parents[2] / "scripts" / "slurm"
+NOTICE = 300
+# The agent lives until its node has slept, or given an order.
+_TELL = 'echo "${{0##*/}} $*" >{told}'
+_AGENT = "read -r word <{told}; echo $word"
+
+
+def first_act(tmp_path: Path, end: int, squeue: str) -> list[str]:
+    """Which command the node runs first, and its arguments, with the clock at 1000. ``end``: of the
+    job, as its environment has it from its start."""
+    told, programs = tmp_path / "told", tmp_path / "bin"
+    os.mkfifo(told)
+    held = os.open(told, os.O_RDWR)  # what is told before the agent listens is not lost
+    programs.mkdir()
+    clock = 'case $1 in +%s) echo 1000 ;; -d) [ "$2" = far ] && echo 999999 ;; esac'
+    tell = _TELL.format(told=told)
+    stand_ins = {"date": clock, "squeue": squeue, "sleep": tell, "deadpool": tell}
+    for name, text in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_JOB_END_TIME": str(end)}
+    done = subprocess.run(
+        [SLURM / "node.sh", tmp_path / "run", str(NOTICE), "bash", "-c", _AGENT.format(told=told)],
+        env={**os.environ, **slurm, "PATH": f"{programs}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
+    )
+    os.close(held)  # everybody has ended who could hold its output
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("squeue", ["exit 1", "true", "echo N/A"])
+def test_the_state_is_saved_in_time_where_slurm_says_nothing_new(
+    tmp_path: Path, squeue: str
+) -> None:
+    found = first_act(tmp_path, 1200, squeue)
+    run = str(tmp_path / "run")
+    assert found == ["deadpool", "stop", "--dump", "--within", "200", "--wait", "200", run]
+
+
+def test_a_limit_that_was_extended_ends_no_run(tmp_path: Path) -> None:
+    """The environment tells the end that the job had when it started."""
+    until_notice = 999999 - NOTICE + 5 - 1000
+    assert first_act(tmp_path, 1200, "echo far") == ["sleep", str(until_notice)]
+
+
+@pytest.mark.parametrize(
+    ("status", "ends"),
+    [(0, True), (1, True), (2, True), (3, True), (4, True), (75, False), (76, True), (130, False)],
+)
+def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(
+    tmp_path: Path, status: int, ends: bool
+) -> None:
+    """The loss is as little a number, and the room as small, in a job with the same settings."""
+    (tmp_path / "deadpool").write_text(
+        f"#!/bin/sh\necho 'over, exit status {status}; 5 iterations'\nexit {status}\n"
+    )
+    (tmp_path / "deadpool").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && judge "$2"', "bash", SLURM / "job.sh", tmp_path / "7"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert (tmp_path / "OVER").exists() == ends
+
+
+@pytest.mark.parametrize(
+    ("over", "status"),
+    [("run 7 ended with status 0", 0), ("run 7 ended with status 76", 76), ("by hand", 0)],
+)
+def test_the_rest_of_a_chain_ends_as_the_run_did(tmp_path: Path, over: str, status: int) -> None:
+    """What depends on the last job of the chain would take a failed training for a complete one."""
+    (tmp_path / "OVER").write_text(f"{over}\n")
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
+        env={**os.environ, "RUNS": str(tmp_path), "SLURM_JOB_ID": "8"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert f"nothing to do: {over} (remove {tmp_path}/OVER" in done.stdout
+
+
+def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path: Path) -> None:
+    """Runs of the host where jobs are submitted may lie beside those of the cluster."""
+    asked, runs = tmp_path / "asked", tmp_path / "runs"
+    (runs / "7.logs").mkdir(parents=True)
+    (runs / "bad-nodes.json").touch()
+    stand_ins = {
+        "deadpool": "echo login1,node3.cluster,node4",
+        "squeue": "echo '8|afterany:7(unfulfilled)|node[1-2]'; echo '9|afterany:8(unfulfilled)|'",
+        "scontrol": f'case $3 in *login1*) exit 1 ;; *) echo "$2 $3" >>{asked} ;; esac',
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    subprocess.run(
+        ["bash", "-c", '. "$1" && leave_out_bad_nodes "$2"', "bash", SLURM / "job.sh", runs / "7"],
+        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+    )
+    assert asked.read_text().splitlines()[-1] == "JobId=8 ExcNodeList=node[1-2],node3,node4"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "are_there"),
+    [("echo 7.batch; echo 7.0", True), ("echo 7.batch", False), ("true", False), ("exit 1", True)],
+)
+def test_agents_outlive_srun_though_slurm_does_not_answer(
+    tmp_path: Path, squeue: str, are_there: bool
+) -> None:
+    """The end of the batch script is theirs, too."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && nodes_are_there', "bash", SLURM / "job.sh"],
+        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=False,
+    )
+    assert (done.returncode == 0) == are_there
+
+
+def test_a_node_that_hangs_does_not_keep_the_job_after_the_run(tmp_path: Path) -> None:
+    """Slurm takes it for well, and srun waits for its task, which nobody can end."""
+    stand_ins = {
+        "srun": f"mkdir {tmp_path}/7; touch {tmp_path}/7/final.json; exec tail -f /dev/null",
+        "deadpool": "echo 'over, exit status 0; 5 iterations'",
+        "sleep": "true",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    size = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60"}
+    limits = {"SLURM_JOB_ID": "7", "RUNS": str(tmp_path), "DEADPOOL_STEP_SECONDS": "0"}
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
+        env={**os.environ, **size, **limits, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "some node does not end: the job does" in done.stdout
+    assert "status of the run: 0 (of srun: 137)" in done.stdout
