@@ -16,7 +16,6 @@ import torch
 
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
-from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 
@@ -65,15 +64,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     torch.set_num_threads(1)
     select_platform().install()
-    from deadpool_megatron.hooks.training_state.optimizer import (
-        UnsupportedOptimizer,  # imports Megatron
-    )
-
-    try:
-        Session.join().run(GptProgram(config))
-    except (SkeletonError, UnsupportedOptimizer) as error:
-        print(f"trainer: {error}", file=sys.stderr, flush=True)
-        return 2
+    Session.join().run(GptProgram(config))
     return 0
 
 
