@@ -17,7 +17,7 @@ import torch
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
+from deadpool_megatron.trainer.arguments import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.loop import TrainingLoop
@@ -64,7 +64,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     torch.set_num_threads(1)
     select_platform().install()
-    Session.join().run(GptProgram(config))
+    try:
+        Session.join().run(GptProgram(config))
+    except BadArgumentsError as error:
+        print(f"trainer: {error}", file=sys.stderr, flush=True)
+        return 2
     return 0
 
 

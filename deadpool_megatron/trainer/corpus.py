@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deadpool_megatron.trainer.config import BadArgumentsError
 from deadpool_megatron.trainer.megatron_api import IndexedDatasetBuilder
 
 END_OF_DOCUMENT = 256
@@ -29,7 +30,7 @@ _FORMAT = "1"
 _LOCK_SECONDS = 120.0
 
 
-class DataError(ValueError):
+class DataError(BadArgumentsError):
     """The training data cannot be used; the message is one line."""
 
 

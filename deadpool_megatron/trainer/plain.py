@@ -90,11 +90,9 @@ def main(argv: Sequence[str]) -> int:
         "nccl" if on_gpu else "gloo",
         timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
     )
-    from deadpool_megatron.trainer.corpus import DataError
-
     try:
         facts = train(config)
-    except (BadArgumentsError, DataError) as error:
+    except BadArgumentsError as error:
         parser.error(str(error))
     if namespace.out is not None and dist.get_rank() == 0:
         namespace.out.write_text(json.dumps(facts, indent=1))

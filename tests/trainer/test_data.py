@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from deadpool_megatron.trainer import __main__ as protected
 from deadpool_megatron.trainer.arguments import parse_args
 from tests.trainer.layouts import MODEL
 from tests.trainer.ranks import preload
@@ -149,6 +150,24 @@ def test_too_little_text_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no text files in"):
         sources(f"--data {tmp_path / 'empty'} --data-cache-path {tmp_path / 'cache'}")
+
+
+def test_a_protected_run_without_text_ends_with_that_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And status 2: no other process would find any."""
+
+    class Joined:
+        """A session that builds at once."""
+
+        def run(self, program: Any) -> None:
+            sources(f"--data {tmp_path / 'empty'} --data-cache-path {tmp_path / 'cache'}")
+
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(protected.Session, "join", Joined)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    assert protected.main([]) == 2
+    assert capsys.readouterr().err == f"trainer: no text files in {tmp_path / 'empty'}\n"
 
 
 def test_the_default_text_is_the_standard_library() -> None:
