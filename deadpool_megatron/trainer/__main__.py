@@ -62,6 +62,14 @@ def main(argv: Sequence[str]) -> int:
     if refusal:
         print(f"trainer: {refusal}", file=sys.stderr, flush=True)
         return 2
+    if "DEADPOOL_AGENT_FD" not in os.environ:
+        print(
+            "trainer: no agent watches this process: start it with deadpool run, or"
+            " deadpool_megatron.trainer.plain without protection",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 2
     torch.set_num_threads(1)
     select_platform().install()
     try:

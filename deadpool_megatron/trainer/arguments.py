@@ -16,7 +16,7 @@ from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, f
 
 __all__ = ["BadArgumentsError", "TrainerConfig", "build_parser", "config_from", "parse_args"]
 
-PROGRAM = "deadpool trainer"
+PROGRAM = "deadpool run [options] -- -m deadpool_megatron.trainer"
 
 
 class _Parser(argparse.ArgumentParser):

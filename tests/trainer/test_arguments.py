@@ -119,6 +119,18 @@ def test_help_teaches_and_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("--tensor-model-parallel-size", "@configs/tiny.args", "default: 1234"):
         assert word in done.stdout
+    start = "deadpool run [options] -- -m deadpool_megatron.trainer"
+    assert done.stdout.startswith(f"usage: {start} [@FILE ...] [flags]\n")
+    assert f"  {start} @configs/tiny.args --train-iters 100\n" in done.stdout
+
+
+def test_a_trainer_without_an_agent_costs_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DEADPOOL_AGENT_FD", raising=False)
+    assert main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trainer: no agent watches this process: start it with deadpool run")
 
 
 def test_saves_must_not_go_where_exports_go(

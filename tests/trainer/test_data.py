@@ -164,6 +164,7 @@ def test_a_protected_run_without_text_ends_with_that_line(
             sources(f"--data {tmp_path / 'empty'} --data-cache-path {tmp_path / 'cache'}")
 
     (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("DEADPOOL_AGENT_FD", "-1")
     monkeypatch.setattr(protected.Session, "join", Joined)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     assert protected.main([]) == 2
