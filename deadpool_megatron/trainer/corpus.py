@@ -107,6 +107,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(files: Sequence[Path], folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}")
+    # In a container, a process that was killed here may have had the same name and number.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     builder = IndexedDatasetBuilder(str(partial / "text.bin"), dtype=np.uint16)
     for file in files:

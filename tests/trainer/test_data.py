@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,19 @@ def test_a_builder_that_lost_the_race_takes_the_other_folder(tmp_path: Path) -> 
     corpus._build([tmp_path / "a.txt"], prefix.parent)
     assert prefix.with_suffix(".bin").read_bytes() == written
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
+    from deadpool_megatron.trainer.corpus import token_file
+
+    (tmp_path / "a.txt").write_text("some text " * 400)
+    cache = tmp_path / "cache"
+    built = token_file([tmp_path / "a.txt"], cache).parent
+    torn = cache / f"{built.name}.{socket.gethostname()}.{os.getpid()}"
+    built.rename(torn)
+    (torn / "text.bin").write_bytes(b"half")
+    assert token_file([tmp_path / "a.txt"], cache).parent == built
+    assert not torn.exists()
 
 
 def test_a_changed_text_is_built_anew(tmp_path: Path) -> None:
