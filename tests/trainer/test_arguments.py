@@ -105,6 +105,17 @@ def test_flags_come_from_files_with_comments(tmp_path: Path) -> None:
     assert (config.num_layers, config.bf16, config.lr) == (6, True, 1e-3)
 
 
+def test_an_open_quote_in_a_file_costs_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.args"
+    file.write_text("--num-layers 6\n--data it's\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse_args([f"@{file}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("error: --data it's: No closing quotation (see --help)")
+
+
 @pytest.mark.parametrize("name", ["tiny", "small", "20m"])
 def test_shipped_models_parse(name: str) -> None:
     config = parse_args([f"@{repository() / 'configs' / name}.args"])
