@@ -51,6 +51,10 @@ def test_bad_use_costs_one_line(
     told = capsys.readouterr().err
     assert "WORLD_SIZE' is not set: start the ranks with torchrun" in told
     assert told.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit, match="2"):
+        plain.main(["--out", "/no/such/folder/facts.json"])
+    assert "--out: no such folder: /no/such/folder (see --help)" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit, match="2"):
         plain.main(["--pipeline-model-parallel-size", "2"])
