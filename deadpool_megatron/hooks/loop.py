@@ -129,7 +129,8 @@ class ProtectedLoop(ABC):
         self.model_chunks = []
 
     def restore_extra_state(self, values: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`extra_state`. Not called at the start of a run."""
+        """Inverse of :meth:`extra_state`. Not called at the start of a run, unless it starts from a
+        checkpoint: before each load of one it is given what there was after the build."""
         if values:
             raise ValueError(f"state that nobody takes: {', '.join(values)}")
 

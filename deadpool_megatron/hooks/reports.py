@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.cluster.member.link import MemberLink
+from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.wire.readiness import readable
@@ -59,7 +60,12 @@ class Reports:
         record = self.record
         if record is None:
             return
-        self._check(record.epoch)
+        try:
+            self._check(record.epoch)
+        except EpochClosed:
+            if self.section != "adopt":
+                raise
+            return  # built without peers, it has nothing to leave, and goes on building
         values = dict(data)
         iteration = values.pop("iteration", None)
         if kind == Kind.LOG:

@@ -16,9 +16,8 @@ import torch
 
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
-from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
+from deadpool_megatron.trainer.arguments import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.loop import TrainingLoop
@@ -63,15 +62,19 @@ def main(argv: Sequence[str]) -> int:
     if refusal:
         print(f"trainer: {refusal}", file=sys.stderr, flush=True)
         return 2
+    if "DEADPOOL_AGENT_FD" not in os.environ:
+        print(
+            "trainer: no agent watches this process: start it with deadpool run, or"
+            " deadpool_megatron.trainer.plain without protection",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 2
     torch.set_num_threads(1)
     select_platform().install()
-    from deadpool_megatron.hooks.training_state.optimizer import (
-        UnsupportedOptimizer,  # imports Megatron
-    )
-
     try:
         Session.join().run(GptProgram(config))
-    except (SkeletonError, UnsupportedOptimizer) as error:
+    except BadArgumentsError as error:
         print(f"trainer: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

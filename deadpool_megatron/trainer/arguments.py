@@ -16,7 +16,7 @@ from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, f
 
 __all__ = ["BadArgumentsError", "TrainerConfig", "build_parser", "config_from", "parse_args"]
 
-PROGRAM = "deadpool trainer"
+PROGRAM = "deadpool run [options] -- -m deadpool_megatron.trainer"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +26,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:
+            self.error(f"{arg_line.strip()}: {error}")
 
 
 _DESCRIPTION = """\

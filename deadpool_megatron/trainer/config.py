@@ -240,6 +240,7 @@ _POSITIVE = (
     "loss_scale_window",
     "hysteresis",
     "lr",
+    "loss_scale",
     "initial_loss_scale",
     "min_loss_scale",
     "distributed_timeout_minutes",
@@ -251,7 +252,12 @@ def _check_numbers(config: TrainerConfig) -> None:
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise BadArgumentsError(f"{flag_name(name)} must be positive, got {value}")
-    for name in ("hidden_dropout", "attention_dropout"):
+    for name in ("seed", "weight_decay", "adam_eps"):
+        if getattr(config, name) < 0:
+            raise BadArgumentsError(
+                f"{flag_name(name)} must not be negative, got {getattr(config, name)}"
+            )
+    for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
         if not 0.0 <= getattr(config, name) < 1.0:
             raise BadArgumentsError(
                 f"{flag_name(name)} must be in [0, 1), got {getattr(config, name)}"
@@ -262,6 +268,11 @@ def _check_numbers(config: TrainerConfig) -> None:
     if config.lr_warmup_iters >= decay:
         raise BadArgumentsError(
             f"--lr-warmup-iters {config.lr_warmup_iters} must be below {decay}, where decay ends"
+        )
+    if config.fp16 and config.min_loss_scale > config.initial_loss_scale:
+        raise BadArgumentsError(
+            f"--min-loss-scale {config.min_loss_scale} exceeds --initial-loss-scale"
+            f" {config.initial_loss_scale}"
         )
     if config.bf16 and config.fp16:
         raise BadArgumentsError("choose one of --bf16 and --fp16")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deadpool_megatron.trainer.config import BadArgumentsError
 from deadpool_megatron.trainer.megatron_api import IndexedDatasetBuilder
 
 END_OF_DOCUMENT = 256
@@ -29,7 +30,7 @@ _FORMAT = "1"
 _LOCK_SECONDS = 120.0
 
 
-class DataError(ValueError):
+class DataError(BadArgumentsError):
     """The training data cannot be used; the message is one line."""
 
 
@@ -106,6 +107,8 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _build(files: Sequence[Path], folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}")
+    # In a container, a process that was killed here may have had the same name and number.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     builder = IndexedDatasetBuilder(str(partial / "text.bin"), dtype=np.uint16)
     for file in files:

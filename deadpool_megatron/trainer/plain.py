@@ -31,11 +31,15 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     """Train from the start, or from the newest checkpoint of ``--load``, to the end. Collective.
 
     Every rank gets the same facts: ``steps`` and ``evaluations`` as emitted, ``hashes`` by rank,
-    ``samples``, and ``seconds_per_step``, the median over the reporting rank's iterations.
+    ``samples``, and ``seconds_per_step``, the median over the reporting rank's iterations. Raises
+    BadArgumentsError, also where there is no such checkpoint.
     """
     from deadpool_megatron.trainer import checkpoint
     from deadpool_megatron.trainer.loop import TrainingLoop
 
+    start = checkpoint.latest(config.load) if config.load is not None else None
+    if config.load is not None and start is None:
+        raise BadArgumentsError(f"--load: {config.load} names no checkpoint that is there")
     emitted: dict[str, list[Mapping[str, Any]]] = {"step": [], "evaluation": [], "log": []}
 
     def emit(kind: str, facts: Mapping[str, Any]) -> None:
@@ -44,7 +48,6 @@ def train(config: TrainerConfig) -> dict[str, Any]:
             print(facts["text"], flush=True)
 
     loop = TrainingLoop(config, emit)
-    start = checkpoint.latest(config.load) if config.load is not None else None
     if start is not None:
         loop.load_checkpoint(start)
     seconds = []
@@ -82,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     except KeyError as error:
         parser.error(f"{error} is not set: start the ranks with torchrun, or set it yourself")
+    if namespace.out is not None and not namespace.out.parent.is_dir():
+        parser.error(f"--out: no such folder: {namespace.out.parent}")
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -90,11 +95,9 @@ def main(argv: Sequence[str]) -> int:
         "nccl" if on_gpu else "gloo",
         timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
     )
-    from deadpool_megatron.trainer.corpus import DataError
-
     try:
         facts = train(config)
-    except (BadArgumentsError, DataError) as error:
+    except BadArgumentsError as error:
         parser.error(str(error))
     if namespace.out is not None and dist.get_rank() == 0:
         namespace.out.write_text(json.dumps(facts, indent=1))

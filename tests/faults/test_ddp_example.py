@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.faults.harness.jobs import (
     Program,
@@ -16,11 +19,12 @@ from tests.faults.harness.jobs import (
     undisturbed,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-loop.md"
 REPLICAS = 3
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path) -> None:
     (text,) = re.findall(r"```python\n(# ddp\.py\n.*?)```", DOCUMENT.read_text(), re.DOTALL)
     script = tmp_path / "ddp.py"
@@ -33,3 +37,15 @@ def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path) -> None
     outcome = run_program(tmp_path / "run", program, faults, spares=1)
     assert_unnoticed(outcome, undisturbed(program), faults)
     assert max(recomputed(outcome)) <= 1
+
+
+def test_a_schedule_reaches_the_groups_that_a_load_has_made() -> None:
+    """Who sets a learning rate by the wrapper's groups would else set it nowhere."""
+    (text,) = re.findall(r"^(class Update:.*?)\n\n\n", DOCUMENT.read_text(), re.DOTALL | re.M)
+    names: dict[str, Any] = {"SimpleNamespace": SimpleNamespace}
+    exec(text, names)
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    update = names["Update"](adam)
+    adam.load_state_dict(adam.state_dict())
+    update.param_groups[0]["lr"] = 0.5
+    assert adam.param_groups[0]["lr"] == 0.5

@@ -19,6 +19,12 @@ BAD = {
     "--vocab-size 100": "--vocab-size 100 is too small",
     "--micro-batch-size 0": "--micro-batch-size must be positive",
     "--hidden-dropout 1": "--hidden-dropout must be in [0, 1)",
+    "--seed -1": "--seed must not be negative, got -1",
+    "--weight-decay -0.1": "--weight-decay must not be negative",
+    "--adam-eps -1": "--adam-eps must not be negative",
+    "--adam-beta1 1.0": "--adam-beta1 must be in [0, 1)",
+    "--loss-scale 0": "--loss-scale must be positive",
+    "--fp16 --initial-loss-scale 0.5": "--min-loss-scale 1.0 exceeds --initial-loss-scale 0.5",
     "--lr 1e-3 --min-lr 1e-2": "--min-lr 0.01 must be between",
     "--lr-warmup-iters 20": "--lr-warmup-iters 20 must be below",
     "--bf16 --fp16": "choose one of --bf16 and --fp16",
@@ -99,6 +105,17 @@ def test_flags_come_from_files_with_comments(tmp_path: Path) -> None:
     assert (config.num_layers, config.bf16, config.lr) == (6, True, 1e-3)
 
 
+def test_an_open_quote_in_a_file_costs_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.args"
+    file.write_text("--num-layers 6\n--data it's\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse_args([f"@{file}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("error: --data it's: No closing quotation (see --help)")
+
+
 @pytest.mark.parametrize("name", ["tiny", "small", "20m"])
 def test_shipped_models_parse(name: str) -> None:
     config = parse_args([f"@{repository() / 'configs' / name}.args"])
@@ -119,6 +136,18 @@ def test_help_teaches_and_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("--tensor-model-parallel-size", "@configs/tiny.args", "default: 1234"):
         assert word in done.stdout
+    start = "deadpool run [options] -- -m deadpool_megatron.trainer"
+    assert done.stdout.startswith(f"usage: {start} [@FILE ...] [flags]\n")
+    assert f"  {start} @configs/tiny.args --train-iters 100\n" in done.stdout
+
+
+def test_a_trainer_without_an_agent_costs_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DEADPOOL_AGENT_FD", raising=False)
+    assert main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trainer: no agent watches this process: start it with deadpool run")
 
 
 def test_saves_must_not_go_where_exports_go(

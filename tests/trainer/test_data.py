@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from deadpool_megatron.trainer import __main__ as protected
 from deadpool_megatron.trainer.arguments import parse_args
 from tests.trainer.layouts import MODEL
 from tests.trainer.ranks import preload
@@ -113,6 +115,19 @@ def test_a_builder_that_lost_the_race_takes_the_other_folder(tmp_path: Path) -> 
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
 
+def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
+    from deadpool_megatron.trainer.corpus import token_file
+
+    (tmp_path / "a.txt").write_text("some text " * 400)
+    cache = tmp_path / "cache"
+    built = token_file([tmp_path / "a.txt"], cache).parent
+    torn = cache / f"{built.name}.{socket.gethostname()}.{os.getpid()}"
+    built.rename(torn)
+    (torn / "text.bin").write_bytes(b"half")
+    assert token_file([tmp_path / "a.txt"], cache).parent == built
+    assert not torn.exists()
+
+
 def test_a_changed_text_is_built_anew(tmp_path: Path) -> None:
     from deadpool_megatron.trainer.corpus import token_file
 
@@ -149,6 +164,25 @@ def test_too_little_text_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no text files in"):
         sources(f"--data {tmp_path / 'empty'} --data-cache-path {tmp_path / 'cache'}")
+
+
+def test_a_protected_run_without_text_ends_with_that_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And status 2: no other process would find any."""
+
+    class Joined:
+        """A session that builds at once."""
+
+        def run(self, program: Any) -> None:
+            sources(f"--data {tmp_path / 'empty'} --data-cache-path {tmp_path / 'cache'}")
+
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("DEADPOOL_AGENT_FD", "-1")
+    monkeypatch.setattr(protected.Session, "join", Joined)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    assert protected.main([]) == 2
+    assert capsys.readouterr().err == f"trainer: no text files in {tmp_path / 'empty'}\n"
 
 
 def test_the_default_text_is_the_standard_library() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.trainer import plain
+from deadpool_megatron.trainer.arguments import BadArgumentsError, parse_args
 from tests.trainer.layouts import MODEL, losses, train
 from tests.trainer.ranks import run_ranks
 
@@ -50,7 +51,20 @@ def test_bad_use_costs_one_line(
     told = capsys.readouterr().err
     assert "WORLD_SIZE' is not set: start the ranks with torchrun" in told
     assert told.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit, match="2"):
+        plain.main(["--out", "/no/such/folder/facts.json"])
+    assert "--out: no such folder: /no/such/folder (see --help)" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit, match="2"):
         plain.main(["--pipeline-model-parallel-size", "2"])
     assert "3 ranks do not divide" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tracker", [None, "4"], ids=["nothing", "removed"])
+def test_nothing_to_load_is_not_a_start_from_nothing(tmp_path: Path, tracker: str | None) -> None:
+    if tracker is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    config = parse_args(["--load", str(tmp_path)])
+    with pytest.raises(BadArgumentsError, match=f"--load: {tmp_path} names no checkpoint"):
+        plain.train(config)

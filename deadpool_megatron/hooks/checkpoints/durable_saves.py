@@ -44,8 +44,9 @@ class DurableSaves:
         It counts only if the epoch was still open when everything was written (rule 11). Raises
         EpochClosed, or CommunicatorFault when the coordinator does not answer.
         """
-        final = base / f"iter_{generation.iteration:07d}"
-        temporary = base / f".{final.name}.epoch{epoch}"
+        # The coordinator, and who goes on with the run, may be in other working directories.
+        final = base.absolute() / f"iter_{generation.iteration:07d}"
+        temporary = final.with_name(f".{final.name}.epoch{epoch}")
         failpoints.hit("save.begin")
         temporary.mkdir(parents=True, exist_ok=True)
         loop.save_checkpoint(temporary)
@@ -77,5 +78,5 @@ class DurableSaves:
         Nobody waits: until the coordinator has heard of it, the run falls back to the one before.
         """
         if dist.get_rank() == 0:
-            place = str(directory)
+            place = str(directory.absolute())
             self._reports.say("durable-request", iteration=iteration, temporary=place, final=place)

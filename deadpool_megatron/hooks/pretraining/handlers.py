@@ -16,8 +16,6 @@ from deadpool_megatron.hooks.pretraining.build import NothingToTrain
 from deadpool_megatron.hooks.pretraining.command_line import CommandLine
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory
-from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
-from deadpool_megatron.persist.skeleton import SkeletonError
 
 EXIT_BAD_INPUT = 2
 
@@ -65,7 +63,7 @@ def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     program = PretrainProgram(call, _command_line, run_directory())
     try:
         session.run(program)
-    except (NothingToTrain, UnsupportedOptimizer, SkeletonError) as error:
+    except NothingToTrain as error:
         _end(str(error))
 
 

@@ -38,7 +38,7 @@ from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
-from deadpool_megatron.hooks.process.device import take_device
+from deadpool_megatron.hooks.process.device import EXIT_BAD_INPUT, take_device
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.process.own_time import DeviceMeter, HostMeter
 from deadpool_megatron.hooks.process.standstill import Standstill
@@ -49,13 +49,12 @@ from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 from deadpool_megatron.wire.readiness import readable
 
 # The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
 EXIT_UNCLEAN = 71
-# As for any bad input: another process would find no more memory than this one did.
-EXIT_NO_ROOM = 2
 _LOOK_SECONDS = 0.05
 # Twice, and the word has to be with the agent in time.
 _NCCL_SHARE = 0.45
@@ -117,7 +116,10 @@ class Session:
         return Session(link, link.settings, Path(os.environ["DEADPOOL_RUN_DIR"]))
 
     def run(self, program: Program) -> None:
-        """Play whatever role the records give this process, until the run is over."""
+        """Play whatever role the records give this process, until the run is over.
+
+        Ends the process, with one line and status 2, where the program cannot be protected.
+        """
         failpoints.load()
         failpoints.set_context(run_dir=str(self._run_directory), node=self._link.seat.node)
         failpoints.set_context(slot=self._link.seat.slot)
@@ -144,6 +146,10 @@ class Session:
             self._follow_records()
         except StopOrder:
             pass
+        except (SkeletonError, UnsupportedOptimizer, ExtrasError) as error:
+            # What this program is cannot be protected: where it says so is of no use to anybody.
+            print(f"deadpool: {error}", file=sys.stderr, flush=True)
+            sys.exit(EXIT_BAD_INPUT)
         finally:
             self._entry.close()
             self._link.close()
@@ -262,7 +268,7 @@ class Session:
                 self._on_fault(error.group, error.operation, error.cause)
             elif isinstance(error, NoRoom):
                 print(error, file=sys.stderr, flush=True)
-                sys.exit(EXIT_NO_ROOM)
+                sys.exit(EXIT_BAD_INPUT)  # another process would find no more memory
             elif isinstance(error, ExtrasOutgrown):
                 # Another process would come to the same: the state is saved, and the run ends.
                 print(error, file=sys.stderr, flush=True)

@@ -149,7 +149,7 @@ def complete_state(optimizer: Any) -> None:
             _complete_torch_adam(adam)
         elif hasattr(adam, "initialize_state"):
             _complete_fused_adam(adam)
-        elif inner.init_state_fn is None:
+        elif getattr(inner, "init_state_fn", None) is None:
             raise UnsupportedOptimizer(f"{type(adam).__name__} has no known state")
         else:
             # Megatron's own, which is right for Apex: two zeros, as wide as the parameter (fp32).

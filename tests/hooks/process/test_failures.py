@@ -22,6 +22,9 @@ from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.process.entry import RestoreFailed
 from deadpool_megatron.hooks.process.session import drain_seconds
+from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
+from deadpool_megatron.persist.skeleton import SkeletonError
+from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import VaultError
 from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained
 
@@ -99,6 +102,37 @@ def test_extras_without_room_end_the_process_with_their_status(
     assert isinstance(ended, SystemExit)
     assert ended.code == EXIT_EXTRAS_OUTGROWN
     assert capfd.readouterr().err.endswith("grown to 9 bytes, go on with more\n")
+
+
+@pytest.mark.parametrize("stage", ["adopt", "rebuild", "step"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        SkeletonError("the program does not say what its checkpoints hold"),
+        UnsupportedOptimizer("amsgrad keeps a third moment; not supported"),
+        ExtrasError("extra_state cannot be encoded: a set"),
+    ],
+    ids=["skeleton", "optimizer", "extras"],
+)
+def test_a_program_that_cannot_be_protected_ends_with_one_line(
+    rig: Rig, stage: str, error: Exception, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever program it is: status 2, as for any bad input, and no traceback."""
+
+    def refuse() -> None:
+        raise error
+
+    if stage == "step":
+        rig.entry.loop.acts[1] = refuse
+    else:
+        rig.entry.acts[stage] = refuse
+    capfd.readouterr()
+    rig.record(1)
+    ended = rig.result()
+    assert isinstance(ended, SystemExit)
+    assert ended.code == 2
+    assert capfd.readouterr().err.splitlines() == [f"deadpool: {error}"]
+    assert rig.entry.calls[-1] == "close"
 
 
 def test_an_exception_while_building_ends_the_process_at_once(rig: Rig) -> None:

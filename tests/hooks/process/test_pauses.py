@@ -126,6 +126,30 @@ def test_nothing_is_reported_after_a_close_nor_twice_for_people(
     assert capfd.readouterr().out == "line 2\nline 3\n"
 
 
+def test_a_checkpoint_is_named_alike_in_every_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rig: Rig
+) -> None:
+    monkeypatch.setattr(
+        durable_saves, "dist", SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0)
+    )
+    monkeypatch.chdir(tmp_path)
+    asked: list[dict[str, Any]] = []
+
+    def say(kind: str, **values: Any) -> None:
+        asked.append({"t": kind, **values})
+        saves.done(6)
+
+    reports = SimpleNamespace(say=say)
+    saves = DurableSaves(reports, lambda epoch: None, rig.link.interrupt_fd, SECONDS)  # type: ignore[arg-type]
+    loop = SimpleNamespace(save_checkpoint=lambda directory: None)
+    saves.save(loop, Path("saves"), 2, Generation(2, 6))  # type: ignore[arg-type]
+    saves.announce(Path("saves/iter_0000006"), 6)
+    final = str(tmp_path / "saves" / "iter_0000006")
+    assert [values["final"] for values in asked] == [final, final]
+    assert asked[0]["temporary"] == str(tmp_path / "saves" / ".iter_0000006.epoch2")
+    assert rig.end() is None
+
+
 def test_a_durable_checkpoint_waits_for_its_own_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rig: Rig
 ) -> None:

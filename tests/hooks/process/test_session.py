@@ -13,6 +13,7 @@ import torch
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.hooks.process.session import EXIT_UNCLEAN
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.wire.readiness import readable
 from tests.hooks.process.session_rig import (
     ELSEWHERE,
     SEAT,
@@ -112,6 +113,24 @@ def test_a_close_does_not_wait_for_a_member_that_builds(rig: Rig, stage: str) ->
     assert rig.entry.calls.count("rebuild") == 1, "the closed epoch was not entered"
     assert rig.end() is None
     assert rig.said("drained") == [drained(1)]
+
+
+def test_a_loop_that_reports_while_it_is_built_survives_a_close(rig: Rig) -> None:
+    def build() -> None:
+        rig.emit("training", {"iterations": 4})
+        rig.close(1)
+        assert readable(rig.link.interrupt_fd, SECONDS)
+        rig.emit("log", {"level": "info", "text": "so many parameters"})
+
+    rig.entry.acts["adopt"] = build
+    rig.record(1)
+    assert rig.expect("drained") == drained(1)
+    del rig.entry.acts["adopt"]
+    rig.record(2)
+    rig.expect("done")
+    assert rig.end() is None
+    told = [m["event"] for m in rig.said("event") if m["event"]["kind"] in ("training", "log")]
+    assert [(event["kind"], event["epoch"]) for event in told] == [("training", 1)]
 
 
 # Leaving a closed epoch.

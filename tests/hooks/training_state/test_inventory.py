@@ -22,6 +22,7 @@ from deadpool_megatron.hooks.training_state import extras, loss_sums
 from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     UnsupportedOptimizer,
+    complete_state,
     refuse_unknown_state,
 )
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -336,3 +337,11 @@ def test_state_that_nobody_would_save_is_refused(
         return
     with pytest.raises(UnsupportedOptimizer, match=words):
         refuse_unknown_state(chained, SimpleNamespace(**flags))
+
+
+@pytest.mark.parametrize("megatrons", [{}, {"init_state_fn": None}])
+def test_an_optimizer_whose_state_nobody_knows_is_refused(megatrons: dict[str, Any]) -> None:
+    """Also in a loop of one's own, whose optimizers have none of Megatron's functions."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(UnsupportedOptimizer, match="SGD has no known state"):
+        complete_state(SimpleNamespace(optimizer=optimizer, **megatrons))
