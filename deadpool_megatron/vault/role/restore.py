@@ -79,8 +79,7 @@ class Obtainer:
         self._seat = record.seats[role]
         self._channels: dict[int, Channel] = {}
         self._silent: set[int] = set()
-        # By generation: bytes and checksum that the role itself had, of parts that peers hold in
-        # its place.
+        # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
         self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
         self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
 
@@ -317,12 +316,7 @@ class Obtainer:
             raise RestoreUnavailable(text, tuple(tried))
         for decoding in dumped_decodings(directory, self._role, wanted.name, restored.iteration):
             self._decoder = Decoder(
-                self._state,
-                self._record,
-                self._role,
-                supplier(directory),
-                self._target,
-                self._seal,
+                self._state, self._record, self._role, supplier(directory), self._target, self._seal
             )
             with contextlib.suppress(RestoreUnavailable):
                 return self._decoder.obtain(layout, wanted.name, decoding, tried, deadline)

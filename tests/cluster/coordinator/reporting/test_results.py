@@ -162,7 +162,8 @@ def test_what_is_compared_does_not_grow_with_the_run() -> None:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most - before < 100_000
+    # 8,000 iterations are megabytes. What threads of other tests have taken meanwhile counts, too.
+    assert most - before < 400_000
     assert results.add(step(12_000 - COMPARED_STEPS + 1)) == [], "it is known yet"
     assert len(json.dumps(results.final({}, "", 0))) < 1000
 
