@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.platform import select_platform
 from deadpool_megatron.trainer.arguments import (
     BadArgumentsError,
     TrainerConfig,
@@ -88,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
     if namespace.out is not None and not namespace.out.parent.is_dir():
         parser.error(f"--out: no such folder: {namespace.out.parent}")
     torch.set_num_threads(1)
+    select_platform().install()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
