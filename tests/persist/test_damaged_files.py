@@ -61,7 +61,7 @@ def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value
     with pytest.raises(ValueError, match=r"latest\.json is damaged"):
         newest_durable(run)
     with pytest.raises(CommandError, match=r"latest\.json is damaged"):
-        resuming._durable(run, 2)
+        resuming._durable(run, 2, None)
     final = exported(run, tmp_path / "exports", 8)
     restored = newest_durable(run)
     assert restored is not None
@@ -72,7 +72,7 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.latest.mkdir()
     with pytest.raises(CommandError, match=r"latest\.json: Is a directory"):
-        resuming._durable(run, 2)
+        resuming._durable(run, 2, None)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"paths": null}', "[" * 100000, "\0"])
