@@ -10,10 +10,15 @@ from typing import Any
 
 from deadpool_megatron.layout.places.parity import is_parity_role
 
-# Of an OSError that says nothing of a file or a disk: descriptors or memory are short for a moment.
-SHORTAGE = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_SHORT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # What comes of values of the wrong type or size; an infinite "integer" overflows.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether it says nothing of a file or a disk: processes, descriptors or memory are short for a
+    moment."""
+    return isinstance(error, OSError) and error.errno in _SHORT
 
 
 class Code(StrEnum):

@@ -231,14 +231,14 @@ class Launcher:
         self._appoint()
 
     def _refill(self) -> None:
-        """Start what is due. A host that is short of processes has no new spare for now."""
+        """Start what is due. A host that is short of processes has its new spare later."""
         while self._unfilled:
             try:
                 self._start_agent(self._next_node)
             except OSError as error:
                 if self._shortage != str(error):
                     self._shortage = str(error)
-                    self._options.say(f"no new spare for now: {error}")
+                    self._options.say(f"no new spare yet: {error}")
                 return
             self._options.say(f"node {self._next_node} starts as a new spare")
             self._next_node += 1

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from deadpool_megatron.vault.errors import SHORTAGE
+from deadpool_megatron.vault.errors import is_shortage
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
@@ -25,7 +25,7 @@ async def patiently(make: Callable[[], Made], limit_seconds: float) -> Made:
         try:
             return make()
         except OSError as error:
-            if error.errno not in SHORTAGE or time.monotonic() + pause > limit:
+            if not is_shortage(error) or time.monotonic() + pause > limit:
                 raise
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -19,7 +19,7 @@ from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.syncing import sync
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import SHORTAGE, NoRoom, SegmentError, VaultError
+from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.memory.limits import free_bytes
 from deadpool_megatron.vault.shm.names import dump_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
@@ -31,13 +31,13 @@ _What = tuple[Generation, str]  # a part of a generation
 
 
 def dump_files(directory: Path, role: int) -> Iterator[Segment]:
-    """The readable dump files of a role, in order of the node that wrote them. Raises OSError when
-    that cannot be known for now (SHORTAGE)."""
+    """The readable dump files of a role, in order of the node that wrote them. Raises OSError at a
+    shortage: what is there is not known then."""
     for path in sorted(directory.glob(f"dump-{role}-*.seg")):
         try:
             dumped = Segment.open(path, writable=False)
         except (SegmentError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in SHORTAGE:
+            if is_shortage(error):
                 raise
             log.warning("dump: %s", error)
             continue

@@ -12,7 +12,7 @@ from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, S
 from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.taken import Taken
-from deadpool_megatron.vault.errors import SHORTAGE, SegmentError, VaultError
+from deadpool_megatron.vault.errors import SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.parity.blocks import FileSupply, Supplier
 from deadpool_megatron.vault.shm.names import dump_name, parse_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
@@ -139,7 +139,7 @@ def _parity_files(directory: Path, role: int) -> list[Segment]:
                 if role in dumped.layout.peers:
                     found.append(dumped)
         except (SegmentError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in SHORTAGE:
+            if is_shortage(error):
                 raise
             log.warning("dump: %s", error)
     return found

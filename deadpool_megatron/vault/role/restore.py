@@ -36,7 +36,7 @@ from deadpool_megatron.vault.disk.dump_contents import (
     slots_of,
     supplier,
 )
-from deadpool_megatron.vault.errors import SHORTAGE, Refused, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
 from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.parity.blocks import Supply, VaultSupply
@@ -119,7 +119,7 @@ class Obtainer:
                         for text, one in wanted.items()
                     }
                 except OSError as error:  # the directory of a dump cannot be read
-                    if error.errno not in SHORTAGE or time.monotonic() > deadline:
+                    if not is_shortage(error) or time.monotonic() > deadline:
                         why = f"{self._record.restore.path}: {error.strerror or error}"
                         here = (self._state.node, self._role, why)
                         raise RestoreUnavailable(self._extras, (here,)) from error
@@ -305,7 +305,7 @@ class Obtainer:
                     try:
                         place = self._read_patiently(dumped, source, layout, wanted, deadline)
                     except OSError as error:  # its disk fails: on to the next place
-                        if error.errno in SHORTAGE:
+                        if is_shortage(error):
                             raise
                         place, why = None, f"{type(error).__name__}: {error}"
                     if place is not None:

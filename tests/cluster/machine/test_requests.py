@@ -41,6 +41,15 @@ def moved(rig: Rig) -> None:
     rig.restored()
 
 
+def with_one_of_two_drained() -> Rig:
+    """Both nodes are asked for, and there is one spare: node 0 has no role any more."""
+    rig = begun()
+    for node in (0, 1):
+        ask(rig, Verb.DRAIN, which=node + 1, node=node)
+    moved(rig)
+    return rig
+
+
 def test_a_drain_is_done_when_its_roles_train_elsewhere() -> None:
     rig = begun()
     ask(rig, Verb.DRAIN, node=1)
@@ -76,10 +85,7 @@ def test_a_drain_that_a_failure_overtakes_is_done_all_the_same() -> None:
 
 def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
     """Who has asked may end that node: it has been told that it has no role."""
-    rig = begun()
-    for node in (0, 1):
-        ask(rig, Verb.DRAIN, which=node + 1, node=node)
-    moved(rig)
+    rig = with_one_of_two_drained()
     rig.steps(10)
     assert nodes_of(rig.record) == {0: 2, 1: 1}
     assert outcome(rig, 1) == (Stage.DONE, "node 0 has no role")
@@ -94,10 +100,7 @@ def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
 
 
 def test_nor_does_one_whose_spare_is_lost_in_the_meantime() -> None:
-    rig = begun()
-    for node in (0, 1):
-        ask(rig, Verb.DRAIN, which=node + 1, node=node)
-    moved(rig)
+    rig = with_one_of_two_drained()
     rig.feed(ev.MemberLost(0, 0, 0, signal=9))
     rig.warm(0)
     rig.steps(10)
@@ -119,10 +122,7 @@ def test_where_no_drain_is_open_a_drained_node_is_a_spare_for_the_next() -> None
 
 
 def test_a_failure_moves_roles_to_a_drained_node_if_there_is_no_other() -> None:
-    rig = begun()
-    for node in (0, 1):
-        ask(rig, Verb.DRAIN, which=node + 1, node=node)
-    moved(rig)
+    rig = with_one_of_two_drained()
     rig.feed(ev.MemberLost(0, 0, 0, signal=9))
     rig.warm(0)
     rig.steps(10)

@@ -97,7 +97,7 @@ class StandbyKeeper:
         except OSError as error:
             for handle in pipes:
                 os.close(handle)
-            print(f"no standby for now: {error}", file=sys.stderr, flush=True)
+            print(f"no standby yet: {error}", file=sys.stderr, flush=True)
             asyncio.get_running_loop().call_later(self._pause, self.start)
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
             return
