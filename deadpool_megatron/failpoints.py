@@ -186,7 +186,7 @@ def _resume_later(pids: list[int], seconds: float) -> None:
         "    except ProcessLookupError: pass\n"
     )
     subprocess.Popen(
-        [sys.executable, "-c", program, str(seconds), *map(str, pids)],
+        [sys.executable, "-I", "-c", program, str(seconds), *map(str, pids)],
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -94,14 +94,43 @@ def is_private(path: Path) -> bool:
 def make_private(path: Path) -> None:
     """Make a directory of mode 0700 in one that others may write to, or find it as such.
 
-    Raises OwnershipError where something else has the name already.
+    Raises OwnershipError where something else has the name already, unless the user trusts it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_private(path):
+    if not is_private(path) and not _is_trusted(path):
         raise OwnershipError(
             f"{path} is there already and is not a directory of this user alone (mode 0700): what"
-            " is written there could be read or replaced; remove it, or have its owner remove it"
+            " is written there could be read or replaced; remove it, or have its owner remove it,"
+            f" or name the directory above it in {TRUSTED}"
         )
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raise OwnershipError unless this user or root has made the directory and all files in it.
+
+    Its index is unpickled by whoever loads it. That a group may write to it is the user's wish: a
+    umask of 002 says so.
+    """
+    for one in (path, *path.iterdir()):
+        facts = os.lstat(one)
+        _check_owner(one, facts)
+        if stat.S_ISLNK(facts.st_mode) or (facts.st_mode & stat.S_IWOTH and not _is_trusted(one)):
+            raise OwnershipError(
+                f"{one} is a link, or can be written by everybody: it is not taken for a part of a"
+                " checkpoint; write to a directory of this user, and with a umask of 022"
+            )
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading, whoever owns it; a pipe or a device would never end. Raises OSError.
+
+    For what is only shown.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "is not a file", str(path))
 
 
 def open_own(path: Path, *, secret: bool = False) -> int:
@@ -140,4 +169,6 @@ def _check_owner(path: Path, facts: os.stat_result) -> None:
 
 def _is_trusted(path: Path) -> bool:
     named = filter(None, os.environ.get(TRUSTED, "").split(":"))
-    return any(path.absolute().is_relative_to(Path(name).absolute()) for name in named)
+    # Where it is, not how it is written: ``..`` and links lead out of what was named.
+    place = Path(os.path.realpath(path))
+    return any(place.is_relative_to(os.path.realpath(name)) for name in named)

@@ -1,4 +1,4 @@
-"""Names by which an operator knows our processes and threads: in ``ps``, ``top -H``, ``perf``."""
+"""How processes of ours are started and named: for ``ps``, ``top -H``, ``perf``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import threading
 _PR_SET_NAME = 15
 _MOST_BYTES = 15
 _libc = ctypes.CDLL(None)
+
+
+def interpreter(*arguments: str) -> list[str]:
+    """Return the command that starts this interpreter anew with ``arguments``.
+
+    Without the working directory in its import path (``-P``): what lies there is the user's, or
+    anybody's who may write there, and would be imported in place of a library of the same name.
+    """
+    return [sys.executable, "-P", *arguments]
 
 
 def set_process_name(name: str) -> None:

@@ -23,8 +23,9 @@ import torch
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process.posix import die_with_parent
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_text
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.ownership import OwnershipError, make_private
 from deadpool_megatron.persist import foreign_classes
 from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
@@ -54,7 +55,7 @@ def main() -> int:
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])
     try:
         _carry_out(job)
-    except (WritingError, SkeletonError, VaultError, OSError) as error:
+    except (OwnershipError, WritingError, SkeletonError, VaultError, OSError) as error:
         print(f"node {job['node']}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -62,7 +63,7 @@ def main() -> int:
 
 def _carry_out(job: Mapping[str, Any]) -> None:
     directory = Path(job["directory"])
-    directory.mkdir(parents=True, exist_ok=True)
+    make_private(directory)
     common: Any = None
     for taken in _sources(job):
         skeleton = read_skeleton(Path(job["skeletons"]), taken.role, taken.layout_hash)
@@ -95,10 +96,7 @@ def _told_path(directory: Path, role: int) -> Path:
 
 def _tell(directory: Path, told: Mapping[str, Any]) -> None:
     """Leave word of what was written; it appears whole."""
-    path = _told_path(directory, int(told["role"]))
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(json.dumps(told))
-    temporary.rename(path)
+    write_text(_told_path(directory, int(told["role"])), json.dumps(told))
 
 
 def _await_all(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.cluster.run_directory.directory import write_text
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from deadpool_megatron.persist.filling import FromExtras, HexFloats, Joined, RandomStates
 from deadpool_megatron.platform.saving import write_files
@@ -96,9 +97,7 @@ def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        temporary = folder / f"{_TRACKER}.new"
-        temporary.write_text(str(loop.counters["iteration"]))
-        temporary.replace(folder / _TRACKER)
+        write_text(folder / _TRACKER, str(loop.counters["iteration"]))
     dist.barrier()
 
 

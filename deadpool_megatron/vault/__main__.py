@@ -62,7 +62,8 @@ def main() -> int:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2
     listener = socket.socket(fileno=given.tcp_fd)
-    transport = TcpTransport(listener, secret, run_id, settings.connect_seconds, contexts)
+    limit = settings.connect_seconds
+    transport = TcpTransport(listener, secret, run_id, given.node, limit, contexts)
     local = socket.socket(fileno=given.unix_fd)
     interface = Interface(interface_of(listener.getsockname()[0]))
     vault = Vault(given.node, given.segment_dir, settings, transport, local, interface)

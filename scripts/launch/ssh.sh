@@ -90,7 +90,8 @@ case $order in
     start)
         [ $# -gt 0 ] || usage
         [ ! -e "$agents" ] || { echo "ssh.sh: $agents is there already: choose another RUN_DIR" >&2; exit 2; }
-        mkdir -p "$agents"
+        mkdir -p "${agents%/*}"
+        (umask 077 && mkdir "$agents") # fails where somebody else has just made it
         options=("$@")
         each start_one
         ;;

@@ -23,11 +23,14 @@ nap() {
 
 say() { printf '%(%F %T)T  %s\n' -1 "$*"; }
 
+# What lies in RUNS under a name that anybody can guess is believed only if this user has put it there.
+is_ours() { [ -O "$1" ] && [ ! -L "$1" ]; }
+
 newest_state() {
     local latest newest=
     # By time, not by number: numbers of jobs start again, and a job may be started twice.
     for latest in "$RUNS"/*/latest.json; do
-        if [ -e "$latest" ] && { [ -z "$newest" ] || [ "$latest" -nt "$newest" ]; }; then
+        if is_ours "$latest" && { [ -z "$newest" ] || [ "$latest" -nt "$newest" ]; }; then
             newest=$latest
         fi
     done
@@ -37,7 +40,7 @@ newest_state() {
 run_training() {
     local run step old over since patience status=0 verdict=0
     mkdir -p "$RUNS"
-    if [ -e "$RUNS/OVER" ]; then
+    if is_ours "$RUNS/OVER"; then
         over=$(<"$RUNS/OVER")
         say "nothing to do: $over (remove $RUNS/OVER to go on all the same)"
         # Who waits for the end of the chain (afterok) is told how it has ended.
@@ -49,7 +52,10 @@ run_training() {
     say "run directory $run${old:+, goes on from $old}"
 
     # On the node's side of a slow file system these must not be made by many at once.
-    mkdir -p "$run.logs"
+    (umask 077 && mkdir -p "$run.logs") && is_ours "$run.logs" || {
+        say "$run.logs is not of this user: have its owner remove it"
+        return 2
+    }
 
     on_all_nodes --output="$run.logs/%N.log" --open-mode=append \
         "$CHECKOUT/scripts/slurm/node.sh" "$run" "$NOTICE_SECONDS" \
@@ -138,7 +144,8 @@ judge() {
     echo "${line:-no verdict can be read}"
     # Where none can be read, the status is that of the command.
     if [[ $line == over,* && $status =~ ^([0-4]|76)$ ]]; then
-        echo "run ${run##*/} ended with status $status" >"${run%/*}/OVER"
+        rm -f "${run%/*}/OVER" # a link of that name leads elsewhere
+        (set -C && echo "run ${run##*/} ended with status $status" >"${run%/*}/OVER")
     fi
     return "$status"
 }

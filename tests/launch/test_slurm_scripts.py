@@ -160,3 +160,31 @@ def test_a_node_that_hangs_does_not_keep_the_job_after_the_run(tmp_path: Path) -
     assert done.returncode == 0
     assert "some node does not end: the job does" in done.stdout
     assert "status of the run: 0 (of srun: 137)" in done.stdout
+
+
+def test_what_others_have_put_beside_the_runs_is_neither_believed_nor_written_to(
+    tmp_path: Path,
+) -> None:
+    """Names there follow from the number of the job."""
+    (tmp_path / "keys").write_text("mine")
+    (tmp_path / "OVER").symlink_to(tmp_path / "keys")
+    (tmp_path / "8.logs").symlink_to(tmp_path)
+    size = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60"}
+    (tmp_path / "deadpool").write_text(
+        "#!/bin/sh\necho 'over, exit status 1; 5 iterations'; exit 1"
+    )
+    (tmp_path / "deadpool").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
+        env={**os.environ, **size, "RUNS": str(tmp_path), "SLURM_JOB_ID": "8"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"{tmp_path}/8.logs is not of this user" in done.stdout
+    judged = ["bash", "-c", '. "$1" && judge "$2"', "bash", SLURM / "job.sh", tmp_path / "7"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(judged, env=environment, check=False)
+    assert (tmp_path / "OVER").read_text() == "run 7 ended with status 1\n"
+    assert (tmp_path / "keys").read_text() == "mine"

@@ -277,7 +277,7 @@ def test_what_an_earlier_coordinator_has_left_takes_no_room_of_the_next_export(
     world = World(tmp_path, persist_interval=4)
     left = unfinished_export(world.run.exports, "id", "0.3")
     others = unfinished_export(world.run.exports, "another", "0.1")
-    own = unfinished_export(world.run.exports, "id", "1.1")
+    own = unfinished_export(world.run.exports, "id", f"{world.exports._term}.1")
     for directory in (left, others, own):
         directory.mkdir(parents=True)
         (directory / "__0_0.distcp").touch()

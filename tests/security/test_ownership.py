@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import ownership
+from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.ownership import OwnershipError
 from tests.security.users import ATTACKER, common_directory, given_to, needs_root
 
@@ -26,6 +28,28 @@ def test_what_others_may_write_to_is_not(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(OwnershipError, match="chmod go-w"):
         ownership.check_directory(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["named/../other", "named/leads-out"])
+def test_a_trusted_directory_is_where_it_is_not_how_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    (tmp_path / "named").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other").chmod(0o777)
+    (tmp_path / "named" / "leads-out").symlink_to(tmp_path / "other")
+    monkeypatch.setenv(ownership.TRUSTED, str(tmp_path / "named"))
+    with pytest.raises(OwnershipError):
+        ownership.check_directory(tmp_path / way)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_of_others_keeps_nobody_who_only_looks(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(OSError, match="not a file"):
+        read_json(tmp_path / "events.jsonl")
+    with pytest.raises(OSError, match="not a file"):
+        EventTail(tmp_path / "events.jsonl").poll()
 
 
 @pytest.fixture

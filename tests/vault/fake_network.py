@@ -74,7 +74,7 @@ class FakeTransport(Transport):
         self._address = address
         self._deadline_seconds = deadline_seconds
 
-    def connect(self, host: str, port: int) -> Channel:
+    def connect(self, node: int, host: str, port: int) -> Channel:
         connection = self._network.dial((host, port), self._address)
         return SocketChannel(connection, self._deadline_seconds, None, "")
 

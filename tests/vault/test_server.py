@@ -29,7 +29,7 @@ class Crowd:
         self.channels: list[Channel] = []
 
     def join(self) -> Channel:
-        self.channels.append(self.transport.connect("fake", 0))
+        self.channels.append(self.transport.connect(0, "fake", 0))
         return self.channels[-1]
 
     def stop(self) -> None:

@@ -29,7 +29,7 @@ class Peer:
     def __init__(self, running: Cluster, node: int) -> None:
         secret = auth.load_secret(running.directory)
         address = ("127.0.0.1", running.nodes[node].port)
-        self.socket = auth.connect(address, secret, realm_of(RUN_ID), 10.0)
+        self.socket = auth.connect(address, secret, realm_of(RUN_ID, node), 10.0)
 
     def put(
         self,
@@ -151,10 +151,10 @@ def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
         talk(framing.MAGIC + (100 << 20).to_bytes(4, "big") + b"{}")
         talk(framing.encode({"t": "hello", "run": "another", "nonce": "1"}))
         with pytest.raises(framing.WireError):
-            auth.connect(address, b"wrong" * 8, realm_of(RUN_ID), 5)
+            auth.connect(address, b"wrong" * 8, realm_of(RUN_ID, 1), 5)
         with socket.create_connection(address, 5) as liar:
             to = f"{address[0]}:{address[1]}"
-            hello = {"t": "hello", "run": realm_of(RUN_ID), "nonce": "0" * 32, "to": to}
+            hello = {"t": "hello", "run": realm_of(RUN_ID, 1), "nonce": "0" * 32, "to": to}
             framing.send(liar, hello)
             framing.receive(liar)
             framing.send(liar, {"t": "answer", "proof": "0" * 64})
@@ -197,7 +197,7 @@ def test_an_infinite_number_ends_no_vault(tmp_path: Path) -> None:
         def answer() -> None:
             connection = RecordSocket.of(liar.accept()[0])
             secret = auth.load_secret(running.directory)
-            auth.accept(connection, secret, realm_of(RUN_ID))
+            auth.accept(connection, secret, realm_of(RUN_ID, 7))
             framing.receive(connection)
             framing.send(connection, {"t": "probed", "node": 7, "wall": 10**400})
             connection.close()

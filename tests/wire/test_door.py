@@ -316,7 +316,7 @@ def test_strangers_at_a_vault(tmp_path: Path) -> None:
         for connection in silent:
             connection.sendall(b"D")
         secret = auth.load_secret(running.directory)
-        auth.connect(address, secret, realm_of(RUN_ID), SECONDS).close()
+        auth.connect(address, secret, realm_of(RUN_ID, 0), SECONDS).close()
         for connection in silent:
             connection.close()
         wait_until(lambda: node.count("refused: connection") == len(silent), "they are counted")
@@ -330,9 +330,13 @@ def test_a_vault_answers_another_version(tmp_path: Path) -> None:
         wait_until(lambda: running.nodes[0].count("refused: connection"), "it is counted")
 
 
-@pytest.mark.parametrize("realm", ["run", "other/vault"])
-def test_a_vault_is_no_other_service(tmp_path: Path, realm: str) -> None:
-    """Who means the coordinator, or another run's vault, does not come to this one."""
+@pytest.mark.parametrize("realm", ["run", "other/vault0", realm_of(RUN_ID, 1)])
+def test_a_vault_is_no_other_service(
+    tmp_path: Path, realm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever means the coordinator, another run's vault, or that of another node, does not come to
+    this one; nor where addresses are translated."""
+    monkeypatch.setenv(auth.TRANSLATED, "1")
     with cluster(tmp_path, 1) as running:
         secret = auth.load_secret(running.directory)
         with pytest.raises(framing.WireError):

@@ -130,7 +130,7 @@ def test_a_vault_under_damaged_conversations(tmp_path: Path) -> None:
         address, secret = ("127.0.0.1", node.port), auth.load_secret(running.directory)
         assert node.process is not None
         before, pid = node.status()["holdings"], node.process.pid
-        handshake = mutations.recorded_handshake(address, secret, realm_of(RUN_ID))
+        handshake = mutations.recorded_handshake(address, secret, realm_of(RUN_ID, 1))
         frames = [*handshake, *map(framing.encode, _PUT), b"x" * 100]
         random_ = random.Random(SEED)
         counted = node.count("refused: connection")
@@ -167,7 +167,7 @@ def _insiders(node: Node, secret: bytes, random_: random.Random) -> None:
     """Vaults that know the secret and have lost their mind."""
     for _ in range(INSIDERS):
         address = ("127.0.0.1", node.port)
-        with auth.connect(address, secret, realm_of(RUN_ID), 20) as connection:
+        with auth.connect(address, secret, realm_of(RUN_ID, 1), 20) as connection:
             offer, *others = _PUT
             if random_.random() < 0.7:
                 framing.send(connection, offer)

@@ -157,12 +157,12 @@ def test_bulk_bytes_and_frames_of_one_record_arrive(tls_settings: Files) -> None
     """Both directions, much larger than any buffer; a frame that came along is not waited for."""
     known = contexts(tls_settings)
     listener = socket.create_server(("127.0.0.1", 0))
-    there = TcpTransport(listener, SECRET, "run", SECONDS, known)
+    there = TcpTransport(listener, SECRET, "run", 0, SECONDS, known)
     payload = bytes(range(256)) * (8 << 12)
 
     async def both() -> None:
         loop = asyncio.get_running_loop()
-        connecting = loop.run_in_executor(None, there.connect, *listener.getsockname())
+        connecting = loop.run_in_executor(None, there.connect, 0, *listener.getsockname())
         accepted = await loop.run_in_executor(None, there.accept, SECONDS)
         assert accepted is not None
         await loop.run_in_executor(None, accepted.authenticate)
@@ -196,7 +196,7 @@ def test_bulk_bytes_and_frames_of_one_record_arrive(tls_settings: Files) -> None
 def test_who_is_gone_before_he_is_accepted_holds_nobody_up(tls_settings: Files) -> None:
     """A vault pauses when it cannot accept: a stranger who comes again and again is no reason."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = TcpTransport(listener, SECRET, "run", SECONDS, contexts(tls_settings))
+        there = TcpTransport(listener, SECRET, "run", 0, SECONDS, contexts(tls_settings))
         stranger = socket.create_connection(listener.getsockname())
         stranger.sendall(b"something")
         assert select.select([listener], [], [], SECONDS)[0]
@@ -217,7 +217,7 @@ def test_vaults_commit_and_restore_over_tls(tls_settings: Files, tmp_path: Path)
         node = running.nodes[1]
         secret = auth.load_secret(running.directory)
         with pytest.raises((OSError, framing.WireError)):
-            auth.connect(("127.0.0.1", node.port), secret, realm_of(RUN_ID), SECONDS)
+            auth.connect(("127.0.0.1", node.port), secret, realm_of(RUN_ID, 1), SECONDS)
         wait_until(lambda: node.count("refused: connection") == 1, "it is counted")
         for member in members:
             member.write(Generation(1, 1))

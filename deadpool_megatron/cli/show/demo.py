@@ -37,6 +37,7 @@ from deadpool_megatron.cli.tables import table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.preflight.gpus import VISIBLE
+from deadpool_megatron.process_names import interpreter
 
 CONFIG = "configs/tiny.args"
 # A machine that is busy with other things may take long to import torch in the first process.
@@ -100,8 +101,7 @@ ON_GPUS = Shape(1, 1, "nccl", {})
 def launch_command(run_directory: Path, iterations: int, shape: Shape = ON_CPUS) -> list[str]:
     """What a user would type, with this interpreter."""
     return [
-        sys.executable,
-        *("-m", "deadpool_megatron", "run"),
+        *interpreter("-m", "deadpool_megatron", "run"),
         *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
         *("--nproc-per-node", str(shape.nproc_per_node), "--run-dir", str(run_directory)),
         *("--deadpool-communicator", shape.communicator, "--"),

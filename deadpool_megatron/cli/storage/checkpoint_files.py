@@ -85,6 +85,9 @@ def _findings(directory: Path, progress: Progress) -> Iterator[Finding]:
     entries = sum(len(found) for found in ranges.values())
     yield Finding(directory / METADATA, f"index of {entries} entries", size, Verdict.GOOD)
     for name, found in sorted(ranges.items()):
+        if "/" in name:  # it would lead out of the checkpoint
+            yield Finding(directory / name, "entries", 0, Verdict.BAD, "is no name of a file in it")
+            continue
         yield _verify_file(directory / name, found, progress)
     # What Megatron adds to those of torch. From 0.19 on the common values are in the index.
     common, configuration = directory / "common.pt", directory / "metadata.json"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
+from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.wire import framing
 
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
@@ -116,13 +117,8 @@ class ExecStarter(Starter):
             return
         ours, theirs = socket.socketpair()
         parent = os.getpid()
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "deadpool_megatron.cluster.process.member_main",
-        ]
+        module = "deadpool_megatron.cluster.process.member_main"
+        command = interpreter("-W", "ignore", "-m", module)
         try:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), self._modules],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
-_EXPORT_NAME = re.compile(r"\d{1,9}\.\d{1,9}")
+_EXPORT_NAME = re.compile(r"\d{1,9}(\.[0-9a-f]{8})?\.\d{1,9}")
 _GENERATION = re.compile(r"\d+-\d+")
 _CHECKPOINT = re.compile(r"iter_\d+")
 

@@ -324,12 +324,17 @@ def write_json(
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
     the new one after a power failure, too, which may leave the name on nothing, or on the old one;
     blocks for the disk."""
+    write_text(path, json.dumps(values, indent=1) + "\n", lasting=lasting, mode=mode)
+
+
+def write_text(path: Path, text: str, *, lasting: bool = False, mode: int = _FILE_MODE) -> None:
+    """Replace ``path`` as :func:`write_json` does, through a name that nobody can have made."""
     # Of each call its own: several threads may be at it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(values, indent=1) + "\n")
+            file.write(text)
             if lasting:
                 file.flush()
                 os.fsync(file.fileno())
@@ -365,7 +370,8 @@ def write_once(path: Path, content: bytes, mode: int) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises OSError, or ValueError for anything but a JSON object."""
-    values = json.loads(path.read_text())
+    with os.fdopen(ownership.open_regular(path)) as file:
+        values = json.loads(file.read())
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object")
     return values

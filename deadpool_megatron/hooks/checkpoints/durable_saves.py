@@ -13,6 +13,7 @@ from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.ownership import make_private
 from deadpool_megatron.wire.readiness import readable
 
 _LOOK_SECONDS = 0.05
@@ -48,7 +49,7 @@ class DurableSaves:
         final = base.absolute() / f"iter_{generation.iteration:07d}"
         temporary = final.with_name(f".{final.name}.epoch{epoch}")
         failpoints.hit("save.begin")
-        temporary.mkdir(parents=True, exist_ok=True)
+        make_private(temporary)
         loop.save_checkpoint(temporary)
         dist.barrier()
         failpoints.hit("save.written")

@@ -46,6 +46,7 @@ from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
+from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
@@ -213,6 +214,7 @@ class EpochEntry(Stages):
             megatron_extras.restore(self.loop, pristine)
             megatron_extras.restore_last(pristine)
             self._frozen_weights.forget()
+            check_checkpoint(Path(restore.path))
             self.loop.load_checkpoint(Path(restore.path))
             self._shard_state.readopt()
             # By value: resetting the loop changes some of the tensors in place.

@@ -121,7 +121,7 @@ class Sender(threading.Thread, ABC):
             address = self._state.address(self._node)
             if address is None:
                 raise WireError(f"node {self._node} has no address in epoch {self._epoch}")
-            channel = self._transport.connect(address.host, address.vault_port)
+            channel = self._transport.connect(self._node, address.host, address.vault_port)
             self._channel = channel
             if not self._going():
                 raise WireError("the epoch was closed while connecting")

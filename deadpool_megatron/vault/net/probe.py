@@ -54,7 +54,7 @@ def _probe_one(transport: Transport, peer: Peer, bulk: bool) -> dict[str, Any]:
     found = {"peer": node, "error": "", "round_trip_seconds": 0.0, "clock_seconds": 0.0}
     rate = None
     try:
-        channel = transport.connect(host, port)
+        channel = transport.connect(node, host, port)
         try:
             trip, clock = _echo(channel, node)
             found |= {"round_trip_seconds": trip, "clock_seconds": clock}
@@ -103,5 +103,5 @@ def _reason_of(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, framing.ConnectionClosed):
-        return "connection closed"
+        return "connection closed, as by the vault of another node or run"
     return str(getattr(error, "strerror", None) or error)

@@ -35,9 +35,10 @@ _SENT = struct.Struct("=Q24xQ")
 _KNOWN_BYTES = _SENT_AT + _SENT.size
 
 
-def realm_of(run_id: str) -> str:
-    """What the handshake between vaults is about; not the coordinator's."""
-    return f"{run_id}/vault"
+def realm_of(run_id: str, node: int) -> str:
+    """The subject of a handshake with the vault of ``node``; not the coordinator's, nor that of any
+    other vault: who was dialled is proved, not only that he knows the secret."""
+    return f"{run_id}/vault{node}"
 
 
 class Sent(NamedTuple):
@@ -97,8 +98,8 @@ class Transport(ABC):
     """Opens channels to other vaults and takes theirs. Thread-safe."""
 
     @abstractmethod
-    def connect(self, host: str, port: int) -> Channel:
-        """An authenticated channel. Raises OSError or WireError."""
+    def connect(self, node: int, host: str, port: int) -> Channel:
+        """An authenticated channel to the vault of ``node``. Raises OSError or WireError."""
 
     @abstractmethod
     def accept(self, seconds: float) -> Channel | None:
@@ -200,21 +201,23 @@ class TcpTransport(Transport):
         listener: socket.socket,
         secret: bytes,
         run_id: str,
+        node: int,
         deadline_seconds: float,
         tls: Tls | None = None,
     ) -> None:
         self._listener = listener
         self._secret = secret
-        self._realm = realm_of(run_id)
+        self._run_id, self._realm = run_id, realm_of(run_id, node)
         self._deadline_seconds = deadline_seconds
         self._tls = tls
         defer_accept(listener, HANDSHAKE_SECONDS)
 
-    def connect(self, host: str, port: int) -> Channel:
+    def connect(self, node: int, host: str, port: int) -> Channel:
+        realm = realm_of(self._run_id, node)
         connection = auth.connect(
-            (host, port), self._secret, self._realm, self._deadline_seconds, self._tls
+            (host, port), self._secret, realm, self._deadline_seconds, self._tls
         )
-        return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
+        return SocketChannel(connection, self._deadline_seconds, self._secret, realm)
 
     def accept(self, seconds: float) -> Channel | None:
         self._listener.settimeout(seconds)

@@ -123,7 +123,7 @@ class Owners:
             address = self._state.address(source.node)
             if address is None:
                 raise ConnectionError("not a live node")
-            channel = self._transport.connect(address.host, address.vault_port)
+            channel = self._transport.connect(source.node, address.host, address.vault_port)
             self._channels[source.role] = channel
             if not self._state.is_open(self._epoch):
                 raise ConnectionError("the epoch was closed while connecting")

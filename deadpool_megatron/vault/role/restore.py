@@ -428,7 +428,7 @@ class Obtainer:
         address = self._state.address(node)
         if address is None:
             raise VaultError("not a live node")
-        return self._transport.connect(address.host, address.vault_port)
+        return self._transport.connect(node, address.host, address.vault_port)
 
     def _channel(self, node: int) -> Channel:
         if node not in self._channels:

@@ -60,7 +60,7 @@ class World:
 
     def hear(self, node: int, step: str, **facts: Any) -> None:
         """An agent speaks about the export under way."""
-        name = f"1.{self.exports._course._count}"
+        name = f"{self.exports._term}.{self.exports._course._count}"
         self.exports.heard(node, {"t": "export", "name": name, "step": step, **facts})
 
     def taken(self, iteration: int, boundary: str = "step") -> None:

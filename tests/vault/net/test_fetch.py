@@ -29,7 +29,7 @@ def test_a_malformed_answer_is_as_good_as_none(answer: dict[str, Any]) -> None:
     """It ends no vault: who asked goes on to the next place."""
     network = FakeNetwork()
     here, there = network.transport("a", 1, 5.0), network.transport("b", 1, 5.0)
-    channel = here.connect("b", 1)
+    channel = here.connect(1, "b", 1)
     peer = there.await_one()
     for _ in range(2):
         peer.send(answer)

@@ -74,7 +74,9 @@ def test_real_vaults_reach_each_other_and_refuse_too_much(tmp_path: Path) -> Non
         peers = [(node, "127.0.0.1", port) for node, port in ports]
         found = first.order(first.control.probe(peers, 20.0, bulk=False))
         errors = [Link.from_dict(one).error for one in found]
-        assert errors == ["", "node 1 answers there", "nobody listens there"]
+        assert errors[0] == ""
+        assert "another node" in errors[1]
+        assert errors[2] == "nobody listens there"
         assert first.status()["link"] is None
         found = first.order(first.control.probe(peers[:1], 20.0, bulk=True))
         speed = Link.from_dict(found[0]).bytes_per_second

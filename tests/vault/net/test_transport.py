@@ -90,7 +90,7 @@ def test_little_of_a_copy_waits_in_a_socket(pair: tuple[socket.socket, socket.so
 
 def test_links_within_a_process_have_no_class() -> None:
     transport = FakeNetwork().transport("fake", 0, 5.0)
-    channel = transport.connect("fake", 0)
+    channel = transport.connect(0, "fake", 0)
     channel.give_way(8)
     assert channel.sent() == Sent()
     channel.close()
@@ -101,7 +101,7 @@ def test_what_fetches_has_no_class() -> None:
     """Restores do not give way: only who offers copies marks its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        transport = TcpTransport(listener, b"x" * 32, "run", 5.0)
+        transport = TcpTransport(listener, b"x" * 32, "run", 0, 5.0)
         accepted = []
 
         def serve() -> None:
@@ -112,7 +112,7 @@ def test_what_fetches_has_no_class() -> None:
 
         serving = threading.Thread(target=serve)
         serving.start()
-        channel = transport.connect("127.0.0.1", port)
+        channel = transport.connect(0, "127.0.0.1", port)
         serving.join(10)
         for end in (channel, *accepted):
             assert isinstance(end, SocketChannel)

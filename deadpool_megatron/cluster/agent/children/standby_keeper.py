@@ -17,6 +17,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
     ENVIRONMENT_RUN_ID,
 )
+from deadpool_megatron.process_names import interpreter
 
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 5.0
@@ -118,7 +119,7 @@ class StandbyKeeper:
     def _start(self, orders: int, reports: int) -> ChildWatch:
         parent = os.getpid()
         process = subprocess.Popen(
-            [sys.executable, *self._command, "--report-fd", str(reports)],
+            interpreter(*self._command, "--report-fd", str(reports)),
             pass_fds=(reports,),
             stdin=orders,
             stdout=self._log,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
     RunDirectory,
 )
+from deadpool_megatron.process_names import interpreter
 
 
 def start_child(
@@ -33,7 +33,7 @@ def start_child(
     """
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            interpreter("-m", *command),
             pass_fds=tuple(sockets),
             stdin=subprocess.DEVNULL,
             stdout=output,

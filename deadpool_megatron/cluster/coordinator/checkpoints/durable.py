@@ -31,9 +31,11 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
     unfinished_export,
     write_json,
+    write_text,
 )
 from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.syncing import sync
 
@@ -118,6 +120,7 @@ def make_valid(
     try:
         check_save(temporary, final)
         if temporary == final:
+            check_checkpoint(final)
             _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
             _require(counts())
             _note(run, _SAVED, final)
@@ -134,7 +137,7 @@ def make_valid(
             if _epoch_of(leftover) < restore.generation.lineage:
                 shutil.rmtree(leftover, ignore_errors=True)
         _point_at(restore, run, replaces_equal=True)
-    except OutsideError as error:
+    except (OutsideError, OwnershipError) as error:
         raise DurableError(str(error)) from error
     except OSError as error:
         raise _failed(final, error) from error
@@ -146,7 +149,7 @@ def _give_name(
     if not temporary.is_dir() and not _has_named(run, final):
         raise DurableError(f"{temporary} is not a directory")
     try:
-        _sync_all(temporary)
+        _take(temporary)
         _require(counts())
         # Asked after the sync: what another coordinator has made valid meanwhile stays. It notes
         # the name before it gives it.
@@ -180,7 +183,7 @@ def publish_export(
     """
     iteration = restore.generation.iteration
     try:
-        _sync_all(temporary)
+        _take(temporary)
         if not counts():
             raise DurableError("training has gone on from before it")
         if not final.exists():
@@ -198,18 +201,16 @@ def publish_export(
             )
         tracker = final.parent / _TRACKER
         if _newest_by(tracker) < iteration:
-            following = tracker.with_name(f".{tracker.name}.new")
-            following.write_text(str(iteration))
-            sync(following)
-            following.replace(tracker)
-            sync(tracker.parent)
+            write_text(tracker, str(iteration), lasting=True)
         _point_at(restore, run, replaces_equal=False)
         remove_unfinished(final.parent, run_id)
+    except OwnershipError as error:
+        raise DurableError(str(error)) from error
     except OSError as error:
         raise _failed(final, error) from error
 
 
-def remove_unfinished(directory: Path, run_id: str, term: int = 0) -> None:
+def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
     """Of exports of a run that a failure ended together with their coordinator; none of ``term``.
 
     Their names go first: a coordinator that was only thought dead must not publish one meanwhile.
@@ -354,6 +355,13 @@ def _epoch_of(unfinished: Path) -> int:
     """Of the epoch that it was saved in; no name of ours is of none that ever ends."""
     number = unfinished.suffix.removeprefix(".epoch")
     return int(number) if number.isdecimal() else sys.maxsize
+
+
+def _take(temporary: Path) -> None:
+    """Have on the disk what is to get a name, and open to whoever may enter the directory above."""
+    check_checkpoint(temporary)
+    _sync_all(temporary)
+    temporary.chmod(temporary.parent.stat().st_mode & 0o755)
 
 
 def _sync_all(temporary: Path) -> None:

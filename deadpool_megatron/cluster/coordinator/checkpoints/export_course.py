@@ -80,9 +80,10 @@ class ExportCourse:
     """See the module text. ``now`` is monotonic seconds; effects are taken after each call."""
 
     def __init__(
-        self, settings: Settings, world_size: int, run_id: str, term: int, directory: Path
+        self, settings: Settings, world_size: int, run_id: str, term: str, directory: Path
     ) -> None:
-        """``directory``: of exports that nobody names another one for."""
+        """``directory``: of exports that nobody names another one for; ``term``: first part of
+        their names until they are whole."""
         self._settings = settings
         self._world_size = world_size
         self._run_id = run_id

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -56,7 +57,8 @@ class Exports:
         # of them with each export that it costs.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._directory = export_directory(options.info.settings, options.run)
-        self._term = options.term.number
+        # Nobody else can make the directory of an export before us: its name cannot be guessed.
+        self._term = f"{options.term.number}.{secrets.token_hex(4)}"
         self._has_ordered = False
         self._course = ExportCourse(
             options.info.settings,

@@ -1,0 +1,83 @@
+"""Directories of checkpoints that others can reach: nothing of theirs is written to or believed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+    DurableError,
+    make_valid,
+    publish_export,
+)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.ownership import OwnershipError, check_checkpoint, make_private
+from tests.security.users import ATTACKER, needs_root
+
+Tamper = Callable[[Path], None]
+
+
+def link(unfinished: Path) -> None:
+    (unfinished / "__0_0.distcp").symlink_to("/dev/null")
+
+
+def open_to_all(unfinished: Path) -> None:
+    (unfinished / ".metadata").touch()
+    (unfinished / ".metadata").chmod(0o666)
+
+
+def of_another_user(unfinished: Path) -> None:
+    (unfinished / "common.pt").touch()
+    os.chown(unfinished / "common.pt", ATTACKER, ATTACKER)
+
+
+@pytest.mark.parametrize(
+    "tamper", [link, open_to_all, pytest.param(of_another_user, marks=needs_root)]
+)
+def test_what_others_have_written_gets_no_name(tmp_path: Path, tamper: Tamper) -> None:
+    run, folder = RunDirectory(tmp_path / "run"), tmp_path / "shared"
+    run.path.mkdir()
+    for unfinished, give in (
+        (folder / ".export-id-1.1", publish_export),
+        (folder / ".iter_0000004.epoch1", make_valid),
+    ):
+        make_private(unfinished)
+        tamper(unfinished)
+        final = folder / "iter_0000004"
+        restore = Restore("durable", Generation(1, 4), "save", str(final))
+        with pytest.raises(DurableError, match=str(unfinished)):
+            give(unfinished, final, restore, run, "id")
+        assert not final.exists()
+        with pytest.raises(OwnershipError):  # nor is it loaded, if it got there in another way
+            check_checkpoint(unfinished)
+
+
+def test_a_directory_that_is_there_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "guessed").mkdir(mode=0o777)
+    (tmp_path / "guessed").chmod(0o777)
+    (tmp_path / "leads").symlink_to(tmp_path)
+    for name in ("guessed", "leads"):
+        with pytest.raises(OwnershipError, match="not a directory of this user alone"):
+            make_private(tmp_path / name)
+
+
+def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not_followed(
+    tmp_path: Path,
+) -> None:
+    run, folder, thesis = RunDirectory(tmp_path / "run"), tmp_path / "shared", tmp_path / "thesis"
+    run.path.mkdir()
+    folder.mkdir(mode=0o755)
+    thesis.write_text("mine")
+    (folder / ".latest_checkpointed_iteration.txt.new").symlink_to(thesis)
+    (folder / "latest_checkpointed_iteration.txt").symlink_to(thesis)
+    unfinished, final = folder / ".export-id-1.1", folder / "iter_0000004"
+    make_private(unfinished)
+    restore = Restore("durable", Generation(1, 4), "save", str(final))
+    publish_export(unfinished, final, restore, run, "id")
+    assert final.stat().st_mode & 0o777 == 0o755
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert thesis.read_text() == "mine"
