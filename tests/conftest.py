@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--cell") is None:
         items[:] = [item for item in items if item.name != "test_one_cell"]
     if config.getoption("--within") is not None:
-        items[:] = in_turn(items, _may_be_left_out, lambda item: item.path, _commit())
+        items[:] = in_turn(items, _may_be_left_out, lambda item: item.path, commit())
     if not Path("/dev/nvidiactl").exists():
         no_gpu = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
@@ -96,7 +96,7 @@ def _may_be_left_out(item: pytest.Item) -> bool:
     return full is not None and not full.kwargs.get("every_time", False)
 
 
-def _commit() -> str:
+def commit() -> str:
     command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     try:
         return subprocess.run(

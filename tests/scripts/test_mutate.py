@@ -1,0 +1,74 @@
+"""Known slips of the package are noticed: all fit the files as they are, and some are tried."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import commit
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import mutate  # noqa: E402
+
+FILE = "deadpool_megatron/layout/group_names.py"
+TESTS = "tests/layout/test_group_names.py"
+NUMBER, COMMENT = "_SHORTEST_RUN = 3", "# So many at equal distances"
+# What is there, what is put there, the tests, and what becomes of it.
+TRIALS = {
+    "wrong": (
+        NUMBER,
+        "_SHORTEST_RUN = 2",
+        f"{TESTS}::test_a_large_group_has_a_short_name",
+        "noticed",
+    ),
+    "idle": (COMMENT, "# Those at equal distances", TESTS, "survived"),
+    "broken": (NUMBER, "raise SystemError", TESTS, "not tried"),
+    "moved": ("no such text", "", TESTS, "not tried"),
+    "untested": (NUMBER, "_SHORTEST_RUN = 2", f"{TESTS}::test_that_is_gone", "not tried"),
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "mutate.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("slip", mutate.load(), ids=lambda slip: slip.id)
+def test_each_slip_fits_its_file_and_has_its_tests(slip: mutate.Slip) -> None:
+    assert slip.applied() != (ROOT / slip.file).read_text()
+    assert mutate.missing_tests(slip) == []
+
+
+@pytest.mark.slow
+def test_what_no_test_notices_is_named(tmp_path: Path) -> None:
+    """And what could not be tried; the working tree stays as it is."""
+    before = (ROOT / FILE).read_text()
+    slips = [
+        f'[[slip]]\nid = "{name}"\nfile = "{FILE}"\nold = "{old}"\nnew = "{new}"\n'
+        f'means = "a slip of a test"\ntests = ["{test}"]\n'
+        for name, (old, new, test, _) in TRIALS.items()
+    ]
+    (tmp_path / "some.toml").write_text("".join(slips))
+    all_of_them = run("--slips", str(tmp_path), "--json")
+    assert all_of_them.returncode == 2, all_of_them.stderr
+    found = {trial["slip"]["id"]: trial["outcome"] for trial in json.loads(all_of_them.stdout)}
+    assert found == {name: outcome for name, (*_, outcome) in TRIALS.items()}
+    two = run("--slips", str(tmp_path), "wrong", "idle")
+    assert two.returncode == 1
+    assert f"survived  idle  {FILE}: a slip of a test" in two.stdout
+    assert "1 noticed" in two.stdout
+    assert (ROOT / FILE).read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.full(every_time=True)
+def test_slips_drawn_at_random_are_noticed() -> None:
+    """Others at each commit."""
+    done = run("--draw", "30", "--seed", commit())
+    assert done.returncode == 0, done.stdout
