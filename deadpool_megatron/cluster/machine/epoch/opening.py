@@ -9,7 +9,7 @@ from immutables import Map
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Announce
 from deadpool_megatron.cluster.machine.epoch.deciding import decide
-from deadpool_megatron.cluster.machine.epoch.ending import check_done
+from deadpool_megatron.cluster.machine.epoch.ending import check_done, finish
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause, pause
 from deadpool_megatron.cluster.machine.gathering import restart
 from deadpool_megatron.cluster.machine.inputs import Restored
@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Deciding, Opening, Rejoining, Running
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.layout.seats import SeatTable
 
 
@@ -101,10 +101,13 @@ def opening_seconds(turn: Turn, record: EpochRecord) -> float:
 
 def restored(turn: Turn, event: Restored) -> None:
     """A role has its state; with the last one the epoch opens."""
-    role, record = turn.player(event), turn.state.record
+    role, record, doing = turn.player(event), turn.state.record, turn.state.doing
     if role is None or record is None:
         return
-    if event.generation != record.restore.generation:
+    if record.restore.kind == "initial" and isinstance(doing, Rejoining | Opening):
+        if not _begins_alike(turn, doing, event.generation, record):
+            return
+    elif event.generation != record.restore.generation:
         text = f"role {role} restored {event.generation} instead of {record.restore.generation}"
         kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
         turn.suspect(Failure(text, kind, signature, node=event.node), doubtful=True)
@@ -113,6 +116,21 @@ def restored(turn: Turn, event: Restored) -> None:
     if isinstance(doing, Rejoining | Opening):
         turn.enter(replace(doing, restored=doing.restored.with_item(role)))
         check_opened(turn)
+
+
+def _begins_alike(
+    turn: Turn, doing: Rejoining | Opening, found: Generation, record: EpochRecord
+) -> bool:
+    """Take what the roles of an initial start begin with: their program may have loaded a
+    checkpoint of its own. Where they have not all loaded the same, the run ends."""
+    begins = doing.begins or found
+    if found != begins:
+        loaded = f"iterations {begins.iteration} and {found.iteration}"
+        finish(turn, 1, f"roles loaded different checkpoints, of {loaded}: see what --load names")
+        return False
+    record = replace(record, restore=replace(record.restore, generation=begins))
+    turn.state = turn.state._replace(record=record, doing=replace(doing, begins=begins))
+    return True
 
 
 def check_opened(turn: Turn) -> None:

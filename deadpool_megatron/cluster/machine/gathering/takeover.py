@@ -122,7 +122,8 @@ def _go_on(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
             turn.change(request.at(Stage.REFUSED, STARTED_AGAIN))
     failure = rejoining.missed or _happened(turn, record)
     deadline = turn.now + opening_seconds(turn, record)
-    turn.enter(Opening(deadline, rejoining.restored, rejoining.done, rejoining.pause))
+    restored, done = rejoining.restored, rejoining.done
+    turn.enter(Opening(deadline, restored, done, rejoining.begins, rejoining.pause))
     if failure is not None:
         close(turn, failure)
         return

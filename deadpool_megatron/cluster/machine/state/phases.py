@@ -58,7 +58,8 @@ class Rejoining:
     """A coordinator has taken over: the newest epoch goes on while its agents come back.
 
     ``missed``: why it must be closed as soon as all are back. ``restored``, ``done``: roles that
-    have their state, or have completed their last iteration. ``pause``: ordered earlier.
+    have their state, or have completed their last iteration. ``begins``: as in :class:`Opening`.
+    ``pause``: ordered earlier.
     ``requests``: numbers of those that are over if it turns out that no process is left of before.
     """
 
@@ -67,6 +68,7 @@ class Rejoining:
     missed: Failure | None = None
     restored: PersistentSet[int] = field(default_factory=PersistentSet)
     done: PersistentSet[int] = field(default_factory=PersistentSet)
+    begins: Generation | None = None
     pause: PauseOrder | None = None
     requests: frozenset[int] = frozenset()
 
@@ -100,12 +102,14 @@ class Deciding:
 
 @dataclass(frozen=True)
 class Opening:
-    """Waits until every role has restored. ``pause``: wanted as soon as the epoch runs."""
+    """Waits until every role has restored. ``begins``: the generation that the roles of an initial
+    start have told. ``pause``: wanted as soon as the epoch runs."""
 
     phase: ClassVar = Phase.OPENING
     deadline: float
     restored: PersistentSet[int] = field(default_factory=PersistentSet)
     done: PersistentSet[int] = field(default_factory=PersistentSet)
+    begins: Generation | None = None
     pause: PauseOrder | None = None
 
 

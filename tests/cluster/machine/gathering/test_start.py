@@ -145,6 +145,26 @@ def test_failure_before_anything_ran_begins_again() -> None:
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
 
 
+@pytest.mark.parametrize(("loaded", "status"), [((3, 3), None), ((3, 5), 1), ((0, 5), 1)])
+def test_a_run_begins_with_what_all_roles_have_loaded(
+    loaded: tuple[int, int], status: int | None
+) -> None:
+    """A program that loads a checkpoint while it is built begins at its iteration."""
+    rig = Rig()
+    rig.gather()
+    rig.journal()
+    for role, iteration in enumerate(loaded):
+        rig.feed(ev.Restored(*rig.seat(role), 1, g(iteration)))
+    if status is None:
+        assert rig.state.phase is Phase.RUNNING
+        assert rig.record.restore == Restore("initial", g(3))
+        assert (rig.state.reached, rig.state.blame.suspicion) == (3, None)
+    else:
+        finish = rig.one(act.Finish)
+        assert finish.exit_status == status
+        assert finish.reason.startswith("roles loaded different checkpoints")
+
+
 @pytest.mark.parametrize("late", ["epoch", "incarnation", "role"])
 def test_stale_restored_is_refused(late: str) -> None:
     rig = Rig()
