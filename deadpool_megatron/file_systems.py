@@ -1,15 +1,56 @@
-"""What is on the disk also after a power failure."""
+"""What a file system offers: told apart from what fails on one that does."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+_NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LOCKS = (*_NOT_OFFERED, errno.ENOLCK)
+_NO_LINKS = (*_NOT_OFFERED, errno.EPERM)
 
 
 def sync(path: Path) -> None:
-    """Have a file or the names in a directory on the disk. Raises OSError."""
+    """Have a file or the names in a directory on the disk; some file systems, network and
+    user-space ones mostly, do the latter by themselves and refuse to be asked. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED or not path.is_dir():
+            raise
     finally:
         os.close(handle)
+
+
+def lock(handle: int, name: Path) -> None:
+    """Lock an open file for this process alone, without waiting. On a file system without locks
+    this says so, and that is all. Raises BlockingIOError while another one has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        text = f"{name}: no locks here ({error.strerror}), goes on without"
+        print(f"deadpool: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def linking(name: Path) -> Iterator[None]:
+    """Around ``os.link``: an OSError names the file, and what the file system lacks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            error.strerror = (
+                f"this file system has no hard links ({error.strerror}), which the files of a run"
+                " take: choose another one"
+            )
+        # That of a full disk names none, that of a link two.
+        error.filename, error.filename2 = str(name), None
+        raise

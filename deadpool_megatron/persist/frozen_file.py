@@ -24,8 +24,8 @@ import xxhash
 from torch import Tensor
 
 from deadpool_megatron import failpoints, ownership
+from deadpool_megatron.file_systems import sync
 from deadpool_megatron.persist.frozen_folder import fits
-from deadpool_megatron.syncing import sync
 
 #: in a skeleton, the part of a piece that lies in such a file
 FROZEN = "frozen"

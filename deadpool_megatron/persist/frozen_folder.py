@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron import ownership
-from deadpool_megatron.syncing import sync
+from deadpool_megatron.file_systems import sync
 
 _PIECE_BYTES = 16 << 20
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deadpool_megatron import file_systems
 from deadpool_megatron.trainer.config import BadArgumentsError
 from deadpool_megatron.trainer.megatron_api import IndexedDatasetBuilder
 
@@ -98,9 +98,9 @@ def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as stream:
         while time.monotonic() < deadline:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file_systems.lock(stream.fileno(), path)
                 break
-            except OSError:
+            except BlockingIOError:
                 time.sleep(0.05)
         yield
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import ownership
+from deadpool_megatron.file_systems import linking
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireError
 from deadpool_megatron.wire.records import Direction, RecordReader, RecordSocket, RecordWriter
@@ -69,14 +70,12 @@ def create_secret(run_directory: Path) -> None:
     temporary = run_directory / f".secret.{os.getpid()}.{secrets.token_hex(4)}"
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_hex(32).encode())
-        os.link(temporary, run_directory / "secret")
+        with linking(run_directory / "secret"):
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_hex(32).encode())
+            os.link(temporary, run_directory / "secret")
     except FileExistsError:
         pass  # another agent of the run was first
-    except OSError as error:
-        error.filename = error.filename or str(run_directory / "secret")  # a full disk names none
-        raise
     finally:
         temporary.unlink()
 

@@ -8,7 +8,6 @@ what its slots in memory were made with.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shutil
 import time
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from deadpool_megatron import file_systems
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import GONE, WRONG, JournalError
@@ -55,14 +55,12 @@ def hold(run: RunDirectory) -> int:
     run.make()
     lock = os.open(run.launcher_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file_systems.lock(lock, run.launcher_lock)
     except BlockingIOError as error:
         os.close(lock)
         raise CommandError(
             f"--run-dir {run.path} is in use by another 'deadpool run', here or on another host"
         ) from error
-    except OSError:
-        pass  # a file system without locks
     return lock
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
+from deadpool_megatron.file_systems import linking, sync
 from deadpool_megatron.wire import large_json
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
@@ -120,7 +121,7 @@ class DirectoryJournal(Journal):
                 file.flush()
                 os.fsync(file.fileno())
             self._link(temporary, final, entry)
-            self._sync_directory()
+            sync(self._directory)
         except OSError as error:
             raise JournalError(f"cannot write {final}: {error.strerror}") from error
         finally:
@@ -130,7 +131,8 @@ class DirectoryJournal(Journal):
     @staticmethod
     def _link(temporary: Path, final: Path, entry: Mapping[str, Any]) -> None:
         try:
-            os.link(temporary, final)
+            with linking(final):
+                os.link(temporary, final)
         except OSError as error:
             # An NFS client that repeats a request whose answer was lost reports EEXIST for its own
             # success; two names on the temporary file prove that the link was ours.
@@ -141,13 +143,6 @@ class DirectoryJournal(Journal):
                     return  # ours, of an earlier try whose end was not known
                 raise LostRace(f"{final} was written by another coordinator") from error
             raise
-
-    def _sync_directory(self) -> None:
-        handle = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
     def has(self, kind: str, number: int) -> bool:
         """See :class:`Journal`."""

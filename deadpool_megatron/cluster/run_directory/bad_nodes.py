@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron import ownership
+from deadpool_megatron import file_systems, ownership
 from deadpool_megatron.cluster.run_directory.directory import write_json
 
 # Names end up in the options of other programs.
@@ -167,7 +166,7 @@ def _wait_for(lock: int, file: Path) -> None:
     limit = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file_systems.lock(lock, file)
         except BlockingIOError as error:
             if time.monotonic() > limit:
                 what = f"another run has been writing it for {_LOCK_SECONDS:g} s"

@@ -21,8 +21,8 @@ from typing import Any
 
 import deadpool_megatron
 from deadpool_megatron import ownership
+from deadpool_megatron.file_systems import linking, sync
 from deadpool_megatron.settings import Settings, SettingsError
-from deadpool_megatron.syncing import sync
 
 # What comes of values in a file that are not those that were written there.
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -353,16 +353,14 @@ def write_once(path: Path, content: bytes, mode: int) -> bool:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
+        with linking(path):
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError as error:
-        error.filename = error.filename or str(path)  # that of a full disk names no file
-        raise
     finally:
         temporary.unlink()
     return True

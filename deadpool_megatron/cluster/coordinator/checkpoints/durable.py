@@ -34,10 +34,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_text,
 )
 from deadpool_megatron.cluster.run_directory.latest import read_latest
+from deadpool_megatron.file_systems import sync
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.syncing import sync
 
 
 class DurableError(Exception):

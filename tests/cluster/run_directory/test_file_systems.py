@@ -1,0 +1,85 @@
+"""Operations that a file system does not offer are not those that have failed on it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import file_systems
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal, JournalError
+from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
+from deadpool_megatron.cluster.run_directory.directory import write_json, write_once
+from deadpool_megatron.trainer import corpus
+from deadpool_megatron.wire.auth import create_secret
+
+BAD = BadNode("n1", "hang", 1.0, "4711", "stood still")
+NO_LINKS = "has no hard links"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_names_that_cannot_be_synced_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As on old CIFS, sshfs and gocryptfs. A disk that fails is another thing."""
+    fsync = os.fsync
+
+    def of_files(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    journal = DirectoryJournal(tmp_path / "journal")
+    if number == errno.EIO:
+        with pytest.raises(JournalError, match="Input/output"):
+            journal.write("term", 1, {"a": 1})
+        return
+    journal.write("term", 1, {"a": 1})
+    assert journal.read("term", 1) == {"a": 1}
+    write_json(tmp_path / "latest.json", {"b": 2}, lasting=True)
+    assert add_bad_node(tmp_path, BAD)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_not_one_where_somebody_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_systems.fcntl, "flock", flock)
+    began = time.monotonic()
+    with corpus._lock(tmp_path / "corpus.lock"):
+        assert time.monotonic() - began < 5
+    assert add_bad_node(tmp_path, BAD)
+    assert [one.host for one in read_bad_nodes(tmp_path)] == ["n1"]
+    told = capfd.readouterr().err
+    assert f"corpus.lock: no locks here ({os.strerror(number)}), goes on without" in told
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda folder: write_once(folder / "name", b"it", 0o600),
+        create_secret,
+        lambda folder: DirectoryJournal(folder).write("term", 1, {}),
+    ],
+)
+def test_a_file_system_without_hard_links_is_told_by_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, give: Callable[[Path], object], number: int
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "its temporary name")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises((OSError, JournalError), match=NO_LINKS) as caught:
+        give(tmp_path)
+    assert "temporary" not in str(caught.value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
