@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from deadpool_megatron import ownership
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, address_in
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
@@ -79,9 +80,15 @@ def warn_in_the_clear(host: str, settings: Settings) -> None:
         )
 
 
-def warn_of_danger_above(path: Path) -> None:
-    """Say in one line that somebody else could put another directory in place of this one."""
-    if why := ownership.danger_above(path):
+def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
+    """Say in a line each that somebody else could put another directory in place of this one, or of
+    those that checkpoints of the run go to."""
+    paths = [path]
+    if info is not None:
+        words = (*info.command, "")
+        saves = [after for word, after in pairwise(words) if word == "--save"]
+        paths += [Path(name) for name in (info.settings.persist_directory, *saves) if name]
+    for why in filter(None, map(ownership.danger_above, paths)):
         print(f"{why} (docs/security.md)", file=sys.stderr, flush=True)
 
 

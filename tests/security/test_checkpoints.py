@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     publish_export,
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.hooks.pretraining.checkpoints.storage_faults import StorageFaults
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint, make_private
 from tests.security.users import ATTACKER, needs_root
@@ -81,3 +82,15 @@ def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not
     assert final.stat().st_mode & 0o777 == 0o755
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert thesis.read_text() == "mine"
+
+
+def test_a_save_into_what_somebody_else_has_made_is_lost_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    directory = tmp_path / "iter_0000004"
+    directory.mkdir()
+    link(directory)
+    faults = StorageFaults()
+    faults.begin(directory)
+    assert f"{directory / '__0_0.distcp'} is a link" in faults.forget()

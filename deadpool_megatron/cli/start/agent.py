@@ -262,7 +262,7 @@ def _settle(args: argparse.Namespace) -> _Settled:
     check_address(run, place.host)
     _check_listening(run, args, place.host)
     warn_in_the_clear(place.host, info.settings)
-    warn_of_danger_above(run.path)
+    warn_of_danger_above(run.path, info)
     if fixed is not None:
         _probe(fixed, secret, info)
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:

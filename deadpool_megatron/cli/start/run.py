@@ -143,7 +143,7 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     except failpoints.FaultPlanError as error:
         raise CommandError(str(error)) from error
     warn_in_the_clear(address, settings)
-    warn_of_danger_above(directory.path)
+    warn_of_danger_above(directory.path, info)
     scripts.announce(args.command, os.environ)
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
     gpus = gpus_to_share(info, len(numbers), os.environ)

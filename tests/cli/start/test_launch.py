@@ -115,12 +115,13 @@ def test_a_run_whose_directory_others_could_replace_says_so(
     script = tmp_path / "x.py"
     script.touch()
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "json")
-    for mode, lines in ((0o2775, 1), (0o3775, 0)):
+    for mode, lines in ((0o2775, 2), (0o3775, 0)):
         with common_directory() as common:
             (common / "team").mkdir()
             (common / "team").chmod(mode)
             place = ("--run-dir", str(common / "team" / "run"))
-            assert main(["run", *size, *place, "--quiet", "--", str(script)]) == 0
+            saves = ("--save", str(common / "team" / "saves"))
+            assert main(["run", *size, *place, "--quiet", "--", str(script), *saves]) == 0
         assert capsys.readouterr().err.count("can put another directory in place of") == lines
 
 

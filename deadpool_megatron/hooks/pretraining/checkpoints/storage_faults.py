@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import io
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import replaced
+from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _PROBE_BYTES = 4096
@@ -43,11 +45,12 @@ class StorageFaults:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            check_checkpoint(directory)  # before anybody writes through a link of somebody else's
             with tempfile.NamedTemporaryFile(dir=directory) as probe:
                 probe.write(bytes(_PROBE_BYTES))
                 probe.flush()
                 os.fsync(probe.fileno())
-        except OSError as error:
+        except (OSError, OwnershipError) as error:
             self._note(error)
 
     def agree(self, device: torch.device) -> bool:
@@ -132,7 +135,7 @@ class StorageFaults:
             yield io.StringIO()
             return
         # A tracker that could be written in part only would name no checkpoint.
-        written = f"{path}.new" if mode == "w" else path
+        written = f"{path}.{secrets.token_hex(4)}" if mode == "w" else path
         file = io.StringIO()
         try:
             file = original(written, mode)
