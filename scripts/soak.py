@@ -115,7 +115,7 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
     print(f"reference: {number} iterations without a fault", file=sys.stderr)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
     try:
-        reference = rounds.start(base / "reference", number, began, None)
+        reference = rounds.start(base / "reference", number, began, None, nodes=())
         done.append(reference)
         rounds.finish(reference, number)
         clean(reference)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,13 +165,19 @@ class Round:
         return all(n in listings and posix.is_alive(int(listings[n]["agent"])) for n in nodes)
 
 
-def start(directory: Path, iterations: int, began: float, reference: Hashes | None) -> Round:
-    """Start ``deadpool run``, in a process group of its own."""
-    spares = SPARES if reference is not None else 0
+def start(
+    directory: Path,
+    iterations: int,
+    began: float,
+    reference: Hashes | None,
+    nodes: Sequence[str] = ("--spares", str(SPARES), "--refill", "100000"),
+) -> Round:
+    """Start ``deadpool run``, in a process group of its own. ``nodes``: that stand in for lost
+    ones."""
     command = [
         *(sys.executable, "-m", "deadpool_megatron", "run", "--run-dir", str(directory)),
-        *("--nodes", str(NODES), "--nproc-per-node", "1", "--spares", str(spares), "--quiet"),
-        *("--refill", "100000", *_SETTINGS.split(), "--", *_MODEL.split()),
+        *("--nodes", str(NODES), "--nproc-per-node", "1", *nodes, "--quiet"),
+        *(*_SETTINGS.split(), "--", *_MODEL.split()),
         *("--train-iters", str(iterations)),
     ]
     with open(directory.with_suffix(".out"), "wb") as output:
