@@ -25,7 +25,8 @@ REPLICAS = 3
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
+def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path, communicator: str) -> None:
     (text,) = re.findall(r"```python\n(# ddp\.py\n.*?)```", DOCUMENT.read_text(), re.DOTALL)
     script = tmp_path / "ddp.py"
     script.write_text(text)
@@ -34,7 +35,8 @@ def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path) -> None
     faults = [
         fault("death", "comm", when_op="allreduce", when_role=1, when_iteration=6, target="node")
     ]
-    outcome = run_program(tmp_path / "run", program, faults, spares=1)
+    settings = f"--deadpool-communicator {communicator}"
+    outcome = run_program(tmp_path / "run", program, faults, spares=1, settings=settings)
     assert_unnoticed(outcome, undisturbed(program), faults)
     assert max(recomputed(outcome)) <= 1
 

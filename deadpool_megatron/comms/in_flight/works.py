@@ -312,6 +312,13 @@ class StreamWork(SeamWork):
         self._passed()
         return True
 
+    def get_future(self) -> Any:
+        """The inner future itself: it has the events that order streams, and is complete as soon as
+        the operation is enqueued, so nobody can hang in it. One of ours would order nothing
+        (ATen/core/ivalue_inl.h: a future knows its devices from the start, or has none)."""
+        self.epoch.check(self.operation)
+        return self.inner.get_future()
+
 
 class CompletedWork(dist.Work):
     """Work of an operation that was complete when it returned."""

@@ -292,6 +292,24 @@ class FakeCommunicator:
             self._stream.put(None)
 
 
+class FakeFuture(torch.futures.Future[list[torch.Tensor]]):
+    """NCCL's future of an operation: complete at once for callbacks, which a device would order.
+
+    A wait that C++ makes for it, as DistributedDataParallel does, is seen by nobody; so it holds
+    the host until the operation is over.
+    """
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def value(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+
 class FakeWork:
     """An operation of a fake communicator, or a batch of them (``children``).
 
@@ -318,6 +336,24 @@ class FakeWork:
         self._lock = threading.Lock()
         self._outcome: bool | None = None
         self._error: RuntimeError | None = None
+        self._future: FakeFuture | None = None
+
+    def get_future(self) -> FakeFuture:
+        """See :class:`FakeFuture`."""
+        with self._lock:
+            self._future = self._future or FakeFuture(self.outputs)
+        if self._done.is_set():
+            self._let_go()
+        return self._future
+
+    def _let_go(self) -> None:
+        """Who waits for the future is ordered after the operation."""
+        with self._lock:
+            future = self._future
+        if future is not None and not torch.futures.Future.done(future):
+            self.block()
+            order.forget(self)
+            torch.futures.Future.set_result(future, self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the calling thread after the operation; a barrier blocks, as NCCL's does."""
@@ -372,6 +408,8 @@ class FakeWork:
             if not self._communicator.aborted:
                 self._communicator.noticed()
                 self._error = dist.DistBackendError(str(error))
+            else:
+                self._let_go()
             return
         if isinstance(self.inner, SeveralWorks):
             self.inner.copy_results()
@@ -379,6 +417,7 @@ class FakeWork:
         self._communicator.ended()
         if not self._communicator.aborted:
             self._done.set()
+        self._let_go()
 
 
 def _run_stream(stream: SimpleQueue[FakeWork | None]) -> None:

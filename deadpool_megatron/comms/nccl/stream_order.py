@@ -138,6 +138,10 @@ class Order:
             self._drop(operation)
         return True
 
+    def forget(self, operation: Operation) -> None:
+        """Whoever touches its outputs from now on is ordered after it."""
+        self._drop(operation)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
 import json
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +351,22 @@ def whole_set(member: Member) -> bool:
 
 def test_gloo_groups_stay_gloo() -> None:
     assert all(run(2, whole_set, kind=KIND).values())
+
+
+def waits_in_cpp(member: Member) -> float:
+    """DistributedDataParallel waits for the future of an operation, in C++."""
+    member.init("nccl")
+    member.attach(0)
+    store, value = member.store(), torch.ones(3)
+    if member.rank == 1:
+        with contextlib.suppress(dist.DistStoreError):  # held until we are there
+            store.wait(["gone on"], timedelta(seconds=1))
+    work = dist.all_reduce(value, async_op=True)
+    torch.futures.Future.wait(work.get_future())
+    if member.rank == 0:
+        store.set("gone on", b"")
+    return value[0].item()
+
+
+def test_a_wait_for_the_future_of_an_operation_orders_what_comes_after() -> None:
+    assert run(2, waits_in_cpp, kind=KIND) == {0: 2.0, 1: 2.0}
