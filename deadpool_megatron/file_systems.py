@@ -7,12 +7,42 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LOCKS = (*_NOT_OFFERED, errno.ENOLCK)
 _NO_LINKS = (*_NOT_OFFERED, errno.EPERM)
+#: of names that this user's processes still hold, and that are not there any more
+LIKELY_CLEANERS = (
+    "by RemoveIPC of systemd-logind at the end of a login, an epilog of this site, or a cleaner of"
+    " temporary files, it seems"
+)
+
+
+class HeldName:
+    """A name that others may clean away while it is in use. ``make`` has it there (again)."""
+
+    def __init__(self, path: Path, make: Callable[[], object]) -> None:
+        self._path, self._make = path, make
+        self._known = _identity(path)
+
+    def look(self) -> bool:
+        """Make it anew unless it leads where it did; whether that was so. Raises OSError, and what
+        ``make`` raises."""
+        if _identity(self._path) == self._known:
+            return False
+        self._make()
+        self._known = _identity(self._path)
+        return True
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def sync(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, address_in
+from deadpool_megatron.preflight import offered
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
@@ -90,6 +92,15 @@ def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
         paths += [Path(name) for name in (info.settings.persist_directory, *saves) if name]
     for why in filter(None, map(ownership.danger_above, paths)):
         print(f"{why} (docs/security.md)", file=sys.stderr, flush=True)
+
+
+def check_platform() -> None:
+    """This host offers what any run takes, or CommandError says what is missing; one line more
+    where what a run has in memory may be removed."""
+    if why := offered.missing():
+        raise CommandError(why)
+    if why := offered.memory_may_go(os.geteuid()):
+        print(why, file=sys.stderr, flush=True)
 
 
 def raw(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -25,7 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import ownership
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
@@ -48,6 +50,7 @@ from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
 _MOST_KEPT_EVENTS = 1000
+_NAMES_SECONDS = 1.0
 
 
 class Vault:
@@ -79,6 +82,7 @@ class Vault:
         self._damaged: set[tuple[Segment, int, str, int]] = set()
         self._stop = threading.Event()
         self._remove = False
+        self._said_of_names = ""
         self.ended_by_signal = False
 
     def start(self) -> None:
@@ -101,8 +105,12 @@ class Vault:
 
     def wait(self) -> None:
         """Until told to stop, or for want of an agent. Then everything is stopped."""
+        looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
             self._state.table.removed.clear()
+            if time.monotonic() - looked > _NAMES_SECONDS:
+                looked = time.monotonic()
+                self._keep_names()
             with self._event_lock:
                 alone = self._agent is None
             if alone and time.monotonic() - self._alone_since > self._settings.restore_seconds:
@@ -123,6 +131,26 @@ class Vault:
         """End :meth:`wait`. Not for signal handlers, which set ``ended_by_signal``."""
         self._remove = self._remove or remove
         self._stop.set()
+
+    def _keep_names(self) -> None:
+        """Whoever comes next looks for what is here by its name: names that somebody else has
+        removed lead to what is held open again."""
+        try:
+            with self._state.lock:
+                for directory in (self._directory.parent, self._directory):
+                    if not directory.exists():
+                        ownership.make_private(directory)
+                gone = [s for s in self._state.table.segments.values() if s.keep_name()]
+                if not self._links.keep_name() and not gone:
+                    return
+            trouble = "made anew; what is held in memory goes with this node's vault, from here on"
+        except (OSError, ownership.OwnershipError) as error:
+            trouble = f"and cannot be made anew: {error}"
+        text = f"names in {self._directory} were removed, {LIKELY_CLEANERS}: {trouble}"
+        if text != self._said_of_names:
+            self._said_of_names = text
+            data = {"level": "warning", "text": text}
+            self._emit(Event(Kind.LOG, node=self._state.node, data=data))
 
     # Local connections.
 
@@ -201,6 +229,7 @@ class Vault:
 
         Doing it twice is doing it once. Raises VaultError for the record of a closed epoch.
         """
+        self._keep_names()  # where copies and slots are made
         with self._order_lock:
             self._cut_stale(record.epoch)
             if not self._state.adopt(record):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.preflight import gpus, host
+from deadpool_megatron.preflight import gpus, host, offered
 from deadpool_megatron.preflight.facts import HostFacts
 
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
@@ -117,3 +119,57 @@ def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "host"
     assert any(line.startswith("/dev/shm") for line in lines)
+
+
+LINGER, LOGIND, BESIDE = (
+    "var/lib/systemd/linger",
+    "etc/systemd/logind.conf",
+    "etc/systemd/logind.conf.d",
+)
+
+
+@pytest.mark.parametrize(
+    ("user", "files", "told"),
+    [
+        (os.getuid() + 1000, {}, True),  # what upstream has it be
+        (0, {}, False),
+        (54321, {LOGIND: "[Login]\n#RemoveIPC=no\n"}, True),
+        (54321, {LOGIND: "[Login]\nRemoveIPC=no\n"}, False),
+        (54321, {LOGIND: "RemoveIPC=no\n", f"{BESIDE}/9.conf": " RemoveIPC = yes\n"}, True),
+        (54321, {f"{LINGER}/54321": ""}, False),
+    ],
+)
+def test_memory_that_logind_removes_is_told(
+    tmp_path: Path, user: int, files: dict[str, str], told: bool
+) -> None:
+    assert not offered.memory_may_go(user, tmp_path), "there is no systemd"
+    for name, text in {"run/systemd/system/x": "", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert ("enable-linger" in offered.memory_may_go(user, tmp_path)) is told
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["check"],
+        ["run", "--nodes", "1", "--nproc-per-node", "1", "--run-dir", "X", "--", "-m", "json"],
+        ["agent", "--node-id", "0", "--run-dir", "X"],
+    ],
+)
+def test_a_host_without_pidfd_open_is_told(
+    command: list[str],
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Old kernels, and containers on new ones: the call is what is missing."""
+
+    def refused(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert cli.main(command) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("pidfd_open", "5.3", "seccomp", os.strerror(number)))

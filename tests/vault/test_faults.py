@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.net.links import listening_at
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment
 from tests.vault.harness import (
@@ -25,6 +27,41 @@ from tests.vault.harness import (
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
 
 BIG = 12 << 20
+
+
+# Names that somebody else removes.
+
+
+def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) -> None:
+    """As by logind at the end of a login: the folder of a node that goes on with its work."""
+    with cluster(tmp_path, 2) as running:
+        members = begin(running)
+        node, names = running.nodes[0], {path.name for path in running.nodes[0].directory.iterdir()}
+        assert {"vault.sock", own_name(0, Seat(0, 0, 0)), copy_name(1)} <= names
+        shutil.rmtree(node.directory)
+        told = node.told(Kind.LOG, level="warning")
+        assert "were removed, by RemoveIPC" in told[0].data["text"]
+        assert "made anew" in told[0].data["text"]
+        newest = Generation(1, 1)
+        for member in members:
+            member.write(newest)
+        for member in members:
+            assert member.wait(newest) == "committed"
+        # One member has lived, another one comes in its place on the node that was cleaned.
+        for epoch, seat in ((2, Seat(0, 0, 0)), (3, Seat(0, 0, 1))):
+            found = sources_from(running.close(epoch - 1), newest, LAYOUTS)
+            record = running.record(
+                epoch, Restore("memory", newest, sources=found), {0: seat, 1: Seat(1, 0, 0)}
+            )
+            running.open(record)
+            member = members[0] if epoch == 2 else Member(node, LAYOUTS[0], incarnation=1)
+            member.client.register(LAYOUTS[0], epoch)
+            member.check(record)
+        assert len(node.seen(Kind.LOG, level="warning")) == 1
+        node.kill()
+        node.unix = listening_at(Path(node.socket_path))  # as the agent does
+        node.start()
+        assert not any(path.is_symlink() for path in node.directory.iterdir())
 
 
 # Kills and stops of vaults.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, raw, warn_of_danger_above
+from deadpool_megatron.cli.common import CommandError, check_platform, raw, warn_of_danger_above
 from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cli.slurm_environment import (
     INTERFACE_VARIABLE,
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.runs is not None:
         warn_of_danger_above(args.runs / "any run")
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
+    check_platform()
     found = [finding.text for finding in problems(facts, needs)]
     if args.json:
         answer = {"ok": not found, "facts": facts.to_dict(), "problems": found}

@@ -17,6 +17,7 @@ from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli.common import (
     CommandError,
     ask_at,
+    check_platform,
     check_port,
     coordinator_address,
     listen,
@@ -229,6 +230,7 @@ def run(args: argparse.Namespace) -> int:
 @refusing_system_errors()
 def _settle(args: argparse.Namespace) -> _Settled:
     """Look at everything, and make the run if this agent is the first to come."""
+    check_platform()
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
     if args.node_id is not None and not 0 <= args.node_id <= MOST_NUMBER:

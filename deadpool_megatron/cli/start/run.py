@@ -11,6 +11,7 @@ from typing import Any
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli.common import (
     CommandError,
+    check_platform,
     listen,
     raw,
     refusing_system_errors,
@@ -109,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launcher, Follower, int]:
     """Check everything; returns also a descriptor that holds the directory for this launcher."""
     keep_single_threaded()  # even looking for the user's module may import its packages
+    check_platform()
     checks.check_command(args.command)
     scripts.adopt(args)
     processes = (args.nodes + args.spares) * args.nproc_per_node

@@ -51,8 +51,10 @@ from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import StartError, choose_starter
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
+from deadpool_megatron.cluster.run_directory.slots import NodeTaken, held_names
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
+from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.vault.disk.found import incarnations
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
@@ -61,6 +63,7 @@ EXIT_FENCED = 69
 # Of an agent whose host is not fit for the run: to come again would not help.
 EXIT_LEFT_OUT = 68
 _FLUSH_SECONDS = 2.0
+_NAMES_SECONDS = 1.0
 
 
 class Agent:
@@ -138,6 +141,9 @@ class Agent:
         self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
         self._exports = NodeExports(*place, self._vault, self._logs, self._link.send)
+        run, run_id = self._options.run, self._options.info.run_id
+        self._names = held_names(run, run_id, self._node, self._segments)
+        self._looked = 0.0
         self._leaving = Leaving(self._options, partial(self._end, "agent got SIGTERM", True))
         try:
             if self._standby is not None:
@@ -243,6 +249,7 @@ class Agent:
             await (await self._orders.get())
 
     async def _start(self, message: Mapping[str, Any]) -> None:
+        self._keep_names()
         provisional = message.get("provisional", {})
         for text, incarnation in sorted(message["slots"].items()):
             slot = int(text)
@@ -365,6 +372,8 @@ class Agent:
 
     async def _tick(self) -> None:
         while True:
+            if time.monotonic() - self._looked > _NAMES_SECONDS:
+                self._keep_names()
             self._members.check()
             self._logs.trim()
             if self._link.beat_is_due:
@@ -372,6 +381,16 @@ class Agent:
             self._look_for_cut(time.monotonic())
             # A period that the coordinator asks for need not be a multiple of the setting.
             await asyncio.sleep(self._settings.beat_interval_seconds / 2)
+
+    def _keep_names(self) -> None:
+        """Names that somebody else has removed are there again for who comes next: processes print
+        and look for their vault by name. The vault says what has happened."""
+        self._looked = time.monotonic()
+        try:
+            for name in self._names:
+                name.look()
+        except (OSError, OwnershipError, NodeTaken) as error:
+            self._fence(f"its names in shared memory are gone, and not to be had: {error}")
 
     # Contact with the coordinator.
 

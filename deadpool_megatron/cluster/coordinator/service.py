@@ -147,6 +147,7 @@ class Coordinator:
         process = {"pid": pid, "hostname": hostname, "started": started}
         address = {"host": self._options.host, "port": port}
         self._spawn(self._files.show_address({**address, **process}))
+        self._spawn(self._files.keep_name())
         if self._state.record is None:
             info = options.info
             facts = {"roles": info.world_size, "nodes": info.nodes, "spares": info.spares}

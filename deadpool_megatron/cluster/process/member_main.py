@@ -83,7 +83,10 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
         asyncio.events._set_running_loop(None)
         asyncio.set_event_loop(None)
         posix.close_inherited((agent_fd,))
-        posix.redirect_output(spec.log)
+        try:
+            posix.redirect_output(spec.log)
+        except OSError as error:  # what it prints has to be somewhere, its end first of all
+            print(f"{spec.log.name} is here: {error}", file=sys.stderr, flush=True)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         stacks.answer_asks()

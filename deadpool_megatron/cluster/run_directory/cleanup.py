@@ -50,6 +50,11 @@ class Cleaned:
     directories: tuple[Path, ...]
 
 
+def owner_file(run_id: str) -> Path:
+    """Says whose the run's shared memory is."""
+    return segment_root(run_id) / _OWNER
+
+
 def claim_segments(run: RunDirectory, run_id: str) -> int:
     """Make the run's shared-memory directory and note whose it is, for a later clean-up.
 
@@ -57,9 +62,11 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
     an agent that comes back under another number is in no listing meanwhile, but its slots count.
     Raises OwnershipError when another user has made a directory of this name.
     """
-    root = segment_root(run_id)
-    ownership.make_private(root)
-    owner, text = root / _OWNER, json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n"
+    ownership.make_private(segment_root(run_id))
+    owner, text = (
+        owner_file(run_id),
+        json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n",
+    )
     # Never seen in part, and the same file for all that hold it, unless the run has moved.
     if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
         write_json(owner, json.loads(text))
@@ -78,7 +85,7 @@ def is_held(run_id: str) -> bool:
     if not ownership.is_private(segment_root(run_id)):
         return False
     try:
-        owner = os.open(segment_root(run_id) / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
+        owner = os.open(owner_file(run_id), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -30,6 +30,7 @@ DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError,
 # In the directory of a node in shared memory: what its processes print, before it is copied.
 LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
+RUN_FILE = "run.json"
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
@@ -205,11 +206,11 @@ class RunDirectory:
             (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
-        return write_once(self.path / "run.json", text.encode(), _RUN_MODE)
+        return write_once(self.path / RUN_FILE, text.encode(), _RUN_MODE)
 
     def replace_run(self, info: RunInfo) -> None:
         """Have the run start again as ``info`` says. Raises OSError."""
-        write_json(self.path / "run.json", info.to_dict(), lasting=True, mode=_RUN_MODE)
+        write_json(self.path / RUN_FILE, info.to_dict(), lasting=True, mode=_RUN_MODE)
 
     def _check_owner(self) -> None:
         """Of the directory, and of those in it whose files are carried out."""
@@ -223,8 +224,8 @@ class RunDirectory:
         if not only_to_show:
             self._check_owner()
         try:
-            values = read_json(self.path / "run.json")
-            _check_version(self.path / "run.json", values)
+            values = read_json(self.path / RUN_FILE)
+            _check_version(self.path / RUN_FILE, values)
             return RunInfo.from_dict(values)
         except FileNotFoundError as error:
             raise RunDirectoryError(f"{self.path} is not a run directory (no run.json)") from error

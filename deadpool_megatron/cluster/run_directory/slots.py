@@ -18,15 +18,19 @@ from pathlib import Path
 from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.cleanup import (
+    claim_segments,
     end_processes,
     node_directories,
     node_processes,
+    owner_file,
     remove_segments,
 )
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
+    LOGS,
     RunDirectory,
 )
+from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.vault.disk.found import newest_sealed
 
 _LOCK = "agent.lock"
@@ -59,6 +63,17 @@ def _lock(segments: Path, node: int) -> int:
         os.close(lock)
         raise NodeTaken(f"node {node} already has an agent on this host") from error
     return lock
+
+
+def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> list[HeldName]:
+    """What an agent needs of names in shared memory, besides what its vault looks after. Made anew
+    they are held until this process ends."""
+    held: list[int] = []
+    return [
+        HeldName(owner_file(run_id), lambda: held.append(claim_segments(run, run_id))),
+        HeldName(segments / _LOCK, lambda: held.append(claim(segments, node))),
+        HeldName(segments / LOGS, lambda: ownership.make_private(segments / LOGS)),
+    ]
 
 
 def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.part_kinds import BOUNDARIES
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Code, Frozen, Interrupted, RestoreUnavailable, VaultError
@@ -42,6 +43,8 @@ class GateAnswer(StrEnum):
 # A vault that was stopped may not hold up the training thread for longer than this.
 _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
+# Agent and vault look once a second whether the names that they need are there.
+_NAMELESS_SECONDS = 10.0
 # Another thread may have connected anew since the wait began; look again this often.
 _LOOK_SECONDS = 0.5
 
@@ -81,6 +84,7 @@ class VaultClient:
         self._bad: tuple[int, str] | None = None  # epoch, what a person is told
         self._reply: dict[str, Any] | None = None
         self._rehearsed = False
+        self._nameless_since = 0.0  # monotonic seconds; 0 while its socket has its name
 
     # Registration.
 
@@ -361,10 +365,14 @@ class VaultClient:
             try:
                 link.connect(self._path)
                 framing.send(link, {"t": "member", **hello})
-            except OSError:
+            except OSError as error:
                 link.close()
+                if not isinstance(error, FileNotFoundError):
+                    self._nameless_since = 0.0
+                elif not self._nameless_since:
+                    self._nameless_since = time.monotonic()
                 return
-            self._link = link
+            self._link, self._nameless_since = link, 0.0
 
     def _ask(
         self,
@@ -387,7 +395,11 @@ class VaultClient:
             reply, self._reply = self._reply, None
             if reply is not None and (message is None or reply["t"] != "registered"):
                 return reply
-            left = deadline - time.monotonic()
+            since, now = self._nameless_since, time.monotonic()
+            if since and now - since > _NAMELESS_SECONDS:
+                text = f"{self._path} was removed, {LIKELY_CLEANERS}, and not made anew in time"
+                raise VaultError(f"vault: {what}: {text}")
+            left = deadline - now
             if left <= 0:
                 raise VaultError(f"vault: no answer to {what} on {self._path} in time")
             if self._poll(interrupted, left):

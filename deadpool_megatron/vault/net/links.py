@@ -15,8 +15,10 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.vault.errors import MALFORMED, VaultError
 from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.wire import framing
@@ -25,6 +27,7 @@ from deadpool_megatron.wire.framing import WireError
 log = logging.getLogger(__name__)
 _MOST_KEPT_BYTES = 64 << 20
 _MESSAGE_SECONDS = 20.0
+_BACKLOG = 512
 
 
 class Link:
@@ -90,6 +93,16 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
+def listening_at(path: Path) -> socket.socket:
+    """A socket of this user's own that listens there, in place of whatever had the name."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    path.unlink(missing_ok=True)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(_BACKLOG)
+    return listener
+
+
 class LinkServer:
     """Accepts local connections and runs ``dialogue(link, stopping)`` for each in a thread."""
 
@@ -101,10 +114,19 @@ class LinkServer:
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._accept, name="accept-local", daemon=True)
+        self._path = Path(listener.getsockname())
+        self._name = HeldName(self._path, self._listen_again)
 
     def start(self) -> None:
         """Begin to accept."""
         self._thread.start()
+
+    def keep_name(self) -> bool:
+        """Listen under the same name again if it is gone; whether it was. Raises OSError."""
+        return self._name.look()
+
+    def _listen_again(self) -> None:
+        self._listener = listening_at(self._path)  # what waits at the old one was accepted before
 
     def stop(self) -> None:
         """Accept no more; the threads of open connections end within a second."""
@@ -112,10 +134,10 @@ class LinkServer:
         self._thread.join(timeout=2.0)
 
     def _accept(self) -> None:
-        self._listener.settimeout(0.5)
         while not self._stopping.is_set():
             connection: socket.socket | None = None
             try:
+                self._listener.settimeout(0.5)
                 connection, _ = self._listener.accept()
                 link = Link(connection)  # takes a second descriptor
             except TimeoutError:

@@ -240,6 +240,16 @@ class Segment:
         """Whether ``path`` is this very file."""
         return os.path.samestat(path.stat(), os.fstat(self._file))
 
+    def keep_name(self) -> bool:
+        """Have the name lead to this file for as long as this process lives, if somebody else has
+        removed it; whether it was gone. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.maps(self.path):
+                return False
+        # A file without a name cannot get one any more.
+        self.path.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")
+        return True
+
     def unlink(self) -> None:
         """Take the file away; mappings (ours and others') stay readable until dropped."""
         self.path.unlink(missing_ok=True)

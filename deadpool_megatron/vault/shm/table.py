@@ -101,7 +101,9 @@ class Table:
         more than it.
         """
         for path in sorted(self.directory.iterdir()):
-            if path.suffix == ".seg" and not path.name.startswith("."):
+            if path.is_symlink():  # see Segment.keep_name: what it led to went with its vault
+                path.unlink()
+            elif path.suffix == ".seg" and not path.name.startswith("."):
                 try:
                     self.attach(path.name)
                 except SegmentError as error:

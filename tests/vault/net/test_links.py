@@ -5,37 +5,42 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.vault.net.links import Link, LinkServer
+from deadpool_megatron.vault.net.links import Link, LinkServer, listening_at
 
 SECONDS = 10.0
 
 
-def refuses_once_and_serves_the_next(short: threading.Event) -> None:
-    """``short``: set as soon as something has been lacking."""
+def refuses_once_and_serves_the_next(short: threading.Event, path: Path) -> None:
+    """``short``: set as soon as something has been lacking; ``path``: of the socket."""
     served = threading.Event()
 
     def dialogue(_link: Link, _stopping: threading.Event) -> None:
         served.set()
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listening_at(path)
     server = LinkServer(listener, dialogue)
     server.start()
     try:
-        with socket.create_connection(listener.getsockname()) as refused:
+        with socket.socket(socket.AF_UNIX) as refused:
             refused.settimeout(SECONDS)
+            refused.connect(str(path))
             assert refused.recv(1) == b"", "told at once, to come again"
         assert short.is_set()
-        with socket.create_connection(listener.getsockname()):
+        with socket.socket(socket.AF_UNIX) as taken:
+            taken.connect(str(path))
             assert served.wait(SECONDS)
     finally:
         server.stop()
         listener.close()
 
 
-def test_a_moment_without_threads_does_not_end_the_vault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moment_without_threads_does_not_end_the_vault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     short = threading.Event()
     start = threading.Thread.start
 
@@ -46,11 +51,11 @@ def test_a_moment_without_threads_does_not_end_the_vault(monkeypatch: pytest.Mon
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_or_not)
-    refuses_once_and_serves_the_next(short)
+    refuses_once_and_serves_the_next(short, tmp_path / "s")
 
 
 def test_a_moment_without_descriptors_does_not_end_the_vault(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection takes two of them."""
     short = threading.Event()
@@ -63,4 +68,4 @@ def test_a_moment_without_descriptors_does_not_end_the_vault(
         return dup(connection)
 
     monkeypatch.setattr(socket.socket, "dup", dup_or_not)
-    refuses_once_and_serves_the_next(short)
+    refuses_once_and_serves_the_next(short, tmp_path / "s")

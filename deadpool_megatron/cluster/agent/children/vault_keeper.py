@@ -24,12 +24,14 @@ from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, dump_directory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.memory.usable import usable_bytes
+from deadpool_megatron.vault.net.links import listening_at
 from deadpool_megatron.vault.net.probe import Peer
 
 VAULT_SOCKET = "vault.sock"
@@ -79,11 +81,8 @@ class VaultKeeper:
         self._tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._tcp.bind((host, 0))
         self._tcp.listen(_BACKLOG)
-        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        (segments / VAULT_SOCKET).unlink(missing_ok=True)
-        self._unix.bind(str(segments / VAULT_SOCKET))
-        (segments / VAULT_SOCKET).chmod(0o600)
-        self._unix.listen(_BACKLOG)
+        self._listen()
+        self._name = HeldName(segments / VAULT_SOCKET, self._listen)
         self._memory_bytes = usable_bytes(segments, info.settings.memory_bytes)
         self._watch: ChildWatch | None = None
         self._control: VaultControl | None = None
@@ -93,6 +92,9 @@ class VaultKeeper:
         self._shutting_down = False
         self._pause = _FIRST_PAUSE_SECONDS
         self.status: dict[str, Any] = {}
+
+    def _listen(self) -> None:
+        self._unix = listening_at(self._segments / VAULT_SOCKET)
 
     def facts(self) -> dict[str, int]:
         """For the coordinator: the TCP port at which other vaults reach this one, the same after a
@@ -122,6 +124,7 @@ class VaultKeeper:
             raise VaultGivenUp(f"no vault can be started: {error}") from error
 
     def _start(self) -> ChildWatch:
+        self._name.look()  # a vault that had to listen there again has taken that with it
         unix, tcp = self._unix.fileno(), self._tcp.fileno()
         places = ["--run-dir", str(self._run.path), "--segment-dir", str(self._segments)]
         sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]

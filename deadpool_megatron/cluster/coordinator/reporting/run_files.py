@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes
@@ -27,12 +28,15 @@ from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.starter import NVIDIA_CONTROL_DEVICE
 from deadpool_megatron.cluster.run_directory.directory import (
+    RUN_FILE,
     RunDirectory,
     RunInfo,
     write_json,
 )
 from deadpool_megatron.cluster.run_directory.latest import read_latest
 from deadpool_megatron.events import Event, EventLog, Kind
+from deadpool_megatron.file_systems import HeldName
+from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.preflight.gpus import VISIBLE
 
 _PAUSE_SECONDS = 1.0
@@ -120,6 +124,20 @@ class RunFiles:
                 await asyncio.sleep(_PAUSE_SECONDS)  # the event writer tells what is wrong
             else:
                 return
+
+    async def keep_name(self) -> None:
+        """Whoever asks for the run looks for its ``run.json``: written again where somebody else
+        has removed it."""
+        name = HeldName(self._run.path / RUN_FILE, partial(self._run.create, self._info))
+        while True:
+            await asyncio.sleep(_PAUSE_SECONDS)
+            try:
+                if await asyncio.to_thread(name.look):
+                    self._warn(
+                        f"{RUN_FILE} was removed, by a cleaner of files, it seems: made anew"
+                    )
+            except (OSError, OwnershipError):
+                pass  # away with its directory, or full; the event writer tells what is wrong
 
     def _write_all(self, events: list[Event]) -> None:
         for event in events:
