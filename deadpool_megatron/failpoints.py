@@ -23,14 +23,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ENVIRONMENT_NAME = "DEADPOOL_FAULTS"
 
@@ -192,6 +194,14 @@ def _resume_later(pids: list[int], seconds: float) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def perhaps_spoiled(parameters: Iterable[Any], point: str, **details: object) -> None:
+    """Where a fault marks ``point``, the gradients of these parameters of a model become NaN."""
+    if hit(point, **details) is not None:
+        for parameter in parameters:
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.fill_(math.nan)
 
 
 def perhaps_damaged(chunk: memoryview, point: str, **details: object) -> memoryview:

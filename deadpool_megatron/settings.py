@@ -167,8 +167,9 @@ class Settings:
     )
     nonfinite: str = _setting(
         "stop",
-        "a loss that is NaN or infinite, with the update applied: stop (status 4), rollback"
-        " (compute the iteration once more from the state before it; a second time stop), ignore",
+        "a loss or gradient norm that is NaN or infinite, where the update is not skipped: stop"
+        " (status 4), rollback (compute the iteration once more from the state before it; a second"
+        " time from the checkpoint before that, or stop), ignore",
     )
     persist_interval: int = _setting(
         0,

@@ -33,7 +33,7 @@ class FailureKind(StrEnum):
     LEFT_OUT = "left-out"  # its host is not fit for the run
     MEMBER_FROZEN = "member-frozen"  # one process shows no sign of life
     HANG = "hang"  # everything lives, nothing moves
-    NONFINITE_LOSS = "nonfinite-loss"  # the loss is NaN or infinite
+    NONFINITE_LOSS = "nonfinite-loss"  # the loss, or what else is judged, is NaN or infinite
     SLOW_NODE = "slow-node"  # much slower than its peers
     SILENT_CORRUPTION = "silent-corruption"  # it computed, or held, other numbers than its peers
     CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
@@ -55,7 +55,7 @@ IN_WORDS: dict[FailureKind, str] = {
     FailureKind.LEFT_OUT: "a node was left out",
     FailureKind.MEMBER_FROZEN: "a process was frozen",
     FailureKind.HANG: "nothing moved",
-    FailureKind.NONFINITE_LOSS: "the loss was not finite",
+    FailureKind.NONFINITE_LOSS: "a number was not finite",
     FailureKind.SLOW_NODE: "a node was slow",
     FailureKind.SILENT_CORRUPTION: "a node computed wrong numbers",
     FailureKind.CORRUPT_STATE: "state was damaged",
@@ -138,20 +138,26 @@ def is_broken_for_good(last_line: str) -> bool:
     return xids.quoted(last_line) is xids.Action.LEAVE_OUT
 
 
-def nonfinite_loss(step: Mapping[str, Any]) -> str:
-    """The loss of a step that is not finite, in words: nan, inf or -inf; empty for a good one.
+# What a generation is judged by: numbers of the step that makes it, and the state that it saves.
+LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
+
+
+def not_finite(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The number of a step that is not finite, and its value in words: nan, inf or -inf.
 
     ``step``: the data of a STEP event. A skipped update is how loss scaling looks for its scale,
-    and did no harm. Data of another kind has no such loss.
+    and did no harm. Data of another kind has no such numbers.
     """
-    loss = step.get("loss")
-    if not isinstance(loss, str) or step.get("skipped"):
-        return ""
-    try:
-        value = float.fromhex(loss)
-    except (ValueError, OverflowError):
-        return ""
-    return "" if math.isfinite(value) else str(value)
+    if step.get("skipped"):
+        return None
+    for name, key in ((LOSS, "loss"), (GRADIENT_NORM, "grad_norm")):
+        try:
+            value = float.fromhex(step.get(key, ""))
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if not math.isfinite(value):
+            return name, str(value)
+    return None
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from deadpool_megatron.cluster.failures import nonfinite_loss
+from deadpool_megatron.cluster.failures import not_finite
 from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.events import Event, Kind
@@ -77,14 +78,20 @@ class Reports:
         if kind == Kind.TRAINING:  # said by whoever takes the role, too
             self.send_event(Kind.TRAINING, None, values)
             return
-        if kind == Kind.STEP and self._is_to_be_judged(values):
+        found = not_finite(values) if kind == Kind.STEP else None
+        if found is not None and self._settings.nonfinite != "ignore":
             self.send_event(Kind.STEP, iteration, values)
-            self.stand_still(f"the loss of iteration {iteration} is {nonfinite_loss(values)}")
+            self.stand_still(f"the {found[0]} of iteration {iteration} is {found[1]}")
         self.told.append([str(kind), iteration, values])
         self.send_event(Kind(kind), iteration, values)
 
-    def _is_to_be_judged(self, values: Mapping[str, Any]) -> bool:
-        return self._settings.nonfinite != "ignore" and bool(nonfinite_loss(values))
+    def judge(self, number: str, value: float) -> None:
+        """Go no further than an iteration of this epoch whose ``number`` is not finite."""
+        if math.isfinite(value) or self.record is None or self._settings.nonfinite == "ignore":
+            return
+        facts = {"iteration": self.iteration, "number": number, "value": str(value)}
+        self.say("not-finite", role=self.role, **facts)
+        self.stand_still(f"the {number} of iteration {self.iteration} is {value}")
 
     def stand_still(self, why: str) -> NoReturn:
         """Wait until the coordinator has decided about what was said. Nobody can finish the next

@@ -6,7 +6,7 @@ these types. ``Part`` exclusions and the kept line are what earlier decisions le
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -123,12 +123,11 @@ def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
     return generation.iteration <= kept.get(generation.lineage, -1)
 
 
-def is_thrown_away(
-    generation: Generation, kept: Mapping[int, int], nonfinite: Collection[int]
-) -> bool:
+def is_thrown_away(generation: Generation, nonfinite: Mapping[int, int]) -> bool:
     """Whether a checkpoint has the update in it that a rollback has taken back, of one of the
-    ``nonfinite`` iterations. Nothing in its files says so.
+    ``nonfinite`` iterations (:class:`History`). Nothing in its files says so.
     """
-    last = kept.get(generation.lineage)
-    is_behind = last is not None and generation.iteration > last
-    return is_behind and any(bad <= generation.iteration for bad in nonfinite)
+    return any(
+        generation.iteration >= bad and generation.lineage <= lineage
+        for bad, lineage in nonfinite.items()
+    )

@@ -36,7 +36,8 @@ class History:
     """``kept``: the kept line with this epoch (see layout.decision.keep_line). ``gone``: nodes that
     were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
     or held wrong numbers, or have a broken device; ``wrong_hosts``: hosts from which no node does.
-    ``nonfinite``: iterations whose loss was not finite.
+    ``nonfinite``: iterations that were thrown away, because
+    a number was not finite, with the last lineage in which they, or later ones, were computed.
 
     ``failures``: those since the newest iteration, which count for a crash loop, each as
     ``kind``, ``cause``, ``evidence`` (where to look further), ``signature`` (equal for the same
@@ -50,7 +51,7 @@ class History:
     gone: Mapping[int, str] = field(default_factory=dict)
     wrong: frozenset[int] = frozenset()
     wrong_hosts: frozenset[str] = frozenset()
-    nonfinite: frozenset[int] = frozenset()
+    nonfinite: Mapping[int, int] = field(default_factory=dict)
     failures: tuple[Mapping[str, Any], ...] = ()
     recoveries: int = 0
     steps_recomputed: int = 0
@@ -65,7 +66,7 @@ class History:
             "gone": {str(node): cause[:_LONGEST_CAUSE] for node, cause in self.gone.items()},
             "wrong": sorted(self.wrong),
             "wrong_hosts": sorted(self.wrong_hosts),
-            "nonfinite": sorted(self.nonfinite)[-_MOST_NONFINITE:],
+            "nonfinite": sorted(self.nonfinite.items())[-_MOST_NONFINITE:],
             "failures": [dict(failure) for failure in self.failures],
             "recoveries": self.recoveries,
             "steps_recomputed": self.steps_recomputed,
@@ -81,7 +82,7 @@ class History:
             gone={int(node): str(cause) for node, cause in values["gone"].items()},
             wrong=frozenset(int(node) for node in values.get("wrong", ())),
             wrong_hosts=frozenset(str(host) for host in values.get("wrong_hosts", ())),
-            nonfinite=frozenset(int(k) for k in values["nonfinite"]),
+            nonfinite={int(k): int(lineage) for k, lineage in values["nonfinite"]},
             failures=tuple(dict(failure) for failure in values["failures"]),
             recoveries=int(values["recoveries"]),
             steps_recomputed=int(values["steps_recomputed"]),

@@ -131,7 +131,8 @@ def file_name(role: int) -> str:
 def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str, Any]:
     """Write the role's file; answers, as JSON values, what lies where in it.
 
-    Everything is on the disk and was read back when this returns. Raises WritingError, OSError.
+    Everything is on the disk and was read back when this returns. Raises WritingError, also where a
+    number is not finite, and OSError.
     """
     path = directory / file_name(skeleton.role)
     tensors: list[list[Any]] = []
@@ -140,6 +141,9 @@ def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str,
         counted = _Counted(file)
         for piece in skeleton.pieces:
             start, value = counted.count, source.tensor(piece)
+            is_judged = not piece.is_extra and value.is_floating_point() and value.itemsize > 1
+            if is_judged and not value.isfinite().all():
+                raise WritingError(f"{piece.key} of role {skeleton.role} is not finite")
             _save(value, counted)
             place = [start, counted.count - start]
             box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]

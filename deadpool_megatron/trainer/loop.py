@@ -128,7 +128,8 @@ class TrainingLoop(SteppedLoop):
         loss = self._mean_loss(losses)
 
         failpoints.set_context(section="optimizer")
-        failpoints.hit("optimizer.before")
+        weights = (weight for chunk in self.model_chunks for weight in chunk.parameters())
+        failpoints.perhaps_spoiled(weights, "optimizer.before")
         updated, grad_norm, _ = self.optimizer.step()
         failpoints.hit("optimizer.after")
         if updated:

@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.failures import (
     in_words,
     is_broken_for_good,
     kind_of_end,
-    nonfinite_loss,
+    not_finite,
     same_text,
 )
 from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
@@ -126,18 +126,22 @@ def test_every_kind_has_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "loss"),
+    ("step", "found"),
     [
-        ({"loss": "nan", "skipped": False}, "nan"),
-        ({"loss": "inf"}, "inf"),
-        ({"loss": "-inf"}, "-inf"),
-        ({"loss": "inf", "skipped": True}, ""),
-        ({"loss": "0x1.8p+1"}, ""),
-        ({"loss": None}, ""),
-        ({"loss": 3}, ""),
-        ({"loss": "what"}, ""),
-        ({}, ""),
+        ({"loss": "nan", "skipped": False}, ("loss", "nan")),
+        ({"loss": "inf", "grad_norm": "nan"}, ("loss", "inf")),
+        ({"loss": "-inf"}, ("loss", "-inf")),
+        ({"loss": "0x1p+1", "grad_norm": "nan", "skipped": False}, ("gradient norm", "nan")),
+        ({"loss": None, "grad_norm": "inf"}, ("gradient norm", "inf")),
+        ({"loss": "inf", "grad_norm": "inf", "skipped": True}, None),
+        ({"loss": "0x1.8p+1", "grad_norm": None}, None),
+        ({"loss": None}, None),
+        ({"loss": 3}, None),
+        ({"loss": "what"}, None),
+        ({}, None),
     ],
 )
-def test_losses_that_are_not_finite(step: dict[str, object], loss: str) -> None:
-    assert nonfinite_loss(step) == loss
+def test_numbers_that_are_not_finite(
+    step: dict[str, object], found: tuple[str, str] | None
+) -> None:
+    assert not_finite(step) == found

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
+import pytest
+
+from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
@@ -17,13 +22,21 @@ class Link:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
+        self.said: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.said.append(message)
 
     def send_event(self, event: Any) -> None:
         self.events.append(event)
 
 
-def reports_of(link: Link) -> Reports:
-    reports = Reports(link, lambda epoch: None)  # type: ignore[arg-type]
+def reports_of(link: Link, closed: bool = False) -> Reports:
+    def check(epoch: int) -> None:
+        if closed:
+            raise EpochClosed(epoch, "the test")
+
+    reports = Reports(link, check)  # type: ignore[arg-type]
     reports.record = EpochRecord(1, {}, {}, Restore("initial", Generation(1, 0)))
     return reports
 
@@ -41,6 +54,32 @@ def test_a_restored_generation_is_reported_again() -> None:
         (e.kind, e.iteration, e.data) for e in wanted
     ]
     assert second.told == first.told
+
+
+@pytest.mark.parametrize(
+    ("value", "nonfinite", "plays", "is_told"),
+    [
+        (math.nan, "stop", True, True),
+        (math.inf, "rollback", True, True),
+        (3.5, "rollback", True, False),
+        (math.nan, "ignore", True, False),
+        (math.nan, "rollback", False, False),  # a spare that warms up
+    ],
+)
+def test_every_role_goes_no_further_than_its_own_gradient_norm(
+    value: float, nonfinite: str, plays: bool, is_told: bool
+) -> None:
+    link = Link()
+    link.settings = Settings(nonfinite=nonfinite)
+    reports = reports_of(link, closed=is_told)
+    reports.role, reports.iteration = 2, 9
+    if not plays:
+        reports.record = None
+    with pytest.raises(EpochClosed) if is_told else contextlib.nullcontext():
+        reports.judge("gradient norm", value)
+    told = {"t": "not-finite", "epoch": 1, "role": 2, "iteration": 9}
+    number = {"number": "gradient norm", "value": str(value)}
+    assert link.said == ([{**told, **number}] if is_told else [])
 
 
 def test_who_waits_at_the_gate_is_in_a_section_of_its_own() -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ from deadpool_megatron.persist.skeleton import (
     skeleton_path,
     write_skeleton,
 )
-from deadpool_megatron.persist.writing import WritingError
+from deadpool_megatron.persist.writing import WritingError, write_role
 from deadpool_megatron.state.extras import capture_random_states, restore_random_states
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
@@ -189,6 +190,17 @@ def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:
     write_skeleton(tmp_path, Skeleton(3, "hash", refusal="w lies nowhere"))
     with pytest.raises(SkeletonError, match="w lies nowhere"):
         read_skeleton(tmp_path, 3, "hash")
+
+
+def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    piece = Piece("bias", (2,), (0,), (2,), "float32", "shard0", 0, "float32")
+    mask = Piece("mask", (2,), (0,), (2,), "float32", "mask", 0, "float32", is_extra=True)
+    values = {"bias": torch.ones(2), "mask": torch.tensor([0.0, -math.inf])}
+    source: Any = SimpleNamespace(tensor=lambda piece: values[piece.key])
+    assert write_role(Skeleton(3, "hash", (piece, mask)), source, tmp_path)["role"] == 3
+    values["bias"] = torch.tensor([1.0, math.nan])
+    with pytest.raises(WritingError, match="bias of role 3 is not finite"):
+        write_role(Skeleton(3, "hash", (piece, mask)), source, tmp_path)
 
 
 def test_pruning_keeps_the_newest_and_what_is_needed() -> None:

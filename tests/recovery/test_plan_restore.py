@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery, keep_line
+from deadpool_megatron.layout.decision import (
+    NO_LIMIT,
+    BadPart,
+    NoRestore,
+    RestoreQuery,
+    is_thrown_away,
+    keep_line,
+)
 from deadpool_megatron.layout.records import (
     Generation,
     Holding,
@@ -172,6 +179,24 @@ def test_kept_line() -> None:
     assert keep_line(line, Restore("memory", g(9, 2)), 3) == {1: 7, 2: 9, 3: NO_LIMIT}
     assert keep_line(line, Restore("memory", g(6)), 3) == {1: 6, 3: NO_LIMIT}
     assert keep_line(line, Restore("durable", g(5, 3)), 3) == {3: NO_LIMIT}
+
+
+@pytest.mark.parametrize(
+    ("lineage", "iteration", "nonfinite", "is_away"),
+    [
+        (2, 12, {10: 2}, True),  # in memory nothing of lineage 2 may have been kept
+        (1, 10, {10: 2}, True),  # told late: lineage 2 went on from it
+        (2, 9, {10: 2}, False),
+        (3, 12, {10: 2}, False),  # computed anew
+        (2, 6, {5: 1}, False),  # saved by the one before, and gone on from when that was lost
+        (2, 6, {5: 1, 6: 2}, True),
+        (2, 6, {}, False),
+    ],
+)
+def test_a_checkpoint_is_thrown_away_by_what_it_includes(
+    lineage: int, iteration: int, nonfinite: dict[int, int], is_away: bool
+) -> None:
+    assert is_thrown_away(g(iteration, lineage), nonfinite) is is_away
 
 
 PARTS = ["main", "extras@step", "extras@evaluation"]

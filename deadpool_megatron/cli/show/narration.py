@@ -63,7 +63,7 @@ def tell(event: Event) -> Line | None:
         case Kind.SLOW_NODE:
             return Line(describe_slowness(event), "yellow")
         case Kind.NONFINITE:
-            text = f"the loss of iteration {event.iteration} is {data.get('loss')}"
+            text = f"the {data.get('number')} of iteration {event.iteration} is {data.get('value')}"
             return Line(f"{text}: {data.get('policy')}", "bold red")
         case Kind.AUDIT_FAILED:
             found = f"{data.get('what')} in iteration {event.iteration}: roles {data.get('roles')}"

@@ -1,6 +1,6 @@
 """The numbers that a run computed, from its events: each step once, a million of them in memory.
 
-A replayed step is the same step: the first report of it stays, unless its loss was not finite and
+A replayed step is the same step: the first report of it stays, unless a number was not finite and
 the run threw it away. Pure; used live and afterwards.
 """
 

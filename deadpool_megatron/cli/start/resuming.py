@@ -124,9 +124,9 @@ def _durable(old: RunDirectory, world_size: int, history: History | None) -> Res
         if boundary is None:
             raise CommandError(f"--resume {old.path}: {restore.path} lacks {lacking}")
     # It became valid before the loss was known; the next checkpoint would have replaced it.
-    if history and is_thrown_away(restore.generation, history.kept, history.nonfinite):
+    if history and is_thrown_away(restore.generation, history.nonfinite):
         raise CommandError(
-            f"--resume {old.path}: {restore.path} was computed with a loss that was not finite, and"
+            f"--resume {old.path}: {restore.path} was computed with what was not finite, and"
             " that run had gone back behind it: start a run of its own from an older checkpoint"
         )
     return restore

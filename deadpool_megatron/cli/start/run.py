@@ -44,7 +44,7 @@ examples:
       -- -m deadpool_megatron.trainer --train-iters 50
 
 exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
-other numbers; 4 the loss was not finite; 75 no spare was left, state was dumped (use --resume);
+other numbers; 4 a number was not finite; 75 no spare was left, state was dumped (use --resume);
 76 more than the optimizer's state has grown out of its room (as 75, with the setting that is
 named); 130 interrupted."""
 

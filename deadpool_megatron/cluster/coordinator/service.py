@@ -322,7 +322,7 @@ class Coordinator:
             if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.line.kept, computed):
                 for accepted in self._files.write(event):
                     item = reports.from_event(accepted)
-                    if isinstance(item, inputs.LossNotFinite):  # all that went on from it is bad
+                    if isinstance(item, inputs.NotFinite):  # all that went on from it is bad
                         self.feed(item)
                 return
             self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
@@ -399,10 +399,10 @@ class Coordinator:
             except ValueError as error:
                 self._warn(str(error))
                 return
-        line, nonfinite = self._state.line, self._state.blame.nonfinite
+        line = self._state.line
         if found is None or found.kind != "durable":
             return
-        if is_thrown_away(found.generation, line.kept, nonfinite):
+        if is_thrown_away(found.generation, self._state.blame.nonfinite):
             return
         iteration = found.generation.iteration
         if line.durable is None or line.durable.generation.iteration < iteration:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import nonfinite_loss
+from deadpool_megatron.cluster.failures import not_finite
 from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
@@ -120,10 +120,10 @@ def _stack(event: Event) -> inputs.Input:
 
 
 def _step(event: Event, iteration: int) -> inputs.Input:
-    loss = nonfinite_loss(event.data)
-    if not loss:
+    found = not_finite(event.data)
+    if found is None:
         return inputs.StepReported(event.epoch, iteration)
-    return inputs.LossNotFinite(event.epoch, event.node, event.role, iteration, loss)
+    return inputs.NotFinite(event.epoch, event.node, event.role, iteration, *found)
 
 
 def signal_number(name: str) -> int:
@@ -169,6 +169,9 @@ def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
             iteration, roles = int(m["iteration"]), tuple(int(role) for role in m["roles"])
             certain, what = bool(m["certain"]), str(m["what"])
             return inputs.AuditFailed(*seat, int(m["epoch"]), iteration, roles, certain, what)
+        case "not-finite":
+            found, role = (str(m["number"]), str(m["value"])), int(m["role"])
+            return inputs.NotFinite(int(m["epoch"]), seat[0], role, int(m["iteration"]), *found)
         case "paused":
             return inputs.Paused(*seat, int(m["epoch"]), int(m["iteration"]))
         case "pause-refused":

@@ -1,4 +1,4 @@
-"""What roles report as wrong, faults that repeat on one node, and losses that are not finite."""
+"""What roles report as wrong, faults that repeat on one node, and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.state.fleet import NodeState
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
@@ -193,29 +194,45 @@ def audit_failed(turn: Turn, event: ev.AuditFailed) -> None:
 EXIT_NONFINITE = 4
 
 
-def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
+def not_finite(turn: Turn, event: ev.NotFinite) -> None:
     """Act on it as the setting ``nonfinite`` says, which is stop or rollback.
 
     The epoch may have been closed meanwhile for another reason: its generations count all the same.
     """
     state, computed = turn.state, Generation(event.epoch, event.iteration)
-    k, is_over = event.iteration, state.phase in LAST_PHASES
-    if is_over or state.blame.is_poisoned(computed) or not state.line.keeps(computed):
-        turn.refuse(f"loss of step {k}", f"nothing goes on from it in epoch {event.epoch}")
+    k, blame = event.iteration, state.blame
+    if blame.is_poisoned(computed):
+        return  # told by another role already, or it follows from what was told
+    if state.phase in LAST_PHASES or not state.line.keeps(computed):
+        why = f"nothing goes on from it in epoch {event.epoch}"
+        turn.refuse(f"{event.number} of step {k}", why)
         return
-    again = k in state.blame.nonfinite
-    policy = "rollback" if turn.config.settings.nonfinite == "rollback" and not again else "stop"
-    facts = {"loss": event.loss, "policy": policy}
+    again, may_roll_back = k in blame.nonfinite, turn.config.settings.nonfinite == "rollback"
+    # A second time it was no stray fault of this iteration: the state before it may be no good.
+    bad = _origin(state) if again else k
+    policy = "stop" if bad is None or not may_roll_back else "rollback"
+    facts = {"number": event.number, "value": event.value, "policy": policy}
     turn.act(EmitEvent(Kind.NONFINITE, event.epoch, event.node, event.role, k, facts))
-    cause = f"the loss of iteration {k} is {event.loss} (role {event.role}, node {event.node})"
-    if policy == "stop":
-        once_more = ", and was not finite either when it was computed before" if again else ""
+    found = f"the {event.number} of iteration {k} is {event.value}"
+    cause = f"{found} (role {event.role}, node {event.node})"
+    if again:
+        cause += ", and was not finite either when it was computed before"
+    if bad is None or not may_roll_back:
         # What is saved is the state before the iteration.
-        turn.state = state._replace(blame=replace(state.blame, poisoned_from=k))
-        kind = FailureKind.NONFINITE_LOSS
-        save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
+        turn.state = state._replace(blame=replace(blame, poisoned_from=k))
+        save_and_end(turn, LastWords(EXIT_NONFINITE, cause, FailureKind.NONFINITE_LOSS))
         return
-    blame = replace(state.blame, nonfinite=state.blame.nonfinite | {k}, poisoned_from=k)
+    blame = blame.throwing_away(k, state.epoch).throwing_away(bad, state.epoch)
     turn.state = state._replace(blame=blame)
-    signature = ("nonfinite", str(k))
+    signature = ("nonfinite", str(k), str(bad))
     close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))
+
+
+def _origin(state: State) -> int | None:
+    """The iteration of the generation that this epoch goes on from, None where there is no older
+    state to fall to; a checkpoint was looked at when it was written."""
+    record, durable = state.record, state.line.durable
+    if record is None or record.restore.kind not in ("memory", "dump") or durable is None:
+        return None
+    k = record.restore.generation.iteration
+    return k if durable.generation.iteration < k else None

@@ -219,17 +219,17 @@ class StepReported(Input):
 
 
 @dataclass(frozen=True)
-class LossNotFinite(Input):
-    """A role computed an iteration whose loss is NaN or infinite and whose update was applied.
-
-    ``loss`` in words: nan, inf or -inf.
+class NotFinite(Input):
+    """A role has found that an iteration is no good: ``number`` is what (see failures), ``value``
+    in words: nan, inf or -inf. It goes no further.
     """
 
     epoch: int
     node: int | None
     role: int | None
     iteration: int
-    loss: str
+    number: str
+    value: str
 
 
 @dataclass(frozen=True)

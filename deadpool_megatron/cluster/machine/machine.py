@@ -98,7 +98,7 @@ class Machine:
         never = history.wrong | wrong.keys()
         hosts = history.wrong_hosts | {host for host in wrong.values() if host}
         seated = {seat.node for seat in last.seats.values()}
-        if durable and is_thrown_away(durable.generation, history.kept, history.nonfinite):
+        if durable and is_thrown_away(durable.generation, history.nonfinite):
             durable = None
         durable, ever_ran = durable or begun.line.durable, last.restore.kind == "memory"
         return begun._replace(
@@ -165,10 +165,10 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _step_reported(turn, epoch, iteration)
         case ev.StackTaken(text):
             turn.state = turn.state._replace(blame=turn.state.blame.with_stack(text))
-        case ev.LossNotFinite() if turn.config.settings.nonfinite == "ignore":
+        case ev.NotFinite() if turn.config.settings.nonfinite == "ignore":
             _step_reported(turn, event.epoch, event.iteration)
-        case ev.LossNotFinite():
-            faults.loss_not_finite(turn, event)
+        case ev.NotFinite():
+            faults.not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
             turn.state = turn.state._replace(line=replace(turn.state.line, durable=found))

@@ -22,14 +22,15 @@ def in_optimizer(optimizer: Any) -> None:
 
 
 def in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward_step`` with point ``forward`` before each micro-batch; added only once."""
+    """``forward_step`` with point ``forward`` before each micro-batch, which a fault may mark for
+    gradients that are NaN; added only once."""
     if not failpoints.ACTIVE or hasattr(forward_step, "__wrapped__"):
         return forward_step
 
     @functools.wraps(forward_step)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        failpoints.hit("forward")
-        return forward_step(*args, **kwargs)
+    def wrapper(iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        failpoints.perhaps_spoiled(model.parameters(), "forward")
+        return forward_step(iterator, model, *args, **kwargs)
 
     return wrapper
 

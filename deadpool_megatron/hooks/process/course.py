@@ -115,6 +115,8 @@ class EpochCourse(Course):
         self._reports.iteration = self.generation.iteration
         failpoints.set_context(iteration=self.generation.iteration, section=boundary)
         began = time.monotonic()
+        if boundary == "save":
+            self._entry.judge_state()
         run()
         self._communicators.finish_iteration()
         self.check()

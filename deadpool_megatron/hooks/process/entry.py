@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from deadpool_megatron.cluster.failures import GRADIENT_NORM, STATE
 from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
@@ -38,6 +40,7 @@ from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     StepHooks,
     complete_state,
+    largest_value,
     refuse_unknown_state,
     statistics_span_the_world,
 )
@@ -252,6 +255,10 @@ class EpochEntry(Stages):
         others = {"told": self._reports.told, "frozen": self._frozen_weights.name()}
         return extras_codec.encode({**megatron_extras.capture(self.loop), **others})
 
+    def judge_state(self) -> None:
+        """Before it is saved: what no norm tells of, or none was computed for, shows here."""
+        self._reports.judge(STATE, largest_value(self._shard_state.parts))
+
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: True when no copy reads the state and the device has nothing to do.
 
@@ -424,7 +431,8 @@ class EpochEntry(Stages):
             )
             before.append(self.audit.before_update)
             after.append(self.audit.after_update)
-        StepHooks(optimizer, protection.gate, before, after)
+        judge = functools.partial(self._reports.judge, GRADIENT_NORM)
+        StepHooks(optimizer, protection.gate, before, after, judge)
         self._leftovers = Leftovers(loop)
         self._dimensions = (
             TensorHook(self._loop),

@@ -413,7 +413,9 @@ class StepHooks:
     ``gate`` runs at the entry of the outermost ``step``, before found-inf and gradient norm;
     ``before`` and ``after`` the update of each inner optimizer, in turn, with its index; before it
     the gradients are what the update uses.
-    A torch step pre-hook would be too late for the gate (traps, A2).
+    A torch step pre-hook would be too late for the gate (traps, A2). ``judge`` is given each
+    gradient norm of an update that was applied, as Megatron has computed it for this role; on a
+    device it waits for it there, as Megatron's train_step() does next.
     """
 
     def __init__(
@@ -422,12 +424,20 @@ class StepHooks:
         gate: Callable[[], None],
         before: Sequence[Callable[[int], None]],
         after: Sequence[Callable[[int], None]],
+        judge: Callable[[float], None],
     ) -> None:
         original = optimizer.step
 
         def gated_step() -> Any:
             gate()
-            return original()
+            answer = original()
+            if isinstance(answer, tuple) and len(answer) == 3 and answer[0]:
+                # Since 0.19 some parameters have a norm of their own.
+                groups = getattr(optimizer, "grad_norms_by_group", {})
+                for norm in (answer[1], *groups.values()):
+                    if norm is not None:
+                        judge(float(norm))
+            return answer
 
         optimizer.step = gated_step
         for index, inner in enumerate(inner_optimizers(optimizer)):
@@ -435,6 +445,17 @@ class StepHooks:
                 inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
             for call in after:
                 inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
+
+
+def largest_value(parts: Sequence[Part]) -> float:
+    """The largest number of the parts in magnitude, NaN if there is one; makes no copy of them."""
+    largest = [
+        torch.stack(torch.aminmax(tensor)).abs().max().float()
+        for part in parts
+        for tensor in part.tensors
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
+    ]
+    return float(torch.stack(largest).max()) if largest else 0.0
 
 
 def _call(call: Callable[[int], None], index: int, *_: object) -> None:

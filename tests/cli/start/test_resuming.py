@@ -183,12 +183,9 @@ def test_a_checkpoint_that_was_taken_back_is_not_gone_on_from(
     taken_back = Restore("durable", Generation(1, 9), path=str(tmp_path))
     write_json(host.old.latest, taken_back.to_dict())
     assert resume_point(host.old, ARGS) == taken_back.to_dict()
-    monkeypatch.setattr(
-        resuming,
-        "last_history",
-        lambda *_: History({1: 7, 2: NO_LIMIT}, nonfinite=frozenset({8})),
-    )
-    with pytest.raises(CommandError, match="computed with a loss that was not finite") as told:
+    history = History({1: 7, 2: NO_LIMIT}, nonfinite={8: 1})
+    monkeypatch.setattr(resuming, "last_history", lambda *_: history)
+    with pytest.raises(CommandError, match="computed with what was not finite") as told:
         resume_point(host.old, ARGS)
     assert "\n" not in str(told.value)
     host.pauses = 1  # what lay in memory is whole

@@ -255,4 +255,4 @@ def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(
         one._event(Event(Kind.STEP, 1, 1, 1, 5, data={"loss": loss}))
 
     hear(tmp_path, scenario)
-    assert fed == ([inputs.LossNotFinite(1, 1, 1, 5, "nan")] if is_told else [])
+    assert fed == ([inputs.NotFinite(1, 1, 1, 5, "loss", "nan")] if is_told else [])

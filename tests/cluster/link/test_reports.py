@@ -57,6 +57,10 @@ def said(**m: Any) -> dict[str, Any]:
             said(t="audit-failed", epoch=3, iteration=8, roles=[1], certain=True, what="weights"),
             inputs.AuditFailed(7, 1, 2, 3, 8, (1,), True, "weights"),
         ),
+        (
+            said(t="not-finite", epoch=3, role=5, iteration=8, number="loss", value="nan"),
+            inputs.NotFinite(3, 7, 5, 8, "loss", "nan"),
+        ),
         (said(t="paused", epoch=3, iteration=8), inputs.Paused(7, 1, 2, 3, 8)),
         (said(t="pause-refused", epoch=3, iteration=8), inputs.PauseRefused(7, 1, 2, 3, 8)),
         (said(t="done", epoch=3), inputs.MemberDone(7, 1, 2, 3)),

@@ -112,7 +112,7 @@ class World(Agents):
                 self._check_finish(action)
 
     def _note_loss(self, event: ev.Input) -> None:
-        if not isinstance(event, ev.LossNotFinite) or self.state.phase in LAST_PHASES:
+        if not isinstance(event, ev.NotFinite) or self.state.phase in LAST_PHASES:
             return
         if self.state.line.keeps(Generation(event.epoch, event.iteration)):
             self.poisoned_from = event.iteration
@@ -123,7 +123,9 @@ class World(Agents):
         if player is None or player.at is None or player.at.lineage != player.epoch:
             return
         player.pause_at, self.common = 0, None
-        loss = ev.LossNotFinite(player.epoch, player.seat.node, role, player.at.iteration, "nan")
+        loss = ev.NotFinite(
+            player.epoch, player.seat.node, role, player.at.iteration, "loss", "nan"
+        )
         self.nodes[player.seat.node].reports.append(loss)
 
     def end_export(self, path: str) -> None:

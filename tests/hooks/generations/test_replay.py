@@ -254,6 +254,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
         gate=lambda: None,
         before=[lambda index: keeper.capture(index, writer())],
         after=[],
+        judge=lambda norm: None,
     )
     keeper.begin(wanted=True)
     keep_shard()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, nonfinite_loss
+from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, not_finite
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.nccl_environment import will_be_nccl
 from deadpool_megatron.settings import Settings
@@ -76,7 +76,7 @@ class Results:
         }
 
     def _forget(self, iteration: int) -> None:
-        """A loss was not finite: this iteration and later ones are computed anew, as if first."""
+        """A number was not finite: this iteration and later ones are computed anew, as if first."""
         self.last_iteration = min(self.last_iteration, iteration - 1)
         for known in (self._steps, self._evaluations, self._hashes):
             for k in [k for k in known if k >= iteration]:
@@ -85,9 +85,9 @@ class Results:
     def _once(self, known: dict[int, dict[str, Any]], event: Event) -> list[Event]:
         iteration = 0 if event.iteration is None else event.iteration
         first = known.get(iteration)
-        # After a loss that was not finite the iteration may be thrown away; and what is done about
-        # it a coordinator that died may not have done.
-        if first is None or nonfinite_loss(first):
+        # After a number that was not finite the iteration may be thrown away; and what is done
+        # about it a coordinator that died may not have done.
+        if first is None or not_finite(first):
             known[iteration] = dict(event.data)
             if len(known) > COMPARED_STEPS:
                 del known[min(known)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import OF_THE_HOST, FailureKind
@@ -77,8 +77,8 @@ class Suspicion:
 class Blame:
     """``failures``: those since the newest iteration, with it; ``stacks``: where processes stood
     that hung. ``bad_parts``, ``bad_generations``: must not be restored from; ``doubted``: did not
-    restore once. ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one of
-    them from which on nothing may be restored, until an epoch is decided that goes on before it.
+    restore once. ``nonfinite``: see :class:`History`; ``poisoned_from``: the iteration from which
+    on nothing may be restored, until an epoch is decided that goes on before it.
     """
 
     failures: tuple[tuple[int, Failure], ...] = ()
@@ -87,7 +87,7 @@ class Blame:
     bad_parts: frozenset[BadPart] = frozenset()
     doubted: frozenset[Generation] = frozenset()
     bad_generations: frozenset[Generation] = frozenset()
-    nonfinite: frozenset[int] = frozenset()
+    nonfinite: Mapping[int, int] = field(default_factory=dict)
     poisoned_from: int | None = None
 
     def with_stack(self, text: str) -> Blame:
@@ -161,8 +161,14 @@ class Blame:
         )
 
     def is_poisoned(self, generation: Generation) -> bool:
-        """Returns whether the generation includes an update whose loss was not finite."""
+        """Returns whether the generation includes an update that is thrown away."""
         return self.poisoned_from is not None and generation.iteration >= self.poisoned_from
+
+    def throwing_away(self, iteration: int, lineage: int) -> Blame:
+        """Returns the blame by which nothing is restored any more that includes ``iteration`` and
+        was computed in this lineage or before."""
+        known = {**self.nonfinite, iteration: lineage}
+        return replace(self, nonfinite=known, poisoned_from=iteration)
 
     def untrusted(self, inventories: Iterable[Inventory]) -> frozenset[Generation]:
         """Returns the generations in these inventories that must not be restored, and others."""

@@ -39,6 +39,16 @@ def test_repeated_step_is_dropped() -> None:
     assert not results.diverged
 
 
+@pytest.mark.parametrize("number", ["loss", "grad_norm"])
+def test_the_right_number_after_one_that_was_not_finite_is_no_divergence(number: str) -> None:
+    results, good = Results(), {"loss": "0x1p+0", "grad_norm": "0x1p+1", "skipped": False}
+    results.add(Event(Kind.STEP, 1, role=0, iteration=1, data={**good, number: "nan"}))
+    again = Event(Kind.STEP, 2, role=0, iteration=1, data=good)
+    assert results.add(again) == [again]
+    assert results.add(replace(again, epoch=3)) == []
+    assert not results.diverged
+
+
 def test_other_numbers_are_a_divergence_and_decide_the_exit_status() -> None:
     results = Results()
     results.add(step(1))

@@ -306,7 +306,7 @@ def test_what_repeats_on_the_way_back_from_a_checkpoint_has_progress_in_between(
 
 
 def nan(rig: Rig, iteration: int) -> list[act.Action]:
-    return rig.feed(ev.LossNotFinite(rig.record.epoch, 1, 1, iteration, "nan"))
+    return rig.feed(ev.NotFinite(rig.record.epoch, 1, 1, iteration, "loss", "nan"))
 
 
 def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
@@ -377,13 +377,45 @@ def test_second_nan_at_the_same_iteration_stops() -> None:
     assert "before" in end.reason
 
 
+def test_second_nan_doubts_the_generation_it_came_from() -> None:
+    """Nothing had shown in the iteration that made it; a checkpoint before it is left."""
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(3)
+    rig.feed(ev.DurableValid(3, "/saves/iter_3"))
+    rig.steps(4)
+    nan(rig, 5)
+    recover(rig, 4)
+    nan(rig, 5)
+    rig.closed(g(4), g(5, 2))
+    assert (rig.pending.restore.kind, rig.pending.restore.path) == ("durable", "/saves/iter_3")
+    assert set(rig.pending.history.nonfinite) == {4, 5}
+    rig.journal()
+    rig.restored()
+    rig.steps(4)
+    nan(rig, 5)
+    end = rig.saved_end(g(3, 3), g(4, 3))
+    assert end.resume is not None
+    assert (end.exit_status, end.resume.generation) == (4, g(4, 3))
+
+
+def test_what_other_roles_say_of_the_same_iteration_changes_nothing() -> None:
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    nan(rig, 5)
+    before = rig.state
+    rig.feed(ev.NotFinite(rig.record.epoch, 0, 0, 5, "gradient norm", "nan"))
+    assert rig.state == before
+    assert not rig.emitted(Kind.NONFINITE)
+    assert not rig.emitted(Kind.REFUSED)
+
+
 def test_nan_of_an_abandoned_iteration_is_refused() -> None:
     rig = Rig(nonfinite="rollback").run()
     rig.steps(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
     before = rig.state
-    rig.feed(ev.LossNotFinite(1, 1, 1, 5, "nan"))
+    rig.feed(ev.NotFinite(1, 1, 1, 5, "loss", "nan"))
     assert rig.emitted(Kind.REFUSED)
     assert rig.state == before
 
@@ -401,13 +433,13 @@ def test_nan_that_is_told_after_the_close_is_not_restored(until: Phase) -> None:
     if until is Phase.RUNNING:
         rig.restored()
     assert rig.state.phase is until
-    rig.feed(ev.LossNotFinite(1, 1, 1, 5, "nan"))
+    rig.feed(ev.NotFinite(1, 1, 1, 5, "loss", "nan"))
     if until is Phase.DECIDING:
         rig.journal()
     else:
         rig.closed(g(4), g(5))
     assert rig.pending.restore.generation == g(4)
-    assert rig.pending.history.nonfinite == {5}
+    assert set(rig.pending.history.nonfinite) == {5}
 
 
 def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> None:
@@ -417,7 +449,7 @@ def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> N
     nan(old, 5)
     rig = successor(old)
     rejoin(rig, old, 0, 1, closed=1)
-    rig.feed(ev.LossNotFinite(1, 1, 1, 5, "nan"))
+    rig.feed(ev.NotFinite(1, 1, 1, 5, "loss", "nan"))
     rig.closed(g(4), g(5))
     assert rig.pending.restore.generation == g(4)
 

@@ -26,7 +26,7 @@ def bug(rig: Rig) -> None:
 
 
 def nan(rig: Rig) -> None:
-    rig.feed(ev.LossNotFinite(1, 1, 1, 8, "nan"))
+    rig.feed(ev.NotFinite(1, 1, 1, 8, "loss", "nan"))
 
 
 def divergence(rig: Rig) -> None:

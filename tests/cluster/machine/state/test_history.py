@@ -29,7 +29,7 @@ def test_one_record_tells_of_a_run_of_many_epochs() -> None:
     rig.steps(7)
     lose(rig, 0, (1, 7))
     rig.steps(9)
-    rig.feed(ev.LossNotFinite(2, 1, 1, 10, "nan"))
+    rig.feed(ev.NotFinite(2, 1, 1, 10, "loss", "nan"))
     rig.closed(g(7), g(9, 2))
     rig.journal()
     rig.restored()
@@ -40,7 +40,7 @@ def test_one_record_tells_of_a_run_of_many_epochs() -> None:
     state = rig.machine.resume(written(rig.record), None, rig.now)
     assert state.line.kept == rig.state.line.kept == {1: 7, 2: 9, 3: 11, 4: NO_LIMIT}
     assert dict(state.fleet.gone) == {1: "node 1: connection closed"}
-    assert state.blame.nonfinite == {10}
+    assert state.blame.nonfinite == {10: 2}
     assert (state.recoveries.count, state.recoveries.steps_recomputed) == (3, 1)
     assert [(k, f.signature) for k, f in state.blame.failures] == [(12, ("node", "1"))]
     assert (state.line.newest, state.epoch, state.line.ever_ran) == (12, 4, True)
@@ -70,7 +70,7 @@ def test_what_grows_with_the_run_is_cut() -> None:
     history = History(
         kept={**lines, 5001: NO_LIMIT},
         gone=dict.fromkeys(range(100), "x" * 100_000),
-        nonfinite=frozenset(range(100_000)),
+        nonfinite=dict.fromkeys(range(100_000), 1),
     )
     text = json.dumps(history.to_dict())
     assert len(text) < 60_000

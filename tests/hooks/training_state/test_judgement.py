@@ -1,0 +1,52 @@
+"""What a role is judged by: the norms that its optimizer answers, and the state before a save."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deadpool_megatron.hooks.training_state.optimizer import StepHooks, largest_value
+from deadpool_megatron.state.packing import Part
+
+
+@pytest.mark.parametrize(
+    ("answer", "groups", "judged"),
+    [
+        ((True, 2.0, None), {}, [2.0]),
+        ((True, torch.tensor([3.0]), 0), {}, [3.0]),
+        ((True, 2.0, None), {"mtp": 4.0}, [2.0, 4.0]),  # parameters that the first leaves out
+        ((False, math.inf, None), {}, []),  # skipped: how loss scaling looks for its scale
+        ((False, None, None), {"mtp": 4.0}, []),
+        ((True, None, None), {}, []),  # a role without parameters
+        (None, {}, []),  # of a loop of one's own
+    ],
+)
+def test_every_norm_of_an_applied_update_is_judged(
+    answer: Any, groups: dict[str, float], judged: list[float]
+) -> None:
+    optimizer: Any = SimpleNamespace(
+        step=lambda: answer, grad_norms_by_group=groups, chained_optimizers=[]
+    )
+    order = list[Any]()
+    StepHooks(optimizer, lambda: order.append("gate"), [], [], order.append)
+    assert optimizer.step() is answer
+    assert order == ["gate", *judged]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_number_of_a_state_that_is_not_finite_is_found(
+    value: float, dtype: torch.dtype
+) -> None:
+    first = torch.arange(-7, 5).to(dtype)
+    last = torch.zeros(3, 2, dtype=dtype)
+    others = [torch.empty(0), torch.tensor([2**30]), torch.full((2,), 255, dtype=torch.uint8)]
+    parts = [Part("shard0", [*others, first], [0]), Part("shard1", [last], [0])]
+    assert largest_value(parts) == 7.0
+    last[2, 1] = value
+    assert not math.isfinite(largest_value(parts))
+    assert largest_value([]) == 0.0
