@@ -20,6 +20,7 @@ not be tried: its text is not in its file exactly once, its tests are not there 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -49,7 +51,13 @@ _TEST_SECONDS = 30
 _SLOW_TEST_SECONDS = 240
 _SPARE_SECONDS = 60
 # What the forks have already: nothing of the package, which each of them imports from its copy.
-_IMPORTED = ("pytest", "hypothesis", "hypothesis.stateful", "numpy", "torch.distributed")
+_IMPORTED = (
+    "pytest",
+    "hypothesis.stateful",
+    "numpy",
+    "torch.distributed",
+    "megatron.core.optimizer",
+)
 _FAILED_TESTS = 1  # pytest's exit status; 2 and above: it could not run them
 
 
@@ -109,7 +117,9 @@ def missing_tests(slip: Slip) -> list[str]:
         file, *names = test.split("[")[0].split("::")
         path = ROOT / file
         text = path.read_text() if path.is_file() else ""
-        return path.exists() and all(re.search(rf"(def|class) {n}\b", text) for n in names)
+        return path.exists() and all(
+            re.search(rf"^\s*(?:(?:async )?def |class ){n}\b", text, re.MULTILINE) for n in names
+        )
 
     return [test for test in slip.tests if not there(test)]
 
@@ -188,7 +198,7 @@ class Copy:
     def judge(self, trial: Trial, status: int) -> None:
         """Write down how the tests ended, and put the file back."""
         text = self._output.read_text(errors="replace")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
         if status == _FAILED_TESTS and failed:
             late = "from pytest-timeout" in text
             trial.outcome, trial.by = "by time" if late else "noticed", failed[1]
@@ -298,8 +308,10 @@ def main() -> int:
         print("\n".join(f"{slip.id}  {slip.file}: {slip.means}" for slip in slips))
         return 0
     began = time.monotonic()
-    for name in _IMPORTED:
-        __import__(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _IMPORTED:
+            importlib.import_module(name)
     trials = []
     with tempfile.TemporaryDirectory(prefix="mutate-") as directory:
         for trial in run(slips, arguments.jobs, Path(directory)):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight import asleep, waiters
-from deadpool_megatron.comms.in_flight.epoch import Epoch, Leftovers, Limits, Progress
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Leftovers, Limits, Progress, Stuck
 from deadpool_megatron.comms.in_flight.reaper import Reaper
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
@@ -201,6 +201,39 @@ def test_memory_is_not_safe_while_another_thread_waits_for_what_it_has_not_left(
     running.ended.set()
     thread.join(LIMIT_SECONDS)
     assert not epoch.may_write()
+
+
+class Abandoned:
+    """An operation whose wait was left."""
+
+    def __init__(self, group: object = None) -> None:
+        self.stuck = Stuck(group, None)
+
+    def unfinished_in(self) -> Stuck:
+        return self.stuck
+
+    def finish(self) -> None: ...
+
+
+def test_abandoned_operations_write_until_they_are_known_to_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has another before it in its group may not have been started yet."""
+    monkeypatch.setattr(asleep, "stays_asleep", lambda waiters: True)
+    quiescent = [False]
+    fabric = SimpleNamespace(aborting=lambda: False, quiescent=lambda: quiescent[0])
+    epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
+    epoch.closed, epoch.fabrics = True, [fabric]  # type: ignore[list-item]
+    assert not epoch.may_write()
+    group = object()
+    epoch.abandoned = [Abandoned(group)]
+    assert epoch.may_write(), "its connections are up"
+    quiescent[0] = True
+    assert not epoch.may_write()
+    epoch.in_flight = {0: Abandoned(group)}
+    assert epoch.may_write(), "queued behind it"
+    works = [epoch.in_flight[0], *epoch.abandoned]
+    assert epoch.take_leftovers().works == works, "who frees memory hears of both"
 
 
 def test_a_thread_whose_name_is_cut_in_a_letter_is_looked_at() -> None:

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state, rerun_state_machine, timers
 
 from deadpool_megatron.hooks import leftovers
-from deadpool_megatron.hooks.leftovers import TABLE, Leftovers
+from deadpool_megatron.hooks.leftovers import TABLE, Leftovers, forget_frames
 
 
 class Loop:
@@ -89,6 +89,72 @@ def test_the_rerun_machine_runs_the_interrupted_step_again(
     forget(left, "a run in the middle, and the mode of an evaluation")
     assert machine.get_mode() is mode
     assert machine.should_run_forward_backward(None)
+
+
+# Of Megatron's bucket groups, as they are before the first step.
+FRESH = {
+    "grad_reduce_handle": None,
+    "grad_reduce_finished": False,
+    "param_gather_handle": None,
+    "param_gather_dispatched": False,
+    "per_param_grad_ready_counts": {},
+    "golden_per_param_grad_ready_counts": {},
+    "is_first_batch": True,
+    "is_last_microbatch": True,
+}
+
+
+def test_no_bucket_group_remembers_the_step(loop: Loop) -> None:
+    """A partial count would be taken for the golden one, a handle waited for, a gather left out."""
+    groups = [SimpleNamespace(**dict.fromkeys(FRESH, "of the step")) for _ in range(3)]
+    chunk = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:2])
+    loop.inner.per_model_bucket_groups = {0: groups[2:]}
+    left = made(loop)
+    loop.model_chunks = [chunk]
+    forget(left, "handles, ready counts, the order of the first batch")
+    assert [vars(group) for group in groups] == [FRESH] * 3
+
+
+def test_no_gradient_stays_and_the_next_one_is_reduced_once(loop: Loop) -> None:
+    told: list[str] = []
+    left = made(loop)
+    chunk = SimpleNamespace(force_all_reduce=True, zero_grad_buffer=lambda: told.append("buffer"))
+    loop.model_chunks = [chunk]
+    loop.optimizer.zero_grad = lambda: told.append("parameters")
+    forget(left, "gradients")
+    assert (chunk.force_all_reduce, told) == (False, ["buffer", "parameters"])
+
+
+def test_the_next_step_begins_at_the_first_stage_with_no_gathered_activations(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, gathered = list[int](), {("mpu", torch.float32): torch.zeros(2)}
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(
+        parallel_state, "set_virtual_pipeline_model_parallel_rank", lambda rank: ranks.append(rank)
+    )
+    memory = SimpleNamespace(buffer=gathered)
+    monkeypatch.setattr(parallel_state, "get_global_memory_buffer", lambda: memory)
+    left = made(loop)
+    forget(left, "virtual stage")
+    forget(left, "gathered activations")
+    assert (ranks, gathered) == ([0], {})
+
+
+def test_the_frames_of_all_that_led_to_an_error_are_dropped() -> None:
+    """Of its cause and of its context, which need not be the same."""
+
+    def raised(text: str) -> Exception:
+        try:
+            raise ValueError(text)
+        except ValueError as error:
+            return error
+
+    error, cause, context, part = (raised(text) for text in ("one", "cause", "context", "part"))
+    error.__cause__, error.__context__ = cause, ExceptionGroup("several", [part])
+    error.__context__.__context__ = context
+    forget_frames(error)
+    assert not [one for one in (error, cause, context, part) if one.__traceback__ is not None]
 
 
 def test_all_ask_again_which_groups_of_norms_there_are(loop: Loop) -> None:

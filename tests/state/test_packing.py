@@ -65,11 +65,12 @@ def test_arenas_keep_the_objects_and_move_the_storage() -> None:
     owner, other = torch.arange(6.0).view(2, 3), torch.ones(4)
     half = torch.arange(5, dtype=torch.bfloat16)
     base = torch.arange(8.0)
-    view = base[2:5]
-    moved = move_into_arenas([owner, other, view, half])
-    assert len(moved) == 3
+    view, first = base[2:5], base[:2]
+    moved = move_into_arenas([owner, other, view, half, first])
+    assert len(moved) == 4
     assert moved[1] is half, "alone of its kind"
     assert moved[2] is view
+    assert moved[3] is first
     owner.mul_(2)
     assert moved[0][:6].tolist() == [0, 2, 4, 6, 8, 10]
     assert moved[0][16:20].tolist() == [1, 1, 1, 1]
@@ -115,8 +116,26 @@ def test_optimizer_goes_on_exactly_in_arenas() -> None:
     assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
 
 
-def test_signature_tells_layouts_apart() -> None:
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("shard0", [torch.zeros(2), torch.zeros(4)]),
+        ("shard0", [torch.zeros(4, dtype=torch.int32), torch.zeros(2)]),
+        ("shard0", [torch.zeros(2, 2), torch.zeros(2)]),
+        ("shard1", [torch.zeros(4), torch.zeros(2)]),
+    ],
+    ids=["order", "dtype", "shape", "name"],
+)
+def test_signature_tells_layouts_apart(name: str, other: list[torch.Tensor]) -> None:
     one = Part("shard0", [torch.zeros(4), torch.zeros(2)], (0,))
     same = Part("shard0", [torch.ones(4), torch.ones(2)], (1,))
-    other = Part("shard0", [torch.zeros(2), torch.zeros(4)], (0,))
-    assert one.signature() == same.signature() != other.signature()
+    assert one.signature() == same.signature() != Part(name, other, (0,)).signature()
+
+
+def test_a_tensor_just_behind_a_part_is_not_in_it() -> None:
+    memory = torch.zeros(8)
+    part = Part("shard0", [memory[:4]], (0,))
+    assert part.offset_of(memory[2:4]) == 8
+    for other in (memory[4:], memory[3:5]):
+        with pytest.raises(KeyError):
+            part.offset_of(other)

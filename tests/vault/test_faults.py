@@ -176,24 +176,6 @@ def test_own_vault_stopped_does_not_stop_the_member(tmp_path: Path) -> None:
 # Damaged bytes.
 
 
-def test_damage_on_the_wire_is_sent_again(tmp_path: Path) -> None:
-    fault = {
-        "id": "flip",
-        "point": "vault.chunk",
-        "match": {"role": 0, "iteration": 1},
-        "action": "mark",
-    }
-    with cluster(tmp_path, 2, faults=[fault]) as running:
-        members = begin(running)
-        members[0].write(Generation(1, 1))
-        assert members[0].wait(Generation(1, 1)) == "committed"
-        events = running.nodes[1].told(Kind.CORRUPTION)
-        assert [event.data["where"] for event in events] == ["wire"]
-        inventory = running.close(1)[1]
-        held = {(h.role, h.generation): h.parts for h in inventory.holdings}
-        assert held[0, Generation(1, 1)] == {"shard", "tail", "extras@step"}
-
-
 def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path: Path) -> None:
     """It can never be committed: the member must hear of it, or the gate stays shut for ever."""
     fault = {
@@ -313,56 +295,6 @@ def test_a_restored_part_that_rots_is_fetched_again(tmp_path: Path) -> None:
         running.nodes[2].told(Kind.CORRUPTION)
         entry = copy.entry(0, "shard")
         assert bytes(copy.data(0, "shard", entry.nbytes)) == content(1, FIRST, "shard", 64 << 10)
-
-
-def test_damaged_source_falls_to_the_next(tmp_path: Path) -> None:
-    """Two copies: the first source of the record is damaged, the survivor's own slot too."""
-    layouts = {role: make_layout(role) for role in range(3)}
-    with cluster(tmp_path, 4, roles=3) as running:
-        running.open(running.record(1, replicas=2))
-        members = [Member(running.nodes[role], layouts[role]) for role in range(3)]
-        for member in members:
-            member.client.register(member.layout, 1)
-            member.write(FIRST)
-        for member in members:
-            assert member.wait(FIRST) == "committed"
-        running.nodes[1].die()
-        inventories = running.close(1, gone={1})
-        flip(running.nodes[0], copy_name(1), FIRST, "shard")
-        flip(running.nodes[0], own_name(0, Seat(0, 0, 0)), FIRST, "shard")
-        found = sources_from(inventories, FIRST, layouts)
-        assert [source.node for source in found[1]["shard"]] == [0, 2]
-        seats = {0: Seat(0, 0, 0), 1: Seat(3, 0, 0), 2: Seat(2, 0, 0)}
-        restore = Restore("memory", FIRST, sources=found)
-        record = running.record(2, restore, seats, gone={1}, replicas=2)
-        running.open(record)
-        members[1] = Member(running.nodes[3], layouts[1])
-        members[1].client.register(layouts[1], 2)
-        for member in members:
-            member.check(record)
-        for member in members:
-            assert member.wait(FIRST) == "committed"
-        for member in members:
-            member.write(Generation(2, 1))
-        for member in members:
-            assert member.wait(Generation(2, 1)) == "committed"
-
-
-def test_unreachable_source_falls_to_the_next(tmp_path: Path) -> None:
-    """The first source's vault has died since it gave its inventory."""
-    with cluster(tmp_path, 3, roles=2, restore_seconds=5.0) as running:
-        begin(running)
-        inventories = running.close(1)
-        record = swap(running, inventories, FIRST, first=1)
-        running.nodes[1].kill()
-        address = record.nodes[0]
-        running.nodes[1].tcp.close()
-        record.nodes[1] = type(address)("127.0.0.1", running.nodes[1].port, "rack1")
-        running.nodes[0].adopt(record)
-        running.nodes[2].adopt(record)
-        fresh = Member(running.nodes[2], LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
-        fresh.check(record)
 
 
 # Memory.

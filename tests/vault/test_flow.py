@@ -323,31 +323,6 @@ def test_dump_and_restore_in_another_run(tmp_path: Path) -> None:
         assert Holding(1, kept, frozenset(SHARD)) in inventories[0].holdings
 
 
-def test_a_damaged_dump_is_refused(tmp_path: Path) -> None:
-    layout = make_layout(0)
-    dump = tmp_path / "dump"
-    kept = Generation(1, 0)
-    with cluster(tmp_path, 1) as running:
-        running.open(running.record(1, fewer=frozenset({0})))
-        member = Member(running.nodes[0], layout)
-        member.client.register(layout, 1)
-        member.write(kept)
-        assert member.wait(kept) == "released"
-        running.close(1)
-        (path,) = running.nodes[0].dump(dump, kept, "step")
-        stored = bytearray(Path(path).read_bytes())
-        place = stored.index(content(0, kept, "shard", 64))
-        stored[place] ^= 1
-        Path(path).write_bytes(stored)
-        restore = Restore("dump", Generation(2, 0), path=str(dump))
-        record = running.record(2, restore, fewer=frozenset({0}))
-        running.open(record)
-        with pytest.raises(RestoreUnavailable) as caught:
-            member.restore(record)
-        assert caught.value.part == "shard"
-        assert caught.value.tried == ((0, 0, "checksum does not match"),)
-
-
 def test_ends_without_an_agent_and_leaves_its_slots(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, restore_seconds=0.5) as running:
         node = running.nodes[0]

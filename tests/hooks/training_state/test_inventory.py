@@ -19,6 +19,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.hooks.training_state import extras, loss_sums
+from deadpool_megatron.hooks.training_state import optimizer as optimizers
 from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     UnsupportedOptimizer,
@@ -345,3 +346,17 @@ def test_an_optimizer_whose_state_nobody_knows_is_refused(megatrons: dict[str, A
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(UnsupportedOptimizer, match="SGD has no known state"):
         complete_state(SimpleNamespace(optimizer=optimizer, **megatrons))
+
+
+@pytest.mark.parametrize(("sizes", "spans"), [((4, 4), True), ((4, 2), False), ((2, 2), False)])
+def test_statistics_span_the_world_when_those_of_every_optimizer_do(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], spans: bool
+) -> None:
+    """Those of the experts may not, where those of the rest do: then one more slot is needed."""
+    monkeypatch.setattr(optimizers, "is_distributed", lambda inner: True)
+    monkeypatch.setattr(optimizers.dist, "get_world_size", lambda group=4: group)
+    inner = [
+        SimpleNamespace(get_grad_stats_parallel_group=lambda size=size: size) for size in sizes
+    ]
+    chained = SimpleNamespace(chained_optimizers=inner)
+    assert optimizers.statistics_span_the_world(chained) == spans

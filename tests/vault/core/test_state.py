@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sized
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room as making_room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.role.restore import Obtainer
@@ -145,26 +143,6 @@ def test_what_is_remembered_of_acknowledgements_is_what_slots_hold(state: VaultS
         state.acknowledge(LAYOUT, generation, 1, NAMES, 1)
         assert state.committed[0] == (generation, "step")
     assert {g.iteration for _, g, _ in state.ledger._acknowledged} == {58, 59}
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_month_of_generations_takes_no_memory(state: VaultState) -> None:
-    """10^6 of them, in the books of a vault that are kept by generation."""
-    ledger, traffic = state.ledger, Traffic(1 << 20, 0.0)
-    assert ledger is not None
-    for k in range(1_000_000):
-        generation = Generation(1, k)
-        for node in (1, 2):
-            ledger.acknowledge(0, generation, node, NAMES)
-        ledger.forget_before(0, Generation(1, k - 1))
-        if k % 100 == 0:
-            traffic.sealed(0, generation)
-            traffic.committed(0, generation)
-    assert len(ledger._acknowledged) == 4
-    known = traffic._roles[0]
-    books = [*vars(known).values(), *vars(known.window).values()]
-    assert max(len(book) for book in books if isinstance(book, Sized)) < 100
 
 
 def test_what_a_dead_vault_has_sealed_is_held_against_its_checksum(state: VaultState) -> None:
@@ -428,3 +406,37 @@ def test_a_removed_segment_is_let_go_later(state: VaultState) -> None:
         assert alive() is not None
     state.table.removed.clear()
     assert alive() is None
+
+
+def test_only_what_is_in_a_slot_of_the_one_who_plays_the_role_is_sealed(state: VaultState) -> None:
+    """A slot may be begun anew while it is hashed, and a member may lose its seat."""
+    segment = next(iter(state.table.segments.values()))
+    before = segment.entry(0, "shard")
+    assert not state.seal_own(segment, 0, NEW, 1, {"shard": 1}), "the slot holds another one"
+    assert state.record is not None
+    restore = Restore("memory", OLD)
+    moved = replace(state.record, epoch=2, seats={0: Seat(0, 0, 1)}, restore=restore)
+    state.close(1)
+    assert state.adopt(moved)
+    assert not state.adopt(moved), "once"
+    assert not state.seal_own(segment, 0, OLD, 2, {"shard": 1}), "its member has no seat"
+    assert segment.entry(0, "shard") == before
+
+
+def test_what_is_committed_is_never_told_backwards(state: VaultState) -> None:
+    told: list[Generation] = []
+    state.on_committed = lambda role, generation, boundary, released: told.append(generation)
+    newest = Generation(1, 5)
+    for generation in (newest, OLD):
+        state.acknowledge(LAYOUT, generation, 1, NAMES, 1)
+    assert told == [newest]
+    assert state.committed[0] == (newest, "step")
+
+
+def test_what_an_owner_vouches_for_stays_off_sealed_bytes(state: VaultState) -> None:
+    copy = state.ensure_copy(make_layout(7, nbytes=100))
+    copy.open_slot(0, OLD, 1)
+    copy.seal_part(0, "shard", 100, 11, 1)
+    state.note_elsewhere(copy, 0, [("shard", 100, 12), ("tail", 10, 13)], 1)
+    states = [copy.entry(0, name).state for name in ("shard", "tail")]
+    assert states == [PartState.SEALED, PartState.ELSEWHERE]

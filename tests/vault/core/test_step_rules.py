@@ -272,6 +272,8 @@ def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> N
     assert taken[9] == taken[-1] < (2 * 3 + 6 + 1) << 20
     assert not lacks_base(state.table.sealed(0), [1, 24], [gradients_part("shard0")])
     assert lacks_base(state.table.sealed(0), [1, 17], [gradients_part("shard0")])
+    two = [gradients_part("shard0"), gradients_part("shard1")]  # dense and expert, say
+    assert lacks_base(state.table.sealed(0), [1, 24], two), "of one it has the base"
     assert lacks_base(state.table.sealed(0), None, [gradients_part("shard0")])
     assert not lacks_base(state.table.sealed(0), None, ["shard0"])
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.places.parity import MEMBERS
+from deadpool_megatron.layout.places.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import (
     Generation,
     Restore,
@@ -175,6 +175,35 @@ def test_members_of_other_bytes_refuse_the_data_blocks(begin: Begin) -> None:
     record = vaults.adopt()
     with pytest.raises(RestoreUnavailable, match="other bytes than the parity was computed from"):
         vaults.obtain(record, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda told, shard: replace(told, group=(0, 2)), "is block 2 of"),
+        (lambda told, shard: contributed(told, tail=shard), "was computed without the part"),
+        (lambda told, shard: contributed(told, shard=(shard[0] + 1, 0)), "which does not fit"),
+    ],
+    ids=["group", "part", "size"],
+)
+def test_members_of_another_group_or_of_other_parts_are_given_up(
+    begin: Begin, change: Callable[[Members, tuple[int, int]], Members], why: str
+) -> None:
+    """Before a byte of the part is written; the block of another node could still give it."""
+    vaults = begin(2, 1, {0})
+    coded = vaults.coded
+    told = coded.members(0)
+    parts = {name: coded.parity(0, name) for name in ("shard", "tail")}
+    parts[MEMBERS] = change(told, told.contributions[0]["shard"]).encode()
+    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
+    vaults.open()
+    with pytest.raises(RestoreUnavailable, match=why):
+        vaults.obtain(vaults.adopt(), 0)
+
+
+def contributed(told: Members, **parts: tuple[int, int]) -> Members:
+    """As if these were all that role 0 had contributed."""
+    return replace(told, contributions={**told.contributions, 0: parts})
 
 
 def test_a_moment_without_threads_is_waited_out(

@@ -88,6 +88,31 @@ def test_pause_that_takes_too_long_becomes_an_interrupt() -> None:
     assert rig.one(act.CloseEpoch).cause == "drain of node 1"
 
 
+def test_a_role_that_restored_another_generation_does_not_open_the_epoch() -> None:
+    rig = drained()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.journal()
+    rig.feed(ev.Restored(*rig.seat(0), 2, g(9)), ev.Restored(*rig.seat(1), 2, g(8)))
+    assert rig.state.phase is Phase.OPENING
+    assert "role 1 restored" in str(rig.state.blame.suspicion)
+
+
+@pytest.mark.parametrize(("role", "complete"), [(1, True), (0, False)])
+@pytest.mark.parametrize("done_first", [False, True])
+def test_a_pause_is_complete_when_each_role_stands_still_or_is_done(
+    role: int, complete: bool, done_first: bool
+) -> None:
+    """Role 0 pauses. A role that is done may have paused as well: it counts once."""
+    rig = drained()
+    events = [ev.Paused(*rig.seat(0), 1, 9), ev.MemberDone(*rig.seat(role), 1)]
+    first, last = reversed(events) if done_first else events
+    rig.feed(first)
+    assert not rig.of(act.CloseEpoch)
+    rig.feed(last)
+    assert bool(rig.of(act.CloseEpoch)) == complete
+
+
 @pytest.mark.parametrize("opened", [False, True])
 def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool) -> None:
     rig = drained()

@@ -1,0 +1,215 @@
+"""Each look at bytes that come from elsewhere, or lie here, by itself: nothing else stands behind
+it. A part that fails is never sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.layout.part_kinds import gradients_part
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    NodeAddress,
+    Recipe,
+    Replay,
+    Restore,
+    RoleLayout,
+    Seat,
+    Source,
+)
+from deadpool_megatron.layout.replaying import key, step_parts
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import dump
+from deadpool_megatron.vault.errors import RestoreUnavailable
+from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.server import Server
+from deadpool_megatron.vault.shm.segment import Segment, checksum
+from tests.vault.fake_network import FakeNetwork
+from tests.vault.harness import content, make_layout
+
+LAYOUT = make_layout(0, nbytes=5000, replicas=(0, 1))
+EXTRAS, SHARDS = ["extras@step"], ["shard", "tail"]
+BASE, RESTORED = Generation(1, 3), Generation(1, 4)
+NODES = {node: NodeAddress("h", node, f"rack{node}") for node in range(3)}
+
+
+def keep(
+    segment: Segment, names: list[str], generation: Generation = RESTORED, slot: int = 0
+) -> Segment:
+    """Seal parts of a generation in a slot of a copy."""
+    segment.reserve(names, [slot])
+    segment.open_slot(slot, generation, 1)
+    for name in names:
+        view = segment.data(slot, name)
+        view[:] = content(0, generation, name, len(view))
+        segment.seal_part(slot, name, len(view), checksum(view), 1)
+    return segment
+
+
+class House:
+    """The vaults of three nodes. Role 0 has moved to node 0, and is restored there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.network = FakeNetwork()
+        self.states, self.servers = list[VaultState](), list[Server]()
+        for node in NODES:
+            folder = directory / f"node{node}"
+            folder.mkdir()
+            settings = Settings(restore_seconds=5.0)
+            self.states.append(VaultState(node, folder, settings, lambda _: None))
+            transport = self.network.transport("h", node, 5.0)
+            self.servers.append(Server(self.states[node], transport))
+            self.servers[node].start()
+
+    def keep(self, node: int, names: list[str], layout: RoleLayout = LAYOUT) -> Segment:
+        """A sealed copy on a node."""
+        return keep(self.states[node].ensure_copy(layout), names)
+
+    def obtainer(self, restore: Restore | None = None, late: bool = False) -> Obtainer:
+        """Of epoch 2; ``late``: others hear of it when node 0 has asked one once in vain."""
+        places = (Source(1, 0), Source(1, 1), Source(2, 0))
+        listed = dict.fromkeys((*EXTRAS, *SHARDS), places)
+        restore = restore or Restore("memory", RESTORED, sources={0: listed})
+        record = EpochRecord(2, {0: Seat(0, 0, 0)}, NODES, restore)
+        for state in self.states:
+            state.close(1)
+        for state in self.states[: 1 if late else 3]:
+            state.adopt(record)
+        transport = self.network.transport("h", 7, 5.0)
+        obtainer = Obtainer(self.states[0], transport, record, 0)
+        if late:
+            pause = obtainer._pause
+
+            def adopt_and_pause() -> None:
+                self.states[1].adopt(record)
+                pause()
+
+            obtainer._pause = adopt_and_pause  # type: ignore[method-assign]
+        return obtainer
+
+    def obtain(self, restore: Restore | None = None, late: bool = False) -> None:
+        """Every part comes, as it was written."""
+        places = self.obtainer(restore, late).obtain(LAYOUT)
+        for name, place in places.items():
+            assert bytes(place.view) == content(0, RESTORED, name, place.nbytes), name
+
+    def dumped(self, directory: Path, role: int) -> tuple[Path, Restore]:
+        """All nodes write what they hold, and forget it; the file of a role, and what reads it."""
+        for state in self.states:
+            dump(state, directory, RESTORED, "step", None)
+            for segment in list(state.table.segments.values()):
+                state.table.remove(segment)
+        (path,) = directory.glob(f"dump-{role}-*.seg")
+        return path, Restore("dump", RESTORED, path=str(directory))
+
+    def refuse(self, match: str, restore: Restore | None = None) -> None:
+        with pytest.raises(RestoreUnavailable, match=match):
+            self.obtainer(restore).obtain(LAYOUT)
+        found = self.states[0].table.find(0, RESTORED, "shard")
+        assert not [place for place in found if place.segment.seat is not None]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path)
+    yield house
+    for server in house.servers:
+        server.stop()
+
+
+def test_a_copy_on_the_own_node_is_held_against_its_checksum(house: House) -> None:
+    copy = house.keep(0, [*EXTRAS, *SHARDS])
+    copy.data(0, "shard")[5] ^= 1
+    house.refuse("shard")
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("fault", ["damaged", "away"])
+def test_a_source_that_fails_falls_to_the_next(house: House, fault: str, left: bool) -> None:
+    house.states[0].settings = Settings(restore_seconds=0.1)
+    copy = house.keep(1, [*EXTRAS, *SHARDS])
+    if left:
+        house.keep(1, [*EXTRAS, *SHARDS], replace(LAYOUT, role=1))
+        house.keep(2, [*EXTRAS, *SHARDS])
+    if fault == "damaged":
+        copy.data(0, "shard")[5] ^= 1
+    else:
+        house.network.cut.add(("h", 1))
+    if left:
+        house.obtain()
+    else:
+        house.refuse("checksum does not match" if fault == "damaged" else "nobody listens")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_dump_is_held_against_its_checksums(house: House, tmp_path: Path, damaged: bool) -> None:
+    house.keep(0, [*EXTRAS, *SHARDS])
+    path, restore = house.dumped(tmp_path / "dump", 0)
+    if damaged:
+        Segment.open(path).data(0, "shard")[5] ^= 1
+        house.refuse("checksum does not match", restore)
+    else:
+        house.obtain(restore)
+
+
+def test_bytes_of_another_model_on_the_own_node_are_nothing(house: House) -> None:
+    house.keep(0, [*EXTRAS, *SHARDS], replace(LAYOUT, layout_hash="other"))
+    house.refuse("extras@step")
+
+
+def test_a_part_larger_than_its_place_does_not_reach_into_the_next_one(house: House) -> None:
+    larger = replace(LAYOUT.parts[0], nbytes=LAYOUT.parts[0].nbytes + 1)
+    house.keep(0, [*EXTRAS, "tail"])
+    house.keep(1, SHARDS, replace(LAYOUT, parts=(larger, *LAYOUT.parts[1:])))
+    house.refuse("5001 bytes does not fit")
+
+
+def test_a_source_that_has_yet_to_hear_of_the_epoch_is_asked_again(house: House) -> None:
+    house.keep(1, [*EXTRAS, *SHARDS])
+    house.obtain(late=True)
+
+
+def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house: House) -> None:
+    """Both are sealed, but this node knows what the role itself had."""
+    copy = house.keep(0, [*EXTRAS, "tail"])
+    copy.note_part(0, "shard", 5000, checksum(memoryview(b"other bytes")), 1)
+    house.keep(1, SHARDS, replace(LAYOUT, role=1))
+    house.refuse("not the bytes that the role had")
+
+
+def test_a_base_is_not_held_against_what_it_became(house: House) -> None:
+    """What is vouched for counts for the generation that it was said of. The chain was planned
+    because all who held the part itself are gone."""
+    plain, step = make_layout(0, nbytes=1000), gradients_part("shard")
+    steps = step_parts({"shard": replace(plain.parts[0], nbytes=300)}, 100, 0)
+    layout = replace(plain, parts=(plain.parts[0], *steps, *plain.parts[2:]))
+    whole = memoryview(content(0, RESTORED, "shard", 1000))
+    house.keep(2, EXTRAS, layout).note_part(0, "shard", 1000, checksum(whole), 1)
+    keep(house.states[1].ensure_copy(layout), ["shard"], BASE)
+    keep(house.states[1].ensure_steps(layout), [step])
+    chain = {BASE: {"shard": (Source(1, 0),)}, RESTORED: {step: (Source(1, 0),)}}
+    recipe = Recipe(replay=Replay(BASE, (RESTORED,), chain))
+    extras = {0: {EXTRAS[0]: (Source(2, 0),)}}
+    restore = Restore("memory", RESTORED, sources=extras, recipes={0: recipe})
+    places = house.obtainer(restore).obtain(layout)
+    assert set(places) == {*EXTRAS, key(BASE, "shard"), key(RESTORED, step)}
+    assert bytes(places[key(BASE, "shard")].view) == content(0, BASE, "shard", 1000)
+
+
+@pytest.mark.parametrize("nbytes", [5000, 5001])
+def test_a_dump_of_a_peer_gives_what_is_as_large(house: House, tmp_path: Path, nbytes: int) -> None:
+    """The own one has the extras alone."""
+    house.keep(0, EXTRAS)
+    shard = replace(LAYOUT.parts[0], nbytes=nbytes)
+    peer = replace(LAYOUT, role=1, parts=(shard, *LAYOUT.parts[1:]), layout_hash="of role 1")
+    house.keep(1, SHARDS, peer)
+    _, restore = house.dumped(tmp_path / "dump", 1)
+    if nbytes == 5000:
+        house.obtain(restore)
+    else:
+        house.refuse("other size", restore)
