@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.comms import Communicators
+from tests.common.waiting import wait_for
 
 DEADLINE_SECONDS = 60.0
 
@@ -92,6 +94,8 @@ class Member:
                 self.order(order[1]).set()
             elif order[0] == "ask":
                 self.say(("answer", getattr(self.comms, order[1])()))
+            elif order[0] == "held up":
+                self.say(("answer", bool(self.comms.waiting_for() or self.faults)))
 
 
 class Ranks:
@@ -169,6 +173,16 @@ class Ranks:
         assert message is not None, f"rank {rank} died"
         assert message[0] == kind, f"rank {rank}: {message[0]}: {message[1]}"
         return message[1]
+
+    def ask(self, rank: int, *what: str) -> Any:
+        """What ``rank`` answers, of its communicators or whether it is held up."""
+        self.say(rank, *what)
+        return self.hear(rank, "answer")
+
+    def until_held_up(self, *ranks: int) -> None:
+        """Until each of these ranks is in an operation, or in one that has failed."""
+        for rank in ranks:
+            wait_for(f"rank {rank} to be held up", partial(self.ask, rank, "held up"))
 
     def results(self, seconds: float = DEADLINE_SECONDS) -> dict[int, Any]:
         """The results of all living ranks; an error of one is shown with those of the others."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from deadpool_megatron.comms.in_flight.reaper import Reaper
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
 from deadpool_megatron.platform.gathers import SeveralWorks
+from tests.common.waiting import wait_for
 
 from .ranks import Member, run
 
@@ -249,6 +251,8 @@ def test_a_thread_whose_name_is_cut_in_a_letter_is_looked_at() -> None:
     thread.start()
     try:
         assert named.wait(20)
+        status = Path(f"/proc/self/task/{thread.native_id}/stat")
+        wait_for("sleep", lambda: status.read_bytes().rpartition(b")")[2].split()[0] == b"S")
         assert asleep.stays_asleep(frozenset({thread.native_id or 0}))
     finally:
         over.set()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
+import threading
 import time
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.inner import Begun
+from tests.common.waiting import wait_for
 
 from .ranks import Member, Ranks, run
 
@@ -115,9 +116,10 @@ def test_killed_rank_is_replaced(kind: str) -> None:
         ranks.start(survive, kind)
         for rank in range(size):
             ranks.hear(rank, "ready")
-        time.sleep(0.15)
+        for rank in range(size):
+            wait_for("the load", lambda rank=rank: ranks.ask(rank, "ask", "progress") > 5)
         ranks.kill(victim)
-        time.sleep(0.05)
+        ranks.until_held_up(*ranks.pids)
         ranks.interrupt(0)
         ranks.start(replace, ranks=[victim])
         results = ranks.results()
@@ -176,7 +178,7 @@ def test_stopped_receiver_of_a_big_send() -> None:
         for rank in range(2):
             ranks.hear(rank, "ready")
         ranks.kill(1, signal.SIGSTOP)
-        time.sleep(0.3)
+        ranks.until_held_up(0)
         ranks.interrupt(0, [0])
         assert ranks.hear(0, "result")["out"] < 0.5
 
@@ -184,7 +186,12 @@ def test_stopped_receiver_of_a_big_send() -> None:
 def interrupted_attach(member: Member) -> float:
     member.init()
     group = dist.new_group([0, 1])
-    member.say(("ready", None))
+
+    def tell() -> None:
+        wait_for("the attach", lambda: member.comms._attaching is not None)
+        member.say(("attaching", None))
+
+    threading.Thread(target=tell).start()
     with pytest.raises(EpochClosed) as caught:
         member.attach(0)  # rank 2 never comes
     assert caught.value.epoch == 0
@@ -217,8 +224,7 @@ def test_interrupt_during_attach() -> None:
     with Ranks(3) as ranks:
         ranks.start(interrupted_attach, ranks=[0, 1])
         for rank in range(2):
-            ranks.hear(rank, "ready")
-        time.sleep(0.4)
+            ranks.hear(rank, "attaching")
         ranks.interrupt(0)
         for rank in range(2):
             assert ranks.hear(rank, "out") < 0.5
@@ -311,6 +317,7 @@ def culprit(member: Member) -> bool:
     dist.barrier()
     dist.all_reduce(torch.ones(1), group=group)
     if member.rank == 1:
+        member.say(("ready", None))
         member.order("go").wait()
     dist.all_reduce(torch.ones(1), group=group)
     return True
@@ -319,16 +326,13 @@ def culprit(member: Member) -> bool:
 def test_waiting_for_names_the_culprit() -> None:
     with Ranks(2) as ranks:
         ranks.start(culprit)
-        time.sleep(0.5)
-        ranks.say(0, "ask", "waiting_for")
-        ranks.say(1, "ask", "waiting_for")
-        assert ranks.hear(0, "answer") == ("TENSOR_PARALLEL(0,1)", "allreduce", 2)
-        assert ranks.hear(1, "answer") is None
+        ranks.hear(1, "ready")
+        pair = "TENSOR_PARALLEL(0,1)"
+        wait_for("rank 0", lambda: ranks.ask(0, "ask", "waiting_for") == (pair, "allreduce", 2))
+        assert ranks.ask(1, "ask", "waiting_for") is None
         for rank, begun in ((0, 2), (1, 1)):
-            ranks.say(rank, "ask", "begun")
-            assert ranks.hear(rank, "answer")["TENSOR_PARALLEL(0,1)"] == Begun(begun, 0)
-        ranks.say(1, "ask", "progress")
-        assert ranks.hear(1, "answer") == 3  # one of them attach's own barrier
+            assert ranks.ask(rank, "ask", "begun")[pair] == Begun(begun, 0)
+        assert ranks.ask(1, "ask", "progress") == 3  # one of them attach's own barrier
         ranks.say(1, "order", "go")
         assert all(ranks.results().values())
 
@@ -374,8 +378,8 @@ def other_thread(member: Member) -> dict[str, Any]:
         with pytest.raises(EpochClosed):
             dist.recv(torch.zeros(4), 1)
         return {"out": time.monotonic() - member.interrupted_at, "drained": member.comms.drain()}
-    time.sleep(0.5)
-    os._exit(0)
+    member.order("never").wait()
+    return {}
 
 
 def test_interrupt_wakes_a_receive_at_once() -> None:
@@ -383,7 +387,7 @@ def test_interrupt_wakes_a_receive_at_once() -> None:
         ranks.start(other_thread)
         for rank in range(2):
             ranks.hear(rank, "ready")
-        time.sleep(0.1)
+        ranks.until_held_up(0)
         ranks.interrupt(3, [0])
         result = ranks.hear(0, "result")
         assert result["out"] < 0.3

@@ -18,7 +18,7 @@ import walk  # noqa: E402
 def test_each_walk_is_counted_by_its_own_time() -> None:
     steps = [float(second) for second in range(100, 112)]
     entered = [("entered", at + 0.5, "1 1", "each.py") for at in steps]
-    entered += [("entered", at, "1 1", "beat.py") for at in (104.1, 108.1)]
+    entered += [("entered", at, "1 1", "beat.py") for at in (104.1, 108.1, 112.1)]
     entered += [("entered", at, "2 1", "old.py") for at in (90.0, 112.5)]
     entered += [("entered", at, "2 1", "late.py") for at in (106.0, 113.5)]
     called = [("called", 110.0 + n / 99, "3 7", f"{name}.py") for n, name in enumerate("abbacb")]

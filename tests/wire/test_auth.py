@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import (
     AuthenticationError,
     Handshake,
+    accept,
     create_secret,
     load_secret,
 )
@@ -143,3 +146,14 @@ def test_improper_proofs(proof: object) -> None:
     assert SECRET.decode() not in str(caught.value)
     with pytest.raises(AuthenticationError):
         connecting.answer({"t": "challenge", "nonce": os.urandom(16).hex(), "proof": proof})
+
+
+def test_a_door_stays_shut_to_whoever_does_not_know_the_secret() -> None:
+    """The blocking form, which vaults use: the challenge is followed by a look at the answer."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stranger = Handshake(b"another secret", "run", "")
+        framing.send(theirs, stranger.hello())
+        framing.send(theirs, {"t": "answer", "proof": stranger._proof("connect")})
+        with pytest.raises(AuthenticationError):
+            accept(ours, SECRET, "run")

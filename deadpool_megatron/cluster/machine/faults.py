@@ -203,7 +203,8 @@ def not_finite(turn: Turn, event: ev.NotFinite) -> None:
     k, blame = event.iteration, state.blame
     if blame.is_poisoned(computed):
         return  # told by another role already, or it follows from what was told
-    if state.phase in LAST_PHASES or not state.line.keeps(computed):
+    # Nothing computes iteration 0: it is what was built or loaded.
+    if k < 1 or state.phase in LAST_PHASES or not state.line.keeps(computed):
         why = f"nothing goes on from it in epoch {event.epoch}"
         turn.refuse(f"{event.number} of step {k}", why)
         return

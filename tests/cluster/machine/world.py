@@ -122,6 +122,8 @@ class World(Agents):
         player = self.player(role)
         if player is None or player.at is None or player.at.lineage != player.epoch:
             return
+        if player.at.iteration == 0:
+            return  # what was built or loaded has no loss
         player.pause_at, self.common = 0, None
         loss = ev.NotFinite(
             player.epoch, player.seat.node, role, player.at.iteration, "loss", "nan"

@@ -409,13 +409,14 @@ def test_what_other_roles_say_of_the_same_iteration_changes_nothing() -> None:
     assert not rig.emitted(Kind.REFUSED)
 
 
-def test_nan_of_an_abandoned_iteration_is_refused() -> None:
+@pytest.mark.parametrize(("epoch", "iteration"), [(1, 5), (2, 0)])
+def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch: int, iteration: int) -> None:
     rig = Rig(nonfinite="rollback").run()
     rig.steps(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
     before = rig.state
-    rig.feed(ev.NotFinite(1, 1, 1, 5, "loss", "nan"))
+    rig.feed(ev.NotFinite(epoch, 1, 1, iteration, "loss", "nan"))
     assert rig.emitted(Kind.REFUSED)
     assert rig.state == before
 
