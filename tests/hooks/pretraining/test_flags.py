@@ -33,71 +33,46 @@ ROOT = Path(__file__).parents[3]
 MODEL = [*small(), "--save-interval", "5"]
 
 # For each flag of each row: how a user comes to it.
-EXAMPLES = {
-    "--inprocess-restart": "",
-    "--enable-ft-package": "",
-    "--adlr-autoresume": "",
+_WITHOUT_A_VALUE = """
+--inprocess-restart --enable-ft-package --adlr-autoresume --no-save-optim --no-save-rng
+--use-megatron-fsdp --use-torch-fsdp2 --optimizer-cpu-offload --qk-clip
+--overlap-param-gather-with-optimizer-step --fp4-param-gather
+--reuse-grad-buf-for-mxfp8-param-ag --is-hybrid-model --moe-enable-routing-replay
+--vision-pretraining --perform-rl-step --hybrid-context-parallel --use-nccl-ub
+--tp-comm-overlap --use-sharp --moe-enable-deepep --overlap-moe-expert-parallel-comm
+--use-ring-exchange-p2p --fake-process-group --log-straggler --enable-cuda-graph
+--external-cuda-graph --fine-grained-activation-offloading --defer-embedding-wgrad-compute
+--delay-wgrad-compute --moe-shared-expert-overlap --full-validation
+--multiple-validation-sets --fim-data --skip-train --moe-use-upcycling --profile
+--run-workload-inspector-server
+"""
+EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--error-injection-rate": "1000",
     "--non-persistent-ckpt-type": "local",
-    "--no-save-optim": "",
     "--save": "msc://profile/checkpoints",
-    "--no-save-rng": "",
     "--ckpt-format": "torch_dcp",
-    "--use-megatron-fsdp": "",
-    "--use-torch-fsdp2": "",
     "--optimizer": "dist_muon",
-    "--optimizer-cpu-offload": "",
-    "--qk-clip": "",
-    "--overlap-param-gather-with-optimizer-step": "",
     "--fp4-format": "e2m1",
     "--fp8-recipe": "custom",
-    "--fp4-param-gather": "",
-    "--reuse-grad-buf-for-mxfp8-param-ag": "",
     "--te-precision-config-file": "precision.yaml",
     "--experimental-attention-variant": "dsa",
-    "--is-hybrid-model": "",
     "--hybrid-override-pattern": "M-M*",
     "--hybrid-attention-ratio": "0.5",
     "--hybrid-mlp-ratio": "0.5",
-    "--moe-enable-routing-replay": "",
-    "--vision-pretraining": "",
-    "--perform-rl-step": "",
-    "--hybrid-context-parallel": "",
-    "--use-nccl-ub": "",
     "--symmetric-ar-type": "one_shot",
     "--transformer-impl": "inference_optimized",
-    "--tp-comm-overlap": "",
-    "--use-sharp": "",
     "--moe-token-dispatcher-type": "flex",
-    "--moe-enable-deepep": "",
-    "--overlap-moe-expert-parallel-comm": "",
     "--pipeline-model-parallel-comm-backend": "ucc",
-    "--use-ring-exchange-p2p": "",
-    "--fake-process-group": "",
     "--lazy-mpu-init": "True",
-    "--log-straggler": "",
     "--cuda-graph-impl": "local",
-    "--enable-cuda-graph": "",
-    "--external-cuda-graph": "",
-    "--fine-grained-activation-offloading": "",
     "--cpu-offloading-num-layers": "2",
-    "--defer-embedding-wgrad-compute": "",
-    "--delay-wgrad-compute": "",
-    "--moe-shared-expert-overlap": "",
     "--save-dgrads-interval": "10",
     "--save-wgrads-interval": "10",
     "--dataloader-type": "external",
-    "--full-validation": "",
-    "--multiple-validation-sets": "",
-    "--fim-data": "",
     "--phase-transition-iterations": "100,200",
     "--iterations-to-skip": "7",
     "--result-rejected-tracker-filename": "rejected.txt",
-    "--skip-train": "",
     "--ckpt-convert-format": "torch --ckpt-convert-save converted --load there",
-    "--moe-use-upcycling": "",
-    "--profile": "",
-    "--run-workload-inspector-server": "",
 }
 # The parser of 0.16.1 has no other values, replaces its arguments by a file's, or lacks a package
 # or the flag.
@@ -111,25 +86,13 @@ BY_HAND = {
     "--sft": {"sft": True, "step_batch_size_schedule": None},
 }
 # Megatron itself accepts these only with other flags, packages or sizes: they are parsed alone.
-PARSED_ONLY = {
-    "--ckpt-format",
-    "--delay-wgrad-compute",
-    "--fim-data",
-    "--fine-grained-activation-offloading",
-    "--fp4-format",
-    "--fp4-param-gather",
-    "--hybrid-context-parallel",
-    "--moe-use-upcycling",
-    "--non-persistent-ckpt-type",
-    "--optimizer-cpu-offload",
-    "--overlap-moe-expert-parallel-comm",
-    "--overlap-param-gather-with-optimizer-step",
-    "--perform-rl-step",
-    "--qk-clip",
-    "--tp-comm-overlap",
-    "--use-megatron-fsdp",
-    "--use-torch-fsdp2",
-}
+_PARSED_ONLY = """
+--ckpt-format --delay-wgrad-compute --fim-data --fine-grained-activation-offloading
+--fp4-format --fp4-param-gather --hybrid-context-parallel --moe-use-upcycling
+--non-persistent-ckpt-type --optimizer-cpu-offload --overlap-moe-expert-parallel-comm
+--overlap-param-gather-with-optimizer-step --perform-rl-step --qk-clip --tp-comm-overlap
+--use-megatron-fsdp --use-torch-fsdp2
+"""
 # Near to a row, and fine.
 HARMLESS = (
     "",
@@ -491,7 +454,7 @@ def answers() -> dict[str, Answer]:
         pytest.skip("no Megatron-LM checkout")
     questions = {
         f"{flag} {value}".strip(): Question(
-            [*MODEL, "--deadpool", flag, *value.split()], validate=flag not in PARSED_ONLY
+            [*MODEL, "--deadpool", flag, *value.split()], validate=flag not in _PARSED_ONLY.split()
         )
         for flag, value in EXAMPLES.items()
     }
