@@ -95,6 +95,16 @@ COMMUNICATION: tuple[str, ...] = tuple(
 SENDS = frozenset({"send"})
 RECEIVES = frozenset({"recv", "recv_anysource"})
 POINT_TO_POINT = SENDS | RECEIVES
+#: what opens a group of NCCL inside torch, and leaves it open for its thread when NCCL refuses
+#: (ProcessGroupNCCL.cpp; torch/csrc/cuda/nccl.cpp: all2all, gather, scatter)
+OPENS_A_GROUP = POINT_TO_POINT | frozenset(
+    name
+    for name in COMMUNICATION
+    if name in ("gather", "scatter")
+    or "all_to_all" in name
+    or "alltoall" in name
+    or name.endswith("coalesced")
+)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -9,6 +9,7 @@ it, so none of them may be freed by an abort before that.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from threading import get_ident
 
 #: a block only enqueues: microseconds, unless its thread hangs in the driver
@@ -18,13 +19,39 @@ LONGEST_SECONDS = 0.2
 class Blocks:
     """The open blocks of all threads on the communicators of one epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_left_open: Callable[[], bool]) -> None:
+        """``is_left_open()``: whether the calling thread is in a group of NCCL that no block of
+        ours has opened."""
+        self._is_left_open = is_left_open
+        self._known: set[int] = set()
+        self._lost = ""
         self._lock = threading.Condition()
         self._depths: dict[int, int] = {}
         self._problems: dict[int, RuntimeError] = {}
         self._closed = False
         #: an abort could not wait for a block any longer: its thread collects for ever
         self.cut = False
+
+    def lose(self, operation: str) -> None:
+        """An exception of NCCL has left ``operation``: the group that it had opened stays open."""
+        self._lost = self._lost or f"{operation} failed in a group of NCCL, and left it open"
+
+    def begin(self, operation: str) -> str:
+        """Have NCCL asked before the first operation of a thread. Returns why the process must be
+        replaced; empty when it need not be."""
+        if get_ident() not in self._known:
+            self._known.add(get_ident())
+            self.ruin()
+        return self._lost
+
+    def ruin(self) -> str:
+        """Why a thread of this process launches nothing any more, the calling one by NCCL's own
+        word; empty while all do."""
+        if self.cut:
+            return "a thread was stuck in a block of coalesced operations"
+        if not self.is_open_here() and self._is_left_open():
+            self.lose("something unknown")
+        return self._lost
 
     def enter(self) -> bool:
         """Open a block on the calling thread; False once the blocks are closed: nothing is open."""

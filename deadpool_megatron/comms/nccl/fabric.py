@@ -29,10 +29,11 @@ from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
 from deadpool_megatron.comms.in_flight.works import StreamWork, book, communication_failed
 from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup, Position
+from deadpool_megatron.comms.nccl import depth
 from deadpool_megatron.comms.nccl.blocks import Blocks
 from deadpool_megatron.comms.nccl.positions import ask_recorder, read_positions
 from deadpool_megatron.comms.nccl.timing import CudaClock
-from deadpool_megatron.comms.operations import POINT_TO_POINT, is_asynchronous
+from deadpool_megatron.comms.operations import OPENS_A_GROUP, POINT_TO_POINT, is_asynchronous
 
 
 class NcclFabric(Fabric):
@@ -46,11 +47,15 @@ class NcclFabric(Fabric):
         self._groups: list[NcclGroup] = []
         # Aborts that were begun, or are about to be, and have not ended.
         self._aborts = 0
-        self._blocks = Blocks()
+        self._blocks = Blocks(self._is_left_open)
         epoch.progress.stream_waits.clock = self._clock()
 
     def _clock(self) -> DeviceClock[Any]:
         return CudaClock()
+
+    def _is_left_open(self) -> bool:
+        """Whether the calling thread is in a group of NCCL that nobody will end."""
+        return depth.is_left_open()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
         # torch numbers them as they are made; only their connecting takes time.
@@ -143,9 +148,7 @@ class NcclFabric(Fabric):
             return self._aborts > 0 or (self._epoch.closed and bool(self._backends))
 
     def ruin(self) -> str:
-        if self._blocks.cut:
-            return "a thread was stuck in a block of coalesced operations"
-        return ""
+        return self._blocks.ruin()
 
     def quiescent(self) -> bool:
         """True when all aborts returned; the caller still has to synchronise the device."""
@@ -186,6 +189,8 @@ class NcclGroup(InnerGroup):
             self._check(operation)
             if self._blocks.cut:
                 return None
+        if ruin := self._blocks.begin(operation):
+            epoch.fault(self.description, operation, ruin)
         if failpoints.ACTIVE:
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
@@ -194,6 +199,8 @@ class NcclGroup(InnerGroup):
         try:
             inner = self._start(getattr(self._plain, operation), args, kwargs)
         except RuntimeError as error:
+            if operation in OPENS_A_GROUP:
+                self._blocks.lose(operation)
             if self._blocks.is_open_here():
                 self._blocks.keep(error)
                 return None
@@ -266,6 +273,7 @@ class NcclGroup(InnerGroup):
             try:
                 answer = self._plain._end_coalescing(device)
             except RuntimeError as error:
+                self._blocks.lose("the end of a block")
                 self._blocks.keep(error)
         problem = self._blocks.leave()
         self._check("end of a block")

@@ -55,6 +55,7 @@ from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.comms.nccl.stream_order import StreamOrderError, order, unwatched
 from deadpool_megatron.comms.operations import (
     COMMUNICATION,
+    OPENS_A_GROUP,
     POINT_TO_POINT,
     SENDS,
     is_asynchronous,
@@ -108,6 +109,9 @@ class FakeNcclFabric(NcclFabric):
 
     def _clock(self) -> FakeClock:
         return FakeClock()
+
+    def _is_left_open(self) -> bool:
+        return collected.depth > 0
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         communicator = FakeCommunicator(spec, store, self._gloo)
@@ -221,7 +225,9 @@ class FakeCommunicator:
             collected.add(self, partial(self._start, name, args, kwargs))
             return None
         if name in POINT_TO_POINT and not allow_unbatched:
-            raise RuntimeError(f"unbatched {name} on {self._spec.description}: NCCL may deadlock")
+            raise StreamOrderError(
+                f"unbatched {name} on {self._spec.description}: NCCL may deadlock"
+            )
         return self._start(name, args, kwargs)
 
     def _start(
@@ -230,6 +236,10 @@ class FakeCommunicator:
         self._take_lock_of_watchdog()
         if self.aborted:
             raise dist.DistBackendError("the communicator was aborted")
+        if self._noticed_at_seconds is not None:
+            if name in OPENS_A_GROUP:
+                collected.depth += 1  # torch throws between the start and the end of a group
+            raise dist.DistBackendError("a remote process has exited or there was a network error")
         waited_for = is_asynchronous(args, kwargs)
         if name == "barrier":
             args, kwargs = (), {}

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from deadpool_megatron import nccl_environment
 from deadpool_megatron.cluster.member.store import MemberStore
-from deadpool_megatron.comms import EpochClosed, EpochStore, communicators
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.nccl import fake as fake_nccl
@@ -312,7 +313,7 @@ def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
     enqueued = threading.Event()
 
     def enqueue() -> None:
-        with contextlib.suppress(EpochClosed):
+        with contextlib.suppress(EpochClosed, CommunicatorFault):
             dist.all_reduce(torch.ones(1), async_op=True)
         enqueued.set()
 
@@ -353,3 +354,48 @@ def test_an_error_that_torch_notices_before_the_abort_is_reported_once() -> None
         ranks.kill(1)
         ranks.start(replacement, ranks=[1])
         assert all(ranks.results().values())
+
+
+def send(peer: int) -> None:
+    dist.isend(torch.ones(2), peer)
+
+
+def send_in_a_batch(peer: int) -> None:
+    dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(2), peer)])
+
+
+def reduce(_: int) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def fails(member: Member, operation: Callable[[int], None]) -> bool:
+    """The peer dies, and the next thing that this rank enqueues is refused by NCCL."""
+    fake_nccl.allow_unbatched = operation is send
+    os.environ[fake_nccl.DUMP_MILLISECONDS] = "0"
+    member.init("nccl")
+    member.attach(0)
+    dist.barrier()
+    member.say(("ready", None))
+    if member.rank == 1:
+        member.order("never").wait(DEADLINE_SECONDS)
+    work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+    wait_for("the watchdog", work.exception)
+    with pytest.raises(CommunicatorFault):
+        operation(1)
+    member.comms.interrupt(0)
+    return member.comms.drain()
+
+
+@pytest.mark.parametrize(
+    ("operation", "may_go_on"), [(send, False), (send_in_a_batch, False), (reduce, True)]
+)
+def test_a_failure_in_a_group_costs_its_process(
+    operation: Callable[[int], None], may_go_on: bool
+) -> None:
+    """NCCL would collect and never launch what that thread calls from then on."""
+    with Ranks(2, kind=KIND) as ranks:
+        ranks.start(partial(fails, operation=operation))
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill(1)
+        assert ranks.results()[0] == may_go_on

@@ -132,7 +132,7 @@ def test_a_mistake_in_a_batch_leaves_no_block_open() -> None:
 
 
 def test_an_abort_waits_until_no_block_is_open() -> None:
-    blocks = Blocks()
+    blocks = Blocks(lambda: False)
     assert blocks.enter()
     assert blocks.enter()
     aborted = threading.Event()
@@ -154,10 +154,16 @@ def test_an_abort_waits_until_no_block_is_open() -> None:
 
 
 def test_a_block_within_a_block_may_begin_while_an_abort_waits() -> None:
-    blocks = Blocks()
+    blocks = Blocks(lambda: False)
     assert blocks.enter()
     blocks.close()
     assert blocks.cut
     assert blocks.enter()
     assert blocks.leave() is None
     assert blocks.leave() is None
+
+
+def test_a_thread_that_is_in_a_group_already_begins_nothing() -> None:
+    blocks = Blocks(lambda: True)
+    assert "left it open" in blocks.begin("send")
+    assert "left it open" in blocks.ruin()
