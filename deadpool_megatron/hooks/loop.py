@@ -84,6 +84,10 @@ class ProtectedLoop(ABC):
     scheduler: Any
     counters: dict[str, int]
     log_sums: dict[str, float]
+    #: how far it has come, where train() returned before the last iteration
+    early: str = ""
+    #: the checkpoint after the last iteration, and why it could not be written
+    unsaved: str = ""
 
     @abstractmethod
     def train(self, course: Course) -> None:

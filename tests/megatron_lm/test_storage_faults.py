@@ -94,3 +94,29 @@ def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path)
     assert obstructed.intersection(lost(outcome))
     assert not obstructed.intersection(durable(outcome))
     assert durable(outcome)[-1] == folder(tmp_path, 16).name
+
+
+def test_a_chain_goes_on_where_a_run_ended_early_and_where_its_last_save_failed(
+    tmp_path: Path,
+) -> None:
+    saves, before = tmp_path / "saves", list[str]()
+    flags = {"save": str(saves), "save_interval": 4, "exit_interval": 4}
+    program = gpt(**{**FLAGS, **flags})
+    in_the_way = folder(saves, 8)
+    saves.mkdir()
+    in_the_way.touch()
+
+    def job(name: str) -> Outcome:
+        outcome = run_program(tmp_path / name, program, arguments=before)
+        before[:] = ["--resume", str(tmp_path / name)]
+        return outcome
+
+    first, second = job("first"), job("second")
+    early = f"ended early at 4 of 8 iterations, continues from {folder(saves, 4)}"
+    assert (first.status, first.final["reason"]) == (75, early)
+    assert second.status == 75
+    unsaved = f"training is complete, its checkpoint was not written: {in_the_way}: FileExistsError"
+    assert second.final["reason"].startswith(unsaved)
+    in_the_way.unlink()
+    third = job("third")
+    assert (third.status, durable(third)) == (0, [in_the_way.name])

@@ -71,7 +71,7 @@ def lose_a_node(world: World) -> None:
 
 
 def close(world: World) -> None:
-    world.state.open_epoch = None
+    world.state.standing_epoch = None
 
 
 def finish(world: World) -> None:
@@ -121,14 +121,29 @@ def test_a_recovery_does_not_end_an_export_of_a_committed_generation(tmp_path: P
     world.exports.tick()
     world.taken(4)
     world.written()
-    world.state.open_epoch, world.state.phase = None, Phase.CLOSING
+    world.state.standing_epoch, world.state.phase = None, Phase.CLOSING
     world.exports.tick()
     assert not world.tasks, "it waits for the decision"
     world.state.line.kept = {1: 4, 2: 1 << 62}
-    world.state.record.epoch, world.state.open_epoch, world.state.phase = 2, 2, Phase.RUNNING
+    world.state.record.epoch, world.state.standing_epoch, world.state.phase = 2, 2, Phase.RUNNING
     world.exports.tick()
     world.work()
     assert (tmp_path / "exports" / "iter_0000004").is_dir()
+
+
+def test_the_end_of_a_run_waits_for_an_export_that_is_set_aside(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    finish(world)
+    world.state.reached = 4
+    world.exports.tick()
+    world.taken(4)
+    world.written()
+    assert world.exports.under_way() == ["the background checkpoint of iteration 4"]
+    world.exports.tick()
+    world.work()
+    assert (tmp_path / "exports" / "iter_0000004").is_dir()
+    assert world.exports.under_way() == []
 
 
 def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> None:
@@ -137,7 +152,7 @@ def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> Non
     world.taken(4)
     place = world.written()
     world.state.line.kept = {1: 3, 2: 1 << 62}
-    world.state.record.epoch, world.state.open_epoch = 2, 2
+    world.state.record.epoch, world.state.standing_epoch = 2, 2
     world.exports.tick()
     assert "gone on from before it" in world.complaint()
     world.work()

@@ -1,5 +1,9 @@
 """The end of a run, carried out: its result is written, the agents are told to stop, and go.
 
+First comes what was asked for and is being made valid: saves and exports. A run whose program has
+ended waits for them as long as for a save, any other as long as for its agents, and no run longer
+than its user wants.
+
 The run directory may be full, or hang, just then. The result is tried again for as long as the
 journal is; until then no agent is told to stop, for with the result missing what its node holds in
 memory is all there is to go on from.
@@ -11,7 +15,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.options import Desk
@@ -20,18 +24,20 @@ from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine.actions import Finish
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.events import Event, Kind
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
 # So long the end waits for the newest events of the coordinator before, of a run that ends right
 # after a takeover.
 _ACCOUNT_SECONDS = 1.0
+# A wait for what is being made valid is told when it lasts so long.
+_SILENT_SECONDS = 1.0
 
 
 class RunEnd:
     """Used from the coordinator's loop. ``newest_term`` asks the journal, in another thread;
-    ``end(status)`` ends this coordinator.
+    ``under_way()``: what is being made valid, in words; ``end(status)`` ends this coordinator.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class RunEnd:
         orders: Orders,
         peers: Peers,
         newest_term: Callable[[], int],
+        under_way: Callable[[], Sequence[str]],
         end: Callable[[int], None],
     ) -> None:
         options = desk.options
@@ -50,35 +57,48 @@ class RunEnd:
         # Who waits for no spare has a disk that takes its time to sync all the same.
         self._patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
         self._close_seconds = settings.close_seconds
+        self._save_seconds = settings.first_step_seconds
         self._files = files
         self._orders = orders
         self._peers = peers
         self._newest_term = newest_term
+        self._under_way = under_way
         self._desk = desk
         self._end = end
         self._is_writing = False
-        self._status: int | None = None
+        self._is_hurried = False
+        self._status = 0
 
-    def finish(self, finish: Finish, state: State) -> None:
-        """Write the result and have the agents stop."""
+    def finish(self, finish: Finish) -> None:
+        """Wait for what is under way, write the result and have the agents stop."""
         self._is_writing = True
-        self._desk.spawn(self._finish(finish, state))
+        self._desk.spawn(self._finish(finish))
 
-    def exit(self, status: int) -> None:
-        """End when the result is written, or was tried for long enough. Agents that were told to
-        stop later than the machine knows of have their time to go from then on.
+    def hurry(self) -> None:
+        """Wait no longer for what is under way."""
+        self._is_hurried = True
+
+    def exit(self) -> None:
+        """End, unless the result is yet to be written: agents that are told to stop later than the
+        machine knows of have their time to go from then on.
         """
-        self._status = status
         if not self._is_writing:
-            self._end(status)
+            self._end(self._status)
 
-    async def _finish(self, finish: Finish, state: State) -> None:
+    async def _finish(self, finish: Finish) -> None:
+        await self._settle(finish)
         if await self._is_superseded():
             return
+        state = self._desk.state()
+        finish = finish.going_on(state.line.durable)
+        self._status = finish.exit_status
+        said = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
+        epoch = 0 if state.record is None else state.record.epoch
+        self._desk.emit(Event(Kind.RUN_ENDED, epoch, data=said))
         await asyncio.to_thread(self._files.account.finish, _ACCOUNT_SECONDS)
         result = self._files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
-        error = await self._write(finish, state, result, limit)
+        error = await self._write(finish, result, limit)
         if error is None or await self._is_superseded():
             return
         if error:
@@ -92,15 +112,28 @@ class RunEnd:
         keeps = finish.keeps_slots or bool(error)
         self._orders.stop(str(result["reason"]), remove=not keeps)
         self._is_writing = False
-        if self._status is not None:
-            late = time.monotonic() + self._close_seconds
-            while self._peers.agents and time.monotonic() < late:
-                await asyncio.sleep(_LOOK_SECONDS)
-            self._end(self._status)
+        late = time.monotonic() + self._close_seconds
+        while self._peers.agents and time.monotonic() < late:
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._end(self._status)
 
-    async def _write(
-        self, finish: Finish, state: State, result: dict[str, Any], limit: float
-    ) -> str | None:
+    async def _settle(self, finish: Finish) -> None:
+        is_complete = finish.is_early or not finish.exit_status
+        limit_seconds = self._save_seconds if is_complete else self._close_seconds
+        began, told = time.monotonic(), False
+        while left := ", ".join(self._under_way()):
+            waited = time.monotonic() - began
+            if waited > limit_seconds or self._is_hurried:
+                self._desk.warn(f"the run ends before this is valid, after {waited:.0f} s: {left}")
+                return
+            if waited > _SILENT_SECONDS and not told:
+                told = True
+                self._desk.warn(
+                    f"the run ends when this is valid, in {limit_seconds:g} s at most: {left}"
+                )
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str | None:
         """Why it could not be written, empty if it was; None when another coordinator has taken
         over, which writes its own. ``limit``: monotonic seconds.
         """
@@ -108,9 +141,7 @@ class RunEnd:
         while True:
             try:
                 async with asyncio.timeout_at(_loop_time(limit)):
-                    newest = await asyncio.to_thread(
-                        self._write_unless_followed, finish, state, result
-                    )
+                    newest = await asyncio.to_thread(self._write_unless_followed, finish, result)
                 if newest <= self._term:
                     return ""
                 self._desk.step_down(f"term {newest} has begun")
@@ -129,7 +160,7 @@ class RunEnd:
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def _write_unless_followed(self, finish: Finish, state: State, result: dict[str, Any]) -> int:
+    def _write_unless_followed(self, finish: Finish, result: dict[str, Any]) -> int:
         """Write the result if no newer term has begun; returns the newest. Blocks; raises OSError.
 
         The look belongs to each try: a file system that comes back after minutes may have let a
@@ -139,7 +170,7 @@ class RunEnd:
         with contextlib.suppress(JournalError):  # told by the first look
             newest = self._newest_term()
         if newest <= self._term:
-            self._files.write_result(finish, state, result)
+            self._files.write_result(finish, self._desk.state(), result)
         return newest
 
     async def _is_superseded(self) -> bool:

@@ -100,15 +100,21 @@ class Coordinator:
             spawn=self._spawn,
             step_down=self._step_down,
         )
-        self._run_end = RunEnd(
-            desk, self._files, self._orders, self._peers, self._sign.look, self._end
-        )
         self._watchdog = Watchdog(self._settings, self._peers)
         self._store = CoordinatorStore(
             self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
         )
         self._saves = Saves(desk, self._peers.refuse, self._orders.durable_done)
         self._exports = Exports(desk, self._orders.send)
+        self._run_end = RunEnd(
+            desk,
+            self._files,
+            self._orders,
+            self._peers,
+            self._sign.look,
+            lambda: [*self._saves.under_way(), *self._exports.under_way()],
+            self._end,
+        )
         self._user_requests = UserRequests(desk)
         status = PacedStatus(self._describe).newest
         self._commands = Commands(desk, self._user_requests, status)
@@ -211,9 +217,11 @@ class Coordinator:
             case actions.Hurt(None, _, name):
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
             case actions.Finish():
-                self._run_end.finish(action, self._state)
-            case actions.Exit(exit_status):
-                self._run_end.exit(exit_status)
+                self._run_end.finish(action)
+            case actions.Hurry():
+                self._run_end.hurry()
+            case actions.Exit():
+                self._run_end.exit()
             case _:
                 self._orders.give(action)
 

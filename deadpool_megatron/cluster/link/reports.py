@@ -177,5 +177,6 @@ def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
         case "pause-refused":
             return inputs.PauseRefused(*seat, int(m["epoch"]), int(m["iteration"]))
         case "done":
-            return inputs.MemberDone(*seat, int(m["epoch"]))
+            how = str(m.get("early", "")), str(m.get("unsaved", ""))
+            return inputs.MemberDone(*seat, int(m["epoch"]), *how)
     return None

@@ -6,7 +6,7 @@ Plain frozen data. Carrying one out never answers; its outcome comes back as an 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deadpool_megatron.events import Event, Kind
@@ -180,7 +180,8 @@ class Finish:
     """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
 
     ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
-    ``keeps_slots``: the agents do not remove what they hold in memory.
+    ``keeps_slots``: the agents do not remove what they hold in memory. ``is_early``: the program
+    ended before its last iteration; :meth:`going_on` says how the run ends then.
     """
 
     exit_status: int
@@ -188,6 +189,22 @@ class Finish:
     resume: Restore | None = None
     kind: str = ""
     keeps_slots: bool = False
+    is_early: bool = False
+
+    def going_on(self, durable: Restore | None) -> Finish:
+        """The end of a run whose newest checkpoint is ``durable``, when all that was asked for is
+        valid: one that ended early is gone on with, if that can be."""
+        if not self.is_early:
+            return self
+        if durable is None:
+            reason = f"{self.reason}, and there is no checkpoint to continue from (--save)"
+            return replace(self, exit_status=1, reason=reason)
+        return replace(self, reason=f"{self.reason}, continues from {durable.path}")
+
+
+@dataclass(frozen=True)
+class Hurry:
+    """The user has no time for what the end of the run waits for."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +249,7 @@ Action = (
     | EndRun
     | Hurt
     | Finish
+    | Hurry
     | Exit
     | EmitEvent
 )

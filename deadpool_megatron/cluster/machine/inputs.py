@@ -264,7 +264,11 @@ class PauseRefused(OfPlayer):
 
 @dataclass(frozen=True)
 class MemberDone(OfPlayer):
-    """The role has completed the last iteration; it stays interruptible."""
+    """The role has completed the last iteration; it stays interruptible. ``early``: how far it has
+    come, where the program ended before. ``unsaved``: the last checkpoint, and why it is none."""
+
+    early: str = ""
+    unsaved: str = ""
 
 
 @dataclass(frozen=True)

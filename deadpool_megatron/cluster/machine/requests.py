@@ -91,6 +91,8 @@ def _settle_each(turn: Turn) -> None:
         is_known = state.phase is not Phase.GATHERING or state.record is None
         if state.phase in (Phase.ENDING, Phase.ENDED):
             done = request.verb is Verb.STOP
+            if done and request.stage is Stage.ASKED:
+                ending.stop(turn, str(request.what["reason"]))
             turn.change(request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
         elif isinstance(state.doing, Rejoining) and request.number in state.doing.requests:
             continue
@@ -100,7 +102,7 @@ def _settle_each(turn: Turn) -> None:
 
 def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
     """Return why a request cannot be taken, found out before it is journalled; empty if it can."""
-    if state.phase in (Phase.ENDING, Phase.ENDED):
+    if state.phase in (Phase.ENDING, Phase.ENDED) and verb is not Verb.STOP:
         return _ENDING
     node = what.get("node") if verb is Verb.DRAIN else what.get("number")
     part = what.get("part", "node")

@@ -108,6 +108,9 @@ class PretrainLoop(ProtectedLoop):
                 raise
         self._saves.look()
         self._logbook.close()
+        iteration, last = self.counters["iteration"], self._args.train_iters
+        self.early = f"{iteration} of {last} iterations" if iteration < last else ""
+        self.unsaved = self._saves.lost.get(iteration, "")
 
     def warm_up(self) -> None:
         """See :class:`ProtectedLoop`: train() up to the end of its first step."""
@@ -362,14 +365,13 @@ class PretrainLoop(ProtectedLoop):
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         given = self._arguments(original, args, kwargs)
         iteration, lasting = given["iteration"], not given.get("non_persistent_ckpt", False)
-        # Without the one at its end a run has no result.
-        may_be_lost = self._course is not None and iteration < self._args.train_iters
         write = functools.partial(
             self._saves.write,
             functools.partial(original, *args, **kwargs),
             iteration,
             lasting=lasting,
-            may_be_lost=may_be_lost,
+            is_last=lasting and iteration >= self._args.train_iters,
+            may_be_lost=self._course is not None,
         )
         if self._course is None or self._saves.owed:
             write()

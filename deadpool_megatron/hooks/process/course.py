@@ -85,6 +85,7 @@ class EpochCourse(Course):
         generation = Generation(self._record.epoch, iteration)
         reports.iteration = iteration
         reports.section = "first-step" if iteration == self._first_iteration else "step"
+        self._communicators.be_patient(iteration == self._first_iteration)
         failpoints.set_context(iteration=iteration)
         protection.announce(generation)
         if self._entry.audit is not None:
@@ -112,6 +113,7 @@ class EpochCourse(Course):
         if self.is_behind(boundary):
             return
         self._reports.section = boundary
+        self._communicators.be_patient(True)
         self._reports.iteration = self.generation.iteration
         failpoints.set_context(iteration=self.generation.iteration, section=boundary)
         began = time.monotonic()
@@ -146,6 +148,7 @@ class EpochCourse(Course):
 
     def count_as_durable(self, directory: Path, iteration: int) -> None:
         """See :class:`Course`."""
+        self.check()
         self._saves.announce(directory, iteration)
 
     def _stand_still_if_asked(self, following: int) -> None:

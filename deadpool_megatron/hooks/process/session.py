@@ -87,6 +87,7 @@ class Session:
             drain_seconds=self._drain_seconds,
             on_fault=self._on_fault,
             address=settings.interface,
+            long_operation_seconds=settings.first_step_seconds,
         )
         self._reports = Reports(link, self._check)
         self._entry: EpochEntry | None = None
@@ -330,6 +331,8 @@ class Session:
             role=role,
             state_hash=state_hash,
             samples=loop.counters.get("consumed_train_samples", 0),
+            early=loop.early,
+            unsaved=loop.unsaved,
             extra={"stall_seconds": self._built.protection.stall_seconds},
         )
         self._reports.section = "done"

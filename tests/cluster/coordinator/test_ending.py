@@ -52,6 +52,7 @@ def end(
     monkeypatch: pytest.MonkeyPatch,
     removes: list[bool],
     patience_seconds: float = 10.0,
+    before: Callable[[Coordinator], None] = lambda one: None,
 ) -> tuple[int | None, float]:
     """Have a user end a run of one node; returns its exit status, and how long the loop stood
     still at most. ``removes`` gets an entry when the agent is told to stop.
@@ -63,6 +64,7 @@ def end(
         one._run_end._patience_seconds = patience_seconds
         Agent(one, monkeypatch, removes)
         loop, longest = asyncio.get_running_loop(), 0.0
+        before(one)
         one.feed(inputs.UserStop("enough"))
         last, limit = loop.time(), loop.time() + 20.0
         while not one._over.is_set():
@@ -106,6 +108,39 @@ def test_a_full_disk_only_delays_the_result(
     assert read_json(tmp_path / "run" / FINAL)["reason"] == "enough"
     assert (status, removes) == (130, [True])
     assert lines(tmp_path).count("No space left on device") == 1
+
+
+@pytest.mark.parametrize(
+    ("becomes_valid", "limit_seconds", "stops"),
+    [(True, 10.0, False), (False, 0.3, False), (False, 10.0, True)],
+)
+def test_the_end_waits_for_what_is_being_made_valid(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    becomes_valid: bool,
+    limit_seconds: float,
+    stops: bool,
+) -> None:
+    """For so long as it says, and as its user wants."""
+    saves, removes, left = {(1, 20)}, list[bool](), list[int]()
+
+    def save(one: Coordinator) -> None:
+        one._saves._under_way = saves
+        one._run_end._close_seconds = limit_seconds
+        loop = asyncio.get_running_loop()
+        if becomes_valid:
+            loop.call_later(0.3, saves.clear)
+        if stops:
+            loop.call_later(0.3, one.feed, inputs.UserStop("at once"))
+
+    monkeypatch.setattr(ending, "_SILENT_SECONDS", 0.05)
+    replace_writes(monkeypatch, lambda: left.append(len(saves)))
+    status, _ = end(tmp_path, monkeypatch, removes, before=save)
+    assert (status, removes, left) == (130, [True], [0 if becomes_valid else 1])
+    what, said = "the checkpoint of iteration 20", lines(tmp_path)
+    assert f"the run ends when this is valid, in {limit_seconds:g} s at most: {what}" in said
+    assert (f"the run ends before this is valid, after 0 s: {what}" in said) != becomes_valid
+    assert said.index("the run ends") < said.index("run-ended"), "its end is told when it has come"
 
 
 @pytest.mark.parametrize("first_good_try", [1, 4])

@@ -28,7 +28,7 @@ class World:
         self.state: Any = SimpleNamespace(
             phase=Phase.RUNNING,
             record=record,
-            open_epoch=1,
+            standing_epoch=1,
             fleet=SimpleNamespace(nodes={0: None, 1: None}),
             line=SimpleNamespace(kept={1: 1 << 62}, durable=None),
             reached=0,

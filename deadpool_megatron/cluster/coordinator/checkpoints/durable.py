@@ -20,6 +20,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, check_save, is_checkpoint
@@ -279,6 +280,7 @@ _EXPORTED = "exported"
 _CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
 # A save and an export may become valid at once, each in a thread.
 _pointing = threading.Lock()
+_SYNCS_AT_ONCE = 16
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -365,9 +367,10 @@ def _take(temporary: Path) -> None:
 
 
 def _sync_all(temporary: Path) -> None:
-    for path in sorted(temporary.rglob("*")):
-        if path.is_file():
-            sync(path)
+    """Side by side: where it takes a second for each, they are told to the file system at once."""
+    with ThreadPoolExecutor(_SYNCS_AT_ONCE, thread_name_prefix="sync") as threads:
+        for _ in threads.map(sync, filter(Path.is_file, sorted(temporary.rglob("*")))):
+            pass
     sync(temporary)
 
 

@@ -224,8 +224,11 @@ class ExportCourse:
 
     def _look_after(self, export: Export, state: State, is_late: bool, now: float) -> None:
         lost = sorted(export.nodes - set(state.fleet.nodes))
-        phase = Phase.DUMPING if export.purpose is Purpose.DUMPED else Phase.RUNNING
-        if state.phase in LAST_PHASES and state.phase is not phase:
+        is_dumped = export.purpose is Purpose.DUMPED
+        wanted = {Phase.DUMPING if is_dumped else Phase.RUNNING}
+        if not is_dumped and (export.generation or export.iteration <= state.reached):
+            wanted |= {Phase.ENDING, Phase.ENDED}  # which waits for it
+        if state.phase in LAST_PHASES and state.phase not in wanted:
             self._abandon("the run is over", now)
         elif lost:
             self._abandon(f"node {lost[0]} was lost", now)
@@ -236,12 +239,12 @@ class ExportCourse:
         elif is_late:
             self._abandon("the rest of the time is needed for the dump", now)
         elif export.generation is None:
-            if state.open_epoch != export.epoch:
+            if state.standing_epoch != export.epoch:
                 self._abandon(f"epoch {export.epoch} was closed", now)
         elif not is_kept(state.line.kept, export.generation):
             # Rule 5: it belongs to a line of this run that was left.
             self._abandon("training has gone on from before it", now)
-        elif export.step == "writing" and not export.awaited and state.phase is phase:
+        elif export.step == "writing" and not export.awaited and state.phase in wanted:
             export.step = "publishing"
             self.effects.append(Publish(export, export.generation))
 

@@ -73,6 +73,11 @@ class Exports:
         self._course.carry_out(order, self._desk.state(), time.monotonic())
         self._do()
 
+    def under_way(self) -> list[str]:
+        """What is being made valid, in words."""
+        now = self._course.status()["now"]
+        return [f"the background checkpoint of iteration {now['iteration']}"] if now else []
+
     def status(self) -> dict[str, Any]:
         """For people: ``now`` (what is under way), ``last`` (how the last one ended)."""
         return self._course.status()

@@ -30,6 +30,10 @@ class Saves:
         self._done = done
         self._under_way: set[tuple[int, int]] = set()
 
+    def under_way(self) -> list[str]:
+        """What is being made valid, in words."""
+        return [f"the checkpoint of iteration {one}" for _, one in sorted(self._under_way)]
+
     async def handle(self, m: Mapping[str, Any]) -> None:
         """All files are written: make the checkpoint valid, if its epoch is still the open one.
         After a takeover it is asked again, by agents that have heard of no end.
@@ -46,7 +50,7 @@ class Saves:
         while self._desk.state().phase is Phase.GATHERING:
             # After a takeover it is not known yet whether the epoch stays open; that phase ends.
             await asyncio.sleep(self._beat_seconds)
-        if epoch != self._desk.state().open_epoch:
+        if epoch != self._desk.state().standing_epoch:
             self._refused("durable-request", f"of epoch {epoch}, which is not open")
             return
         failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
@@ -57,7 +61,7 @@ class Saves:
 
         def counts() -> bool:
             # A failure may have ended the epoch while the files were synced.
-            return self._desk.state().open_epoch == epoch
+            return self._desk.state().standing_epoch == epoch
 
         try:
             await loop.run_in_executor(None, make_valid, *place, counts)

@@ -10,7 +10,7 @@ from immutables import Map
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import CloseEpoch, DropNode, NoteGone
 from deadpool_megatron.cluster.machine.epoch.deciding import decide
-from deadpool_megatron.cluster.machine.epoch.ending import check_ended, dump
+from deadpool_megatron.cluster.machine.epoch.ending import EXIT_SAVED, check_ended, dump, finish
 from deadpool_megatron.cluster.machine.state import phases
 from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.state.memory import Memory
@@ -52,6 +52,24 @@ def save_and_end(turn: Turn, words: LastWords, kind: FailureKind | None = None) 
         dump(turn)  # nothing was begun
     else:
         close(turn, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
+
+
+def check_done(turn: Turn) -> None:
+    """End the run when every role has completed its last iteration; what the program could not save
+    is saved for it."""
+    match turn.state.doing:
+        case phases.Running(done=done) | phases.Pausing(done=done):
+            early, unsaved = turn.state.early, turn.state.unsaved
+            how = f"ended early at {early}" if early else "training is complete"
+            if len(done) < turn.config.world_size:
+                return
+            if unsaved:
+                words = LastWords(EXIT_SAVED, f"{how}, its checkpoint was not written: {unsaved}")
+                save_and_end(turn, words, FailureKind.DRAINED)
+            elif early:
+                finish(turn, EXIT_SAVED, how, is_early=True)
+            else:
+                finish(turn, 0, "")
 
 
 def _close_open(turn: Turn, record: EpochRecord, failure: Failure, silent_seconds: float) -> None:

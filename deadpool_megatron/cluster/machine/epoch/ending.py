@@ -7,10 +7,10 @@ from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish
+from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish, Hurry
 from deadpool_megatron.cluster.machine.state.blame import LastWords
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.state.phases import Dumping, Ended, Ending, Pausing, Running
+from deadpool_megatron.cluster.machine.state.phases import Dumping, Ended, Ending
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
@@ -269,10 +269,13 @@ def hurry(turn: Turn, dumping: Dumping, reason: str) -> None:
 
 def stop(turn: Turn, reason: str) -> None:
     """The user ends the run (130). One that is dumped ends as that, without the checkpoint: what it
-    goes on from must be told in any case; one that is being saved keeps its memory."""
+    goes on from must be told in any case; one that is being saved keeps its memory; one that is
+    over waits for nothing any more."""
     match turn.state.doing:
         case Dumping(exporting=True) as dumping:
             _finish_dumped(turn, dumping, "")
+        case Ending() | Ended():
+            turn.act(Hurry())
         case Dumping(words=words):
             run = PurePath(turn.config.dump_directory).parent
             reason += (
@@ -322,9 +325,11 @@ def finish(
     kind: FailureKind | None = None,
     *,
     keeps_slots: bool = False,
+    is_early: bool = False,
 ) -> None:
     """End the run; the agents get ``close_seconds`` to go. ``keeps_slots``: what is in memory stays
-    there, for a start with the same run directory."""
+    there, for a start with the same run directory. When it is over, and what was asked for is
+    valid, the coordinator says so (RUN_ENDED)."""
     if isinstance(turn.state.doing, Ending | Ended):
         return
     turn.end_recovery()
@@ -332,8 +337,7 @@ def finish(
     blame = replace(turn.state.blame, suspicion=None)
     turn.state = turn.state._replace(doing=Ending(deadline, status), blame=blame)
     named = str(kind or "")
-    turn.act(Finish(status, reason, resume, named, keeps_slots))
-    turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason, kind=named)
+    turn.act(Finish(status, reason, resume, named, keeps_slots, is_early))
     check_ended(turn)
 
 
@@ -343,10 +347,3 @@ def check_ended(turn: Turn, *, overdue: bool = False) -> None:
         case Ending(status=status) if overdue or not turn.state.fleet.nodes:
             turn.enter(Ended())
             turn.act(Exit(status))
-
-
-def check_done(turn: Turn) -> None:
-    """End the run well when every role has completed its last iteration."""
-    match turn.state.doing:
-        case Running(done=done) | Pausing(done=done) if len(done) == turn.config.world_size:
-            finish(turn, 0, "")

@@ -8,8 +8,9 @@ from immutables import Map
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Announce
+from deadpool_megatron.cluster.machine.epoch.closing import check_done
 from deadpool_megatron.cluster.machine.epoch.deciding import decide
-from deadpool_megatron.cluster.machine.epoch.ending import check_done, finish
+from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause, pause
 from deadpool_megatron.cluster.machine.gathering import restart
 from deadpool_megatron.cluster.machine.inputs import Restored
@@ -94,7 +95,7 @@ def opening_seconds(turn: Turn, record: EpochRecord) -> float:
     seated = {(seat.node, seat.slot) for seat in record.seats.values()}
     if any(members[p].status is not MemberStatus.WARM for p in seated if p in members):
         limit += settings.start_seconds
-    if record.restore.kind in ("durable", "dump"):
+    if record.restore.kind != "memory":  # index files, or a load, take what they take
         limit += settings.first_step_seconds
     return limit
 
@@ -147,6 +148,9 @@ def check_opened(turn: Turn) -> None:
         line=replace(state.line, ever_ran=True),
         recoveries=state.recoveries.opened(turn.now),
     )
+    if state.record is not None and state.record.restore.kind == "initial":
+        for place in sorted(warm.building):  # the data is ready: they can begin
+            turn.set_member(place, warm[place].status)
     turn.emit(Kind.EPOCH_OPENED, phases=phases)
     tell_plan(turn)
     check_done(turn)

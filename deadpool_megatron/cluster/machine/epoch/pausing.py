@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Pause
-from deadpool_megatron.cluster.machine.epoch.closing import close
+from deadpool_megatron.cluster.machine.epoch.closing import check_done, close
 from deadpool_megatron.cluster.machine.epoch.deciding import (
     drained,
     owed_copies,
     record_nodes,
     seating,
 )
-from deadpool_megatron.cluster.machine.epoch.ending import check_done
 from deadpool_megatron.cluster.machine.inputs import MemberDone, Paused, PauseRefused
 from deadpool_megatron.cluster.machine.protection import pause_cause
 from deadpool_megatron.cluster.machine.state.blame import Failure
@@ -98,6 +97,8 @@ def note_done(turn: Turn, event: MemberDone) -> None:
     role, doing = turn.player(event), turn.state.doing
     if role is not None and isinstance(doing, Rejoining | Opening | Running | Pausing):
         turn.enter(replace(doing, done=doing.done.with_item(role)))
+        if role == 0:  # the others have been told no reason
+            turn.state = turn.state._replace(early=event.early, unsaved=event.unsaved)
         check_done(turn)
         check_paused(turn)
 

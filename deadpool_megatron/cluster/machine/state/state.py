@@ -58,7 +58,8 @@ class State(NamedTuple):
     ``seats``: of the last announced record, before that the wished ones. ``epoch``: highest number
     given to a record. ``record``: the last announced. ``restarted``: new agents have come to an
     epoch that was open; ``survived``: so have agents that were there before this coordinator.
-    ``last_words``: the run ends with them when its state is saved.
+    ``last_words``: the run ends with them when its state is saved. ``early``: how far the program
+    has come, where it ended before its last iteration. ``unsaved``: why its last checkpoint is not.
     ``requests``: of users, open or just ended. ``agreed``: what the nodes have in common, None
     until they are judged.
     """
@@ -76,6 +77,8 @@ class State(NamedTuple):
     restarted: bool = False
     survived: bool = False
     last_words: LastWords | None = None
+    early: str = ""
+    unsaved: str = ""
     requests: tuple[Request, ...] = ()
     agreed: Agreed | None = None
 
@@ -93,6 +96,14 @@ class State(NamedTuple):
     def open_epoch(self) -> int | None:
         """Number of the epoch in which members work, None while there is none."""
         return self.record.epoch if self.record and isinstance(self.doing, phases.Open) else None
+
+    @property
+    def standing_epoch(self) -> int | None:
+        """Number of the epoch whose saves count: the open one, and the newest while the run ends: a
+        close for the end is none for a failure, and nobody writes in its place what it has written.
+        """
+        ends = self.last_words is not None or self.phase in phases.LAST_PHASES
+        return self.record.epoch if self.record is not None and ends else self.open_epoch
 
     @property
     def heard_epoch(self) -> int | None:

@@ -28,44 +28,56 @@ class Saves:
     ) -> None:
         self.unfinished = 0
         self.owed = False
+        #: iteration -> the checkpoint and why it could not be written, as role 0 knows
+        self.lost: dict[int, str] = {}
         self._announce = announce
         self._tell_lost = tell_lost
         self._faults = StorageFaults()
 
     def watched(self) -> AbstractContextManager[None]:
-        """Errors of the file system cost a checkpoint while the block runs, except the last one:
-        without it the run has no result."""
+        """Errors of the file system cost a checkpoint while the block runs, not the run."""
         return self._faults.watched()
 
     def write(
-        self, original: Callable[[], Any], iteration: int, *, lasting: bool, may_be_lost: bool
+        self,
+        original: Callable[[], Any],
+        iteration: int,
+        *,
+        lasting: bool,
+        is_last: bool,
+        may_be_lost: bool,
     ) -> None:
         """Write one checkpoint, or start to. Collective. ``lasting``: not one of those that
-        Megatron keeps only until the next. ``may_be_lost``: an error of the file system costs it;
+        Megatron keeps only until the next. ``is_last``: it is owed by whoever goes on with the run
+        if it is lost, as no other follows. ``may_be_lost``: an error of the file system costs it;
         else it ends this process."""
         from megatron.training import get_args
 
         self.look()
         directory = checkpoint_directory(iteration, lasting)
         failpoints.hit("save.begin")
-        self.owed = False
+        if self.owed:
+            self._owe(0)
         self._faults.tolerated = may_be_lost
         if may_be_lost and self._queue_is_empty():
             self._faults.begin(directory)
-            if self._is_lost(directory):
+            if self._is_lost(directory, iteration):
+                self._owe(iteration if is_last else 0)
                 return
         original()
         failpoints.hit("save.written")
         if get_args().async_save:
             self.unfinished = iteration if lasting else self.unfinished
-        elif not self._is_lost(directory) and lasting:
+        elif self._is_lost(directory, iteration):
+            self._owe(iteration if is_last else 0)
+        elif lasting:
             self._announce(directory, iteration)
 
     def look(self) -> None:
         """Notice that an asynchronous save is finalised. All roles see it at the same moment."""
         if self.unfinished and not self.owed and self._queue_is_empty():
             directory = checkpoint_directory(self.unfinished, lasting=True)
-            if not self._is_lost(directory):
+            if not self._is_lost(directory, self.unfinished):
                 self._announce(directory, self.unfinished)
             self.unfinished = 0
 
@@ -76,19 +88,23 @@ class Saves:
 
     def restore(self, unfinished: int) -> None:
         """As the restored generation had it."""
-        self.unfinished = unfinished
-        self.owed = unfinished > 0
+        self.lost.clear()
+        self._owe(unfinished)
+
+    def _owe(self, iteration: int) -> None:
+        self.unfinished, self.owed = iteration, iteration > 0
 
     def _queue_is_empty(self) -> bool:
         from megatron.training import async_utils
 
         return bool(async_utils.is_empty_async_queue())
 
-    def _is_lost(self, directory: Path) -> bool:
+    def _is_lost(self, directory: Path, iteration: int) -> bool:
         """Whether a checkpoint cannot count, told once. Collective."""
         if not self._faults.tolerated or not self._faults.agree(current_device()):
             return False
         why = self._faults.forget()
+        self.lost = {iteration: f"{directory}: {why}"}
         if dist.get_rank() == 0:
             self._tell_lost(directory, why)
         return True

@@ -113,7 +113,9 @@ class StorageFaults:
             except CheckpointException as error:
                 if not self.tolerated:
                     raise
-                self._note(error)
+                # Of each role that could not write, with its traceback: the first says why.
+                first = next(iter(error.failures.values()), (error, None))[0]
+                self._note(first)
 
         return run
 

@@ -205,6 +205,46 @@ def test_a_run_that_is_complete_before_its_dump_needs_none() -> None:
     assert rig.one(act.Finish).exit_status == 0
 
 
+@pytest.mark.parametrize(
+    ("early", "durable", "status", "reason"),
+    [
+        ("", "", 0, ""),
+        ("4 of 40 iterations", "/K/4", 75, "at 4 of 40 iterations, continues from /K/4"),
+        ("4 of 40 iterations", "", 1, "at 4 of 40 iterations, and there is no checkpoint"),
+    ],
+)
+def test_a_run_whose_program_has_ended(early: str, durable: str, status: int, reason: str) -> None:
+    """Its last checkpoint may become valid when all roles are done."""
+    rig = Rig().run()
+    rig.feed(*(ev.MemberDone(*rig.seat(role), 1, early) for role in (0, 1)))
+    finish = rig.one(act.Finish)
+    assert rig.state.standing_epoch == 1, "what it has saved counts"
+    if durable:
+        rig.feed(ev.DurableValid(4, durable))
+    end = finish.going_on(rig.state.line.durable)
+    assert (end.exit_status, reason in end.reason) == (status, True)
+
+
+def test_a_last_checkpoint_that_could_not_be_written_is_a_dump() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(9)
+    unsaved = ("", "/K/iter_0000009: No space left on device")
+    rig.feed(ev.MemberDone(*rig.seat(0), 1, *unsaved), ev.MemberDone(*rig.seat(1), 1, "", "/K: "))
+    assert rig.state.standing_epoch == 1, "it is no failure"
+    rig.closed(g(9))
+    rig.feed(*(ev.Dumped(node, g(9)) for node in (0, 1, 2)))
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 75
+    wanted = f"training is complete, its checkpoint was not written: {unsaved[1]}; state dumped to"
+    assert finish.reason.startswith(wanted)
+
+
+def test_what_a_failure_closes_does_not_stand() -> None:
+    rig = Rig().run()
+    rig.feed(ev.NodeLost(1, "gone"))
+    assert rig.state.standing_epoch is None
+
+
 def test_a_dump_of_another_moment_does_not_count() -> None:
     """One that an earlier coordinator ordered, before an evaluation of the same iteration."""
     rig = wanted_dump()
