@@ -125,7 +125,9 @@ class Settings:
         300.0, "no progress of any role for this long, or for 2.5 of the longest steps, is a hang"
     )
     first_step_seconds: float = _setting(
-        1200.0, "limit for the first iteration, evaluation, save and load instead of hang_seconds"
+        1200.0,
+        "limit for build, load, first iteration, evaluation and save, and for one communication"
+        " operation in them",
     )
     start_seconds: float = _setting(300.0, "limit from start of a member until it is warm")
 
@@ -142,7 +144,9 @@ class Settings:
         5.0, "a wait at the commit gate is reported each time it lasts this long"
     )
     operation_timeout_seconds: float = _setting(
-        60.0, "time-out of one communication operation (also bounds what abandoned ones hold)"
+        60.0,
+        "time-out of one communication operation in a step (also bounds what abandoned ones hold);"
+        " while the model is built, and in what first_step_seconds is for, that",
     )
     connect_seconds: float = _setting(20.0, "limit for reaching the coordinator or another vault")
 
@@ -442,6 +446,7 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("node_silence_seconds", "hang_seconds", 1, "a lost node is not a hang"),
     ("hang_seconds", "first_step_seconds", 1, "the first step takes longer than later ones"),
     ("close_seconds", "operation_timeout_seconds", 1, "a survivor waits for the close in it"),
+    ("operation_timeout_seconds", "first_step_seconds", 1, "a save waits in one operation"),
     ("close_seconds", "rebuild_seconds", 1, "a failure during rebuild has to be closed in it"),
 )
 

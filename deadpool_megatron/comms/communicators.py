@@ -44,7 +44,8 @@ class Communicators(Observed):
 
     ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or
     "fake-nccl" for tests. ``operation_timeout_seconds`` bounds any gloo operation, and with it the
-    life of what an interrupted one leaves behind. After a fault, a failed call waits
+    life of what an interrupted one leaves behind, ``long_operation_seconds`` one that waits for
+    what a peer does on purpose (:meth:`be_patient`; 0: none). After a fault, a failed call waits
     ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
     called before, once per epoch, on the thread that communicates. ``drain_seconds`` is the
     deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted wait gets to end by itself;
@@ -64,13 +65,18 @@ class Communicators(Observed):
         grace_seconds: float = 0.1,
         address: str | None = None,
         at_once: int | None = None,
+        long_operation_seconds: float = 0.0,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind of communicators must be one of {KINDS}, not {kind!r}")
         super().__init__()
         self._kind = kind
         self._limits = Limits(
-            operation_timeout_seconds, close_wait_seconds, drain_seconds, grace_seconds
+            operation_timeout_seconds,
+            close_wait_seconds,
+            drain_seconds,
+            grace_seconds,
+            long_operation_seconds,
         )
         self._on_fault = on_fault
         self._address = address
@@ -161,6 +167,7 @@ class Communicators(Observed):
         activity = Activity(group.spec().place, "new_group")
         self._build(epoch, builders, builders.run, activity, self._limits.operation_timeout_seconds)
         group.inner = made[group]
+        group.inner.be_patient(epoch.is_patient)
 
     def forget(self, group: ReconfigurableGroup) -> None:
         """destroy_process_group was called on it."""
@@ -221,7 +228,17 @@ class Communicators(Observed):
             if old is not None:
                 self._release(old)
         self._become(new, made, drained=False)
+        self.be_patient(self._limits.long_operation_seconds > 0)
         trim_heap()
+
+    def be_patient(self, is_patient: bool) -> None:
+        """Give operations the time of what a peer may do on purpose meanwhile (build, load, save,
+        evaluate), as they have it from attach on, or that of an operation among many."""
+        epoch = self._current
+        if epoch is not None and epoch.is_patient != is_patient:
+            epoch.is_patient = is_patient
+            for group in epoch.groups:
+                group.be_patient(is_patient)
 
     def renumber(self, rank: int) -> None:
         """Let the groups become those of ``rank``, object by object; only while detached.

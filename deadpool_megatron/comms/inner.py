@@ -118,6 +118,9 @@ class InnerGroup(ABC):
     def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027
         """Use ``timeout`` for operations that start from now on."""
 
+    def be_patient(self, is_patient: bool) -> None:  # noqa: B027
+        """From now on an operation may have to wait for what a peer does on purpose, or not."""
+
     def close(self) -> None:  # noqa: B027
         """Drop the communicator; may block, so only called where that does no harm."""
 

@@ -267,7 +267,8 @@ def test_stopped_member_is_killed_and_replaced(tmp_path: Path) -> None:
 
 
 def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
-    options = ("--deadpool-hang-seconds", "2", "--deadpool-first-step-seconds", "2")
+    limits = ("hang", "first-step", "operation-timeout", "close")
+    options = tuple(part for name in limits for part in (f"--deadpool-{name}-seconds", "2"))
     with Run(
         tmp_path / "r", "--iterations", "20", "--misbehave", "hang", spares=0, options=options
     ) as run:

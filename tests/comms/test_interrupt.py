@@ -232,6 +232,27 @@ def test_interrupt_during_attach() -> None:
         ranks.results()
 
 
+def builds_for_long(member: Member) -> None:
+    member.init()
+    member.attach(0)
+    for is_patient in (True, False):
+        member.comms.be_patient(is_patient)
+        if member.rank == 1:
+            time.sleep(3)  # of a limit of 1 s: as a build, or a save
+        if is_patient:
+            dist.barrier()
+    with pytest.raises(CommunicatorFault) as caught:
+        dist.barrier()
+    limit = "the limit is --deadpool-operation-timeout-seconds"
+    assert member.rank == 1 or limit in str(caught.value)
+
+
+def test_a_wait_that_is_long_on_purpose_has_its_own_limit() -> None:
+    limits = {"operation_timeout_seconds": 1.0, "long_operation_seconds": 20.0}
+    with Ranks(2, close_wait_seconds=0.5, **limits) as ranks:
+        ranks.start(builds_for_long).results()
+
+
 def late_peer(member: Member) -> str:
     member.init()
     dist.new_group([0, 1], group_desc="PAIR")

@@ -82,8 +82,11 @@ def _check_members(turn: Turn) -> None:
     for place in sorted(members.killed):
         if turn.now - members[place].since > settings.close_seconds:
             drop_node(turn, place[0], silent(place[0], "cannot end a killed process"))
-    if not isinstance(turn.state.doing, phases.Open):
+    doing, record = turn.state.doing, turn.state.record
+    if not isinstance(doing, phases.Open) or record is None:
         return
+    if isinstance(doing, phases.Opening) and record.restore.kind == "initial":
+        return  # spares wait until the data is ready
     seated, members = turn.state.seats.role_by_place, turn.state.fleet.members
     for place in sorted(place for place in members.building if place not in seated):
         if turn.now - members[place].since > settings.start_seconds:

@@ -96,6 +96,10 @@ class GlooGroup(InnerGroup):
         self.description = spec.description
         self.place = spec.place
         self.size = spec.size
+        limits = epoch.limits
+        self._usual = spec.timeout or timedelta(seconds=limits.operation_timeout_seconds)
+        longest = timedelta(seconds=limits.long_operation_seconds)
+        self._longest = max(longest, spec.requested_timeout or longest)
         self._plain = plain
         self._backend = backend
         self._starts: dict[str, Callable[..., Any]] = {
@@ -174,7 +178,12 @@ class GlooGroup(InnerGroup):
         epoch.check("monitored_barrier")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._backend._set_default_timeout(timeout)
+        self._usual = timeout
+        self.be_patient(self.epoch.is_patient)
+
+    def be_patient(self, is_patient: bool) -> None:
+        limit = max(self._usual, self._longest) if is_patient else self._usual
+        self._backend._set_default_timeout(limit)
 
     def close(self) -> None:
         self._starts.clear()

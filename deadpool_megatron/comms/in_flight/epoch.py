@@ -14,6 +14,7 @@ from deadpool_megatron.comms.in_flight import asleep
 from deadpool_megatron.comms.in_flight.stream_waits import StreamWaits
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
 from deadpool_megatron.comms.inner import Begun, Fabric, InnerGroup, Position
+from deadpool_megatron.settings import flag_name
 
 FaultCallback = Callable[[str, str, str], None]
 
@@ -82,6 +83,7 @@ class Limits:
     close_wait_seconds: float
     drain_seconds: float
     grace_seconds: float
+    long_operation_seconds: float = 0.0
 
 
 @dataclass
@@ -116,6 +118,8 @@ class Epoch:
         self.pool = pool
         self.progress = progress
         self.main_ident = threading.main_thread().ident
+        #: whether an operation may wait for a peer that does something long on purpose
+        self.is_patient = False
         self.closed = False
         self.closed_at_seconds = 0.0
         self.serials = itertools.count()
@@ -173,6 +177,9 @@ class Epoch:
 
         Raises EpochClosed when the epoch is or gets closed, else CommunicatorFault.
         """
+        if "Timed out" in text:
+            setting = "first_step_seconds" if self.is_patient else "operation_timeout_seconds"
+            text += f" (the limit is {flag_name(setting)})"
         if not self.closed:
             with self._fault_lock:
                 first, self._fault_reported = not self._fault_reported, True
