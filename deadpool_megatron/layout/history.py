@@ -16,7 +16,7 @@ need not stand there, because the agents that come back say it, or because losin
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ NO_LIMIT = sys.maxsize
 _MOST_LINEAGES = 1000
 _MOST_NONFINITE = 1000
 _LONGEST_CAUSE = 200
+_MOST_CAUSES = 100
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class History:
     or held wrong numbers, or have a broken device; ``wrong_hosts``: hosts from which no node does.
     ``nonfinite``: iterations that were thrown away, because
     a number was not finite, with the last lineage in which they, or later ones, were computed.
+    ``struck``: paths of checkpoints that could not be loaded.
 
     ``failures``: those since the newest iteration, which count for a crash loop, each as
     ``kind``, ``cause``, ``evidence`` (where to look further), ``signature`` (equal for the same
@@ -52,6 +54,7 @@ class History:
     wrong: frozenset[int] = frozenset()
     wrong_hosts: frozenset[str] = frozenset()
     nonfinite: Mapping[int, int] = field(default_factory=dict)
+    struck: frozenset[str] = frozenset()
     failures: tuple[Mapping[str, Any], ...] = ()
     recoveries: int = 0
     steps_recomputed: int = 0
@@ -61,12 +64,18 @@ class History:
         """JSON form, with the newest part of what would grow without end."""
         kept = sorted(self.kept.items())[-_MOST_LINEAGES:]
         told = self.protection_told
+        known = sorted(self.gone)
+        newest = [known.pop() for _ in known[-_MOST_CAUSES:]]
         return {
             "kept": [[lineage, last] for lineage, last in kept],
-            "gone": {str(node): cause[:_LONGEST_CAUSE] for node, cause in self.gone.items()},
+            "gone": {str(node): self.gone[node][:_LONGEST_CAUSE] for node in newest},
+            # To turn an old one away its number is enough. Numbers are given one after the other,
+            # so that these are a few stretches, between nodes that live.
+            "gone_before": _stretches(known),
             "wrong": sorted(self.wrong),
             "wrong_hosts": sorted(self.wrong_hosts),
             "nonfinite": sorted(self.nonfinite.items())[-_MOST_NONFINITE:],
+            "struck": sorted(self.struck),
             "failures": [dict(failure) for failure in self.failures],
             "recoveries": self.recoveries,
             "steps_recomputed": self.steps_recomputed,
@@ -79,12 +88,31 @@ class History:
         told = values["protection_told"]
         return History(
             kept={int(lineage): int(last) for lineage, last in values["kept"]},
-            gone={int(node): str(cause) for node, cause in values["gone"].items()},
+            gone={
+                **{
+                    node: "it was given up before"
+                    for first, last in values.get("gone_before", ())
+                    for node in range(int(first), int(last) + 1)
+                },
+                **{int(node): str(cause) for node, cause in values["gone"].items()},
+            },
             wrong=frozenset(int(node) for node in values.get("wrong", ())),
             wrong_hosts=frozenset(str(host) for host in values.get("wrong_hosts", ())),
             nonfinite={int(k): int(lineage) for k, lineage in values["nonfinite"]},
+            struck=frozenset(str(path) for path in values.get("struck", ())),
             failures=tuple(dict(failure) for failure in values["failures"]),
             recoveries=int(values["recoveries"]),
             steps_recomputed=int(values["steps_recomputed"]),
             protection_told=None if told is None else ProtectionPlan.from_dict(told),
         )
+
+
+def _stretches(numbers: Iterable[int]) -> list[list[int]]:
+    """First and last of each stretch of ascending numbers without a gap."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found

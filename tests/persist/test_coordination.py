@@ -198,14 +198,14 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
     world.exports.tick()
     world.work()
     exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
-    world.state.line.durable = exported
+    world.state.line.valid = (exported,)
     requests = Saves(world.desk, refused=lambda what, why: None, done=done.append)
     saved = tmp_path / "saves" / "iter_0000003"
     saved.mkdir(parents=True)
     place = {"temporary": str(saved), "final": str(saved)}
     asyncio.run(requests.handle({"epoch": 1, "iteration": 3, **place}))
     assert done == [3]
-    assert world.fed == [DurableValid(4, exported.path)]
+    assert world.fed == [DurableValid(4, exported.path), DurableValid(3, str(saved))]
     assert read_json(world.run.latest)["path"] == exported.path
 
 

@@ -17,8 +17,12 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     publish_export,
     remember_and_prune,
 )
-from deadpool_megatron.cluster.coordinator.succession.first_state import newest_durable
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, unfinished_export
+from deadpool_megatron.cluster.coordinator.succession.first_state import valid_checkpoints
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    unfinished_export,
+)
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.skeleton import (
     Skeleton,
@@ -27,6 +31,9 @@ from deadpool_megatron.persist.skeleton import (
     skeleton_path,
     write_skeleton,
 )
+from deadpool_megatron.settings import Settings
+
+INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
 
 
 def saved_at(iteration: int, path: Path) -> Restore:
@@ -59,20 +66,17 @@ def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value
     values = {**saved_at(4, tmp_path).to_dict(), name: value}
     run.latest.write_text(json.dumps({k: v for k, v in values.items() if (k, v) != ("path", None)}))
     with pytest.raises(ValueError, match=r"latest\.json is damaged"):
-        newest_durable(run)
-    with pytest.raises(CommandError, match=r"latest\.json is damaged"):
-        resuming._durable(run, 2, None)
+        valid_checkpoints(run)
+    assert resuming._durable(run, INFO, None) == ([], [f"{run.latest} is damaged"])
     final = exported(run, tmp_path / "exports", 8)
-    restored = newest_durable(run)
-    assert restored is not None
-    assert restored.path == str(final)
+    assert [one.path for one in valid_checkpoints(run)] == [str(final)]
 
 
 def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.latest.mkdir()
     with pytest.raises(CommandError, match=r"latest\.json: is not a file"):
-        resuming._durable(run, 2, None)
+        resuming._durable(run, INFO, None)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"paths": null}', "[" * 100000, "\0"])
@@ -103,9 +107,7 @@ def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
     saved = folder / "saves" / "iter_0000008"
     saved.mkdir(parents=True)
     make_valid(saved, saved, saved_at(8, saved), run, "run")
-    restored = newest_durable(run)
-    assert restored is not None
-    assert restored.path == str(saved)
+    assert [one.path for one in valid_checkpoints(run)] == [str(saved), str(final)]
 
 
 @pytest.mark.parametrize("left", [0, 1, 300, -1])

@@ -20,6 +20,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     publish_export,
     remember_and_prune,
 )
+from deadpool_megatron.cluster.run_directory import latest
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,
@@ -77,7 +78,7 @@ def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
     files = [saved / name for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json")]
     for path in files:
         path.write_text("x")
-    before = synced_before(monkeypatch, durable, "write_json", synced)
+    before = synced_before(monkeypatch, latest, "write_json", synced)
     make_valid(saved, saved, saved_at(4, saved), run, "run")
     (on_disk,) = before
     assert {*files, saved, saved.parent} <= on_disk
@@ -187,17 +188,17 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
 ) -> None:
     run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
     saved.mkdir(parents=True)
-    newest_in = durable._newest_in
+    known_in = latest.still_valid
     exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8))
 
-    def newest(latest: Path) -> int:
-        monkeypatch.setattr(durable, "_newest_in", newest_in)
-        found = newest_in(latest)
+    def known(*of: Any) -> list[Restore]:
+        monkeypatch.setattr(durable, "still_valid", known_in)
+        found = known_in(*of)
         exporting.start()
         exporting.join(1.0)  # where it does not wait for us it is done
         return found
 
-    monkeypatch.setattr(durable, "_newest_in", newest)
+    monkeypatch.setattr(durable, "still_valid", known)
     make_valid(saved, saved, saved_at(4, saved), run, "run")
     exporting.join()
     assert read_json(run.latest)["generation"] == [1, 8]
@@ -261,3 +262,31 @@ def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
     synced.clear()
     frozen_folder.bring(folder, tmp_path / "next")
     assert tmp_path / "next" in synced
+
+
+@pytest.mark.parametrize("make", ["save", "export"])
+def test_what_could_not_be_loaded_is_replaced_by_what_is_saved_in_its_place(
+    make: str, tmp_path: Path
+) -> None:
+    """The run has gone back behind it, and comes to the same iteration once more."""
+    run, folder = RunDirectory(tmp_path), tmp_path / "saves"
+    older, final = folder / "iter_0000002", folder / "iter_0000004"
+
+    def written(content: str, iteration: int, struck: tuple[str, ...] = ()) -> None:
+        to = folder / f"iter_{iteration:07d}"
+        temporary = folder / f".{to.name}.epoch2"
+        temporary.mkdir(parents=True)
+        (temporary / ".metadata").write_text(content)
+        how = make_valid if make == "save" else publish_export
+        how(temporary, to, saved_at(iteration, to), run, "run", struck=struck)
+
+    written("older", 2)
+    written("first", 4)
+    written("same", 4)
+    assert (final / ".metadata").read_text() == "first", "of the same iteration, it is the same"
+    written("anew", 4, (str(final), str(older)))
+    assert (final / ".metadata").read_text() == "anew"
+    assert (folder / "iter_0000004.before-run" / ".metadata").read_text() == "first"
+    assert [one.path for one in latest.read_valid(run.latest)] == [str(final)], "2 is struck off"
+    written("again", 4, (str(final),))
+    assert len(list(folder.glob("*.before-run*"))) == 2

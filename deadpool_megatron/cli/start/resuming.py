@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.cluster.run_directory.latest import read_latest
+from deadpool_megatron.cluster.run_directory.latest import as_dict, is_there, read_valid, valid_in
 from deadpool_megatron.layout.decision import is_thrown_away
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import Restore
@@ -79,57 +79,68 @@ def resume_point(
         why_not = [str(error)]
     else:
         whole, why_not = _whole(old, info, history.kept, others)
-    try:
-        durable = _durable(old, world_size, history)
-    except CommandError:
-        if whole is None:
-            raise
-        durable = None
-    if whole is None and durable is None:
-        told = f": {'; '.join(why_not[:3])}" if why_not else ""
+    durable, lacking = _durable(old, info, history)
+    if whole is None and not durable:
+        told = f": {'; '.join([*lacking, *why_not[:3]])}" if lacking or why_not else ""
         raise CommandError(f"--resume {old.path}: that run has no durable state{told}")
+    why_not += lacking
     if whole is not None and (
-        durable is None or whole.generation.iteration > durable.generation.iteration
+        not durable or whole.generation.iteration > durable[0].generation.iteration
     ):
         newer = f"; {'; '.join(why_not[:3])}" if why_not else ""
         print(
             f"goes on from generation {_named(whole)} in the dump {whole.path}{newer}", flush=True
         )
-        return whole.to_dict()
-    assert durable is not None
+        return as_dict([whole, *durable])
     if why_not:
         print(
-            f"goes on from {durable.kind} state {durable.path} of iteration"
-            f" {durable.generation.iteration}: {'; '.join(why_not[:3])}",
+            f"goes on from {durable[0].kind} state {durable[0].path} of iteration"
+            f" {durable[0].generation.iteration}: {'; '.join(why_not[:3])}",
             flush=True,
         )
-    return durable.to_dict()
+    return as_dict(durable)
 
 
-def _durable(old: RunDirectory, world_size: int, history: History | None) -> Restore | None:
+def _durable(
+    old: RunDirectory, info: RunInfo, history: History | None
+) -> tuple[list[Restore], list[str]]:
+    """The checkpoints and dumps of the run that can be gone on from, the best first, and why others
+    cannot. What it began with itself comes last."""
+    lacking = list[str]()
     try:
-        restore = read_latest(old.latest)
+        noted = read_valid(old.latest)
     except FileNotFoundError:
-        return None
+        noted = ()
     except OSError as error:
         raise CommandError(f"--resume {old.path}: {old.latest}: {error.strerror}") from error
-    except ValueError as error:
-        raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
+    except ValueError:
+        noted, lacking = (), [f"{old.latest} is damaged"]
+    began = [one for one in valid_in(info.restore) if one.path not in {n.path for n in noted}]
+    good = list[Restore]()
+    for one in (*noted, *began):
+        if why := _objection(one, info.world_size, history if one in noted else None):
+            lacking.append(why)
+        else:
+            good.append(one)
+    return [one for one in good if one.kind != "initial"] or good[:1], lacking
+
+
+def _objection(restore: Restore, world_size: int, history: History | None) -> str:
+    """Why a run does not go on from it; empty if it does."""
     if restore.kind == "initial":
-        return restore
-    if not Path(restore.path).is_dir():
-        raise CommandError(f"--resume {old.path}: {restore.path} is not there any more")
+        return ""
+    if not is_there(restore):
+        return f"{restore.path} is not there any more, or without its index"
     if restore.kind == "dump":
         boundary, lacking = last_boundary(Path(restore.path), restore.generation, world_size)
-        if boundary is None:
-            raise CommandError(f"--resume {old.path}: {restore.path} lacks {lacking}")
+        return f"{restore.path} lacks {lacking}" if boundary is None else ""
     # It became valid before the loss was known; the next checkpoint would have replaced it.
     if history and is_thrown_away(restore.generation, history.nonfinite):
-        raise CommandError(
-            f"--resume {old.path}: {restore.path} was computed with what was not finite, and"
-            " that run had gone back behind it: start a run of its own from an older checkpoint"
+        return (
+            f"{restore.path} was computed with what was not finite, and that run had gone back"
+            " behind it"
         )
-    return restore
+    return ""
 
 
 def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[str, Any]) -> None:
@@ -138,7 +149,8 @@ def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[s
 
     Raises CommandError.
     """
-    if old is None or restore.get("kind") != "dump":
+    kinds = {one.get("kind") for one in (restore, *restore.get("older", ()))}
+    if old is None or "dump" not in kinds:
         return
     source = RunDirectory(old).frozen
     started = time.monotonic()

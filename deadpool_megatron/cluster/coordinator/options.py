@@ -11,11 +11,11 @@ from deadpool_megatron.cluster.coordinator.succession.first_state import Estate
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.inputs import Input
-from deadpool_megatron.cluster.machine.state.state import Config, State
+from deadpool_megatron.cluster.machine.state.state import INITIAL, Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.latest import valid_in
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.decision import Planner
-from deadpool_megatron.layout.records import Generation, Restore
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ class Desk:
 def machine_config(options: CoordinatorOptions) -> Config:
     """The facts that the state machine needs."""
     info = options.info
-    start = Restore("initial", Generation(0, 0))
-    if info.restore:
-        start = Restore.from_dict(info.restore)
+    start, *older = valid_in(info.restore) or [INITIAL]
     return Config(
         nodes=info.nodes,
         spares=info.spares,
@@ -70,6 +68,7 @@ def machine_config(options: CoordinatorOptions) -> Config:
         settings=info.settings,
         dump_directory=str(options.run.dump),
         start=start,
+        older=tuple(older),
         restarted=options.restarted,
         begins_anew=options.begins_anew,
         check_only=info.check_only,

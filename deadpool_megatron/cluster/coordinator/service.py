@@ -10,6 +10,7 @@ steps down.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -29,7 +30,10 @@ from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
 from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
-from deadpool_megatron.cluster.coordinator.succession.first_state import first_state, newest_durable
+from deadpool_megatron.cluster.coordinator.succession.first_state import (
+    first_state,
+    valid_checkpoints,
+)
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
@@ -49,9 +53,10 @@ from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
+from deadpool_megatron.cluster.run_directory.latest import gone
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.layout.decision import is_kept, is_thrown_away
-from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
@@ -60,6 +65,8 @@ EXIT_SUPERSEDED = 71
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
+# So long a decision waits for a look whether checkpoints are there.
+_LOOK_SECONDS = 2.0
 
 
 class Coordinator:
@@ -216,6 +223,8 @@ class Coordinator:
                 self._exports.carry_out(action)
             case actions.Hurt(None, _, name):
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+            case actions.LookAtCheckpoints(valid):
+                self._spawn(self._look_at(valid))
             case actions.Finish():
                 self._run_end.finish(action)
             case actions.Hurry():
@@ -224,6 +233,14 @@ class Coordinator:
                 self._run_end.exit()
             case _:
                 self._orders.give(action)
+
+    async def _look_at(self, valid: tuple[Restore, ...]) -> None:
+        """Whether they are there; a file system that hangs is not waited for."""
+        missing = frozenset[str]()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                missing = await asyncio.to_thread(gone, valid)
+        self.feed(inputs.CheckpointsSeen(missing))
 
     async def _write_record(self, record: EpochRecord) -> None:
         failpoints.hit("coordinator.journal", epoch=record.epoch)
@@ -397,24 +414,23 @@ class Coordinator:
         self._emit(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
 
     async def _look_for_durable(self) -> None:
-        """Learn of the checkpoint that could not be read before this coordinator took over."""
+        """Learn of checkpoints that could not be read before this coordinator took over."""
         while True:
             try:
-                found = await asyncio.to_thread(newest_durable, self._run)
+                found = await asyncio.to_thread(valid_checkpoints, self._run)
                 break
             except OSError:
                 await asyncio.sleep(self._settings.takeover_seconds)
             except ValueError as error:
                 self._warn(str(error))
                 return
-        line = self._state.line
-        if found is None or found.kind != "durable":
-            return
-        if is_thrown_away(found.generation, self._state.blame.nonfinite):
-            return
-        iteration = found.generation.iteration
-        if line.durable is None or line.durable.generation.iteration < iteration:
-            self.feed(inputs.DurableValid(iteration, found.path, found.boundary))
+        line, nonfinite = self._state.line, self._state.blame.nonfinite
+        for one in found:
+            known = one.path in {other.path for other in line.valid} | line.struck
+            bad = is_thrown_away(one.generation, nonfinite)
+            if one.kind == "durable" and not known and not bad:
+                where = (one.generation.iteration, one.path, one.boundary)
+                self.feed(inputs.DurableValid(*where))
 
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))

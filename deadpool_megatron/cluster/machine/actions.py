@@ -176,6 +176,13 @@ class Hurt:
 
 
 @dataclass(frozen=True)
+class LookAtCheckpoints:
+    """See whether they are there, then give CheckpointsSeen back."""
+
+    valid: tuple[Restore, ...]
+
+
+@dataclass(frozen=True)
 class Finish:
     """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
 
@@ -248,6 +255,7 @@ Action = (
     | BeginExport
     | EndRun
     | Hurt
+    | LookAtCheckpoints
     | Finish
     | Hurry
     | Exit

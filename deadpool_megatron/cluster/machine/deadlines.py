@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine.epoch.closing import close, drop_node, silent
+from deadpool_megatron.cluster.machine.epoch import looks
+from deadpool_megatron.cluster.machine.epoch.closing import (
+    check_closed,
+    close,
+    drop_node,
+    silent,
+)
 from deadpool_megatron.cluster.machine.epoch.ending import (
     cannot_decide,
     check_ended,
@@ -35,8 +41,10 @@ def _believe(turn: Turn) -> None:
     """Act on a suspicion when no better cause came in its time."""
     suspicion, record = turn.state.blame.suspicion, turn.state.record
     if suspicion is not None and turn.now >= suspicion.until and record is not None:
-        blame = turn.state.blame.believing(suspicion, record.restore.generation)
+        blame = turn.state.blame.believing(suspicion, record.restore)
         turn.state = turn.state._replace(blame=blame)
+        if suspicion.doubtful and record.restore.path:
+            looks.strike(turn, record.restore.path, suspicion.failure.cause)
         close(turn, suspicion.failure)
 
 
@@ -46,6 +54,9 @@ def _overdue(turn: Turn, waited: str) -> None:
             gathered_enough(turn, waited)
         case phases.Rejoining() as rejoining if turn.state.record is not None:
             takeover.time_is_over(turn, rejoining, turn.state.record)
+        case phases.Closing(looks=True):
+            looks.seen(turn, frozenset())  # what cannot be looked at may be there
+            check_closed(turn)
         case phases.Closing(awaited=awaited):
             late = awaited | {place[0] for place in turn.state.fleet.members.killed}
             for node in sorted(late):

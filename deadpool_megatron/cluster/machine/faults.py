@@ -57,8 +57,10 @@ def restore_failed(turn: Turn, event: ev.RestoreFailed) -> None:
         bad |= frozenset(suspects(recipe, generation, event.part))
         if event.part == REPLAY:
             _give_up_recomputing(turn, role, event.text)
-    # Falling to the next source, generation or checkpoint is progress of a kind.
-    what = (event.part, str(role), str(generation) if bad else restore.path)
+    # Falling to the next source, generation or checkpoint is progress of a kind. What fails as a
+    # whole does so whoever is the first to say it.
+    whole = str(generation) if restore.kind == "memory" else restore.path or restore.kind
+    what = (event.part, str(role), str(generation)) if bad else (whole,)
     cause = f"role {role} cannot be restored: {event.text}"
     failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
     turn.suspect(failure, bad, doubtful=not bad)
@@ -232,8 +234,8 @@ def not_finite(turn: Turn, event: ev.NotFinite) -> None:
 def _origin(state: State) -> int | None:
     """The iteration of the generation that this epoch goes on from, None where there is no older
     state to fall to; a checkpoint was looked at when it was written."""
-    record, durable = state.record, state.line.durable
-    if record is None or record.restore.kind not in ("memory", "dump") or durable is None:
+    record = state.record
+    if record is None or record.restore.kind not in ("memory", "dump"):
         return None
     k = record.restore.generation.iteration
-    return k if durable.generation.iteration < k else None
+    return k if any(one.generation.iteration < k for one in state.line.valid) else None

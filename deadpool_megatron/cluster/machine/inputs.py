@@ -249,6 +249,13 @@ class DurableValid(Input):
 
 
 @dataclass(frozen=True)
+class CheckpointsSeen(Input):
+    """The checkpoints were looked at; ``gone``: the paths at which there is none any more."""
+
+    gone: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Paused(OfPlayer):
     """The member stands still at the start of the iteration after ``iteration``."""
 

@@ -8,7 +8,7 @@ a higher number; a record that was overtaken before it was durable is never anno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from immutables import Map
@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind
 from deadpool_megatron.cluster.machine import deadlines, faults, members, protection, requests
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action, AskNccl
-from deadpool_megatron.cluster.machine.epoch import closing, ending, opening, pausing
+from deadpool_megatron.cluster.machine.epoch import closing, ending, looks, opening, pausing
 from deadpool_megatron.cluster.machine.gathering import checkup, start, takeover
 from deadpool_megatron.cluster.machine.state.blame import Blame, Failure, LastWords
 from deadpool_megatron.cluster.machine.state.fleet import Fleet
@@ -57,28 +57,28 @@ class Machine:
             role: Seat(role // config.nproc, role % config.nproc, 0)
             for role in range(config.world_size)
         }
-        saved = config.start if config.start.kind != "initial" else None
+        saved = (config.start, *config.older) if config.start.kind != "initial" else ()
         deadline = now + config.settings.start_seconds
         return State(
             Gathering(deadline),
             SeatTable(wished),
-            line=KeptLine(durable=saved),
+            line=KeptLine(valid=saved),
             protection=ChosenProtection(first_plan(config.settings)),
         )
 
     def resume(
         self,
         last: EpochRecord,
-        durable: Restore | None,
+        valid: Sequence[Restore],
         now: float,
         *,
         gone: Mapping[int, str] = NOBODY,
         wrong: Mapping[int, str] = NOBODY,
     ) -> State:
         """The state of a coordinator that takes over a run: ``last`` is the newest record,
-        ``durable`` the checkpoint that was made valid last, ``gone`` the nodes that were
-        given up since the record, ``wrong`` those found to be wrong since, with their hosts (see
-        :class:`.actions.NoteWrong`).
+        ``valid`` the checkpoints that were made valid, the newest first, ``gone`` the nodes that
+        were given up since the record, ``wrong`` those found to be wrong since, with their hosts
+        (see :class:`.actions.NoteWrong`).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
@@ -98,9 +98,16 @@ class Machine:
         never = history.wrong | wrong.keys()
         hosts = history.wrong_hosts | {host for host in wrong.values() if host}
         seated = {seat.node for seat in last.seats.values()}
-        if durable and is_thrown_away(durable.generation, history.nonfinite):
-            durable = None
-        durable, ever_ran = durable or begun.line.durable, last.restore.kind == "memory"
+        line = replace(
+            begun.line,
+            kept=history.kept,
+            newest=last.emitted_up_to,
+            ever_ran=last.restore.kind == "memory",
+        )
+        for one in reversed(valid):
+            if not is_thrown_away(one.generation, history.nonfinite):
+                line = line.with_valid(one)
+        line = replace(line.without(history.struck), struck=history.struck)
         return begun._replace(
             doing=Rejoining(now + takeover.patience_seconds(self._config)),
             seats=SeatTable(last.seats),
@@ -112,7 +119,7 @@ class Machine:
                 wrong=never,
                 wrong_hosts=hosts,
             ),
-            line=KeptLine(history.kept, last.emitted_up_to, durable, ever_ran),
+            line=line,
             blame=Blame(failures, nonfinite=history.nonfinite),
             protection=chosen,
             recoveries=Recoveries(
@@ -171,7 +178,10 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             faults.not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
-            turn.state = turn.state._replace(line=replace(turn.state.line, durable=found))
+            turn.state = turn.state._replace(line=turn.state.line.with_valid(found))
+        case ev.CheckpointsSeen(gone):
+            looks.seen(turn, gone)
+            closing.check_closed(turn)
         case ev.Asked():
             requests.take(turn, event)
         case ev.RequestsFound():

@@ -101,7 +101,7 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
     ):
         turn.kill((event.node, event.slot))
         cause = f"the process built for role {role} lays out its state in another way"
-        signature = ("layout", str(role))
+        signature = ("layout",)
         close(turn, Failure(cause, FailureKind.PROCESS_CRASH, signature, node=event.node))
         return
     turn.state = turn.state._replace(memory=turn.state.memory.with_layout(layout))

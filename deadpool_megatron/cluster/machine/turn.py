@@ -165,7 +165,7 @@ class Turn:
             layouts=state.memory.layouts,
             bad_parts=state.blame.bad_parts,
             bad_generations=state.blame.untrusted(held.values()),
-            durable=state.blame.trusted(state.line.durable),
+            durable=next(iter(state.blame.trusted(state.line.valid)), None),
             start=start if start.kind == "initial" and begins else None,
             every=1 if state.record is None else state.record.protection.every,
         )

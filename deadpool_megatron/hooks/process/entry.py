@@ -9,13 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from deadpool_megatron.cluster.failures import GRADIENT_NORM, STATE
+from deadpool_megatron.cluster.failures import GRADIENT_NORM, STATE, FailureKind, kind_of_end
 from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
+from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.audit.audit import Audit
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
@@ -217,8 +218,7 @@ class EpochEntry(Stages):
             megatron_extras.restore(self.loop, pristine)
             megatron_extras.restore_last(pristine)
             self._frozen_weights.forget()
-            check_checkpoint(Path(restore.path))
-            self.loop.load_checkpoint(Path(restore.path))
+            self._load(Path(restore.path))
             self._shard_state.readopt()
             # By value: resetting the loop changes some of the tensors in place.
             self._late = extras_codec.decode(self.capture_extras())
@@ -280,6 +280,23 @@ class EpochEntry(Stages):
             self._protection.close()
         self._pinned.release()
         self._vault.close()
+
+    def _load(self, checkpoint: Path) -> None:
+        """Raises RestoreFailed where it is the checkpoint that cannot be loaded."""
+        try:
+            check_checkpoint(checkpoint)
+            self.loop.load_checkpoint(checkpoint)
+        except BaseException as error:  # Megatron exits where it finds nothing
+            # torch collects the exceptions of all ranks, each with its frames, in a BaseException.
+            found = [one[0] for one in getattr(error, "failures", {}).values()] or [error]
+            others = (EpochClosed, CommunicatorFault, MemoryError, torch.OutOfMemoryError)
+            for one in found:
+                if isinstance(one, others):
+                    raise one from error
+            words = f"{type(found[0]).__name__}: {found[0]}".splitlines()[0]
+            if kind_of_end(words) is not FailureKind.PROCESS_CRASH:
+                raise  # of a device, or of the way to a peer
+            raise RestoreFailed("", f"{checkpoint} cannot be loaded: {words}") from error
 
     def _restore_from_vault(self, record: EpochRecord) -> None:
         settings = self._settings

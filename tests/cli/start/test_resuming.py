@@ -21,6 +21,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     unfinished_export,
     write_json,
 )
+from deadpool_megatron.cluster.run_directory.latest import as_dict, valid_in
 from deadpool_megatron.layout.decision import NO_LIMIT
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import Generation, Restore
@@ -62,7 +63,8 @@ def test_what_another_host_writes_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = Host(tmp_path, monkeypatch)
-    assert resume_point(host.old, ARGS, host.others) == WHOLE.to_dict()
+    found = valid_in(resume_point(host.old, ARGS, host.others))
+    assert [(one.kind, one.generation.iteration) for one in found] == [("dump", 7), ("durable", 5)]
     assert host.pauses == 1
     (line, _) = capsys.readouterr().out.splitlines()
     assert "generation 1:7 lacks role 1; waits for the other agents" in line
@@ -111,7 +113,7 @@ def test_a_host_that_is_still_writing_is_waited_for(
     monkeypatch.setattr(resuming.time, "monotonic", lambda: now)
     monkeypatch.setattr(resuming.time, "sleep", write_another)
     monkeypatch.setattr(resuming, "newest_whole", look)
-    assert resume_point(host.old, ARGS, host.others) == WHOLE.to_dict()
+    assert valid_in(resume_point(host.old, ARGS, host.others))[0] == WHOLE
 
 
 def test_spares_which_have_nothing_to_write_decide_for_nobody(
@@ -210,3 +212,45 @@ def test_unfinished_exports_of_the_run_before_are_removed(
     monkeypatch.setattr(resuming, "run_processes", lambda *_: {})
     resume_point(host.old, ARGS)
     assert sorted(exports.iterdir()) == [others, whole]
+
+
+@pytest.mark.parametrize(
+    ("hurt", "left"),
+    [
+        ((), [30, 20, 10]),
+        ((30,), [20, 10]),
+        ((20,), [30, 10]),
+        ((30, 20), [10]),
+        ((30, 20, 10), []),
+    ],
+)
+@pytest.mark.parametrize("how", ["gone", "without its index", "empty"])
+def test_each_checkpoint_is_looked_at_and_the_older_ones_come_along(
+    hurt: tuple[int, ...],
+    left: list[int],
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """30 and 20 were saved by the run, 10 is what it had begun with itself."""
+    host = Host(tmp_path, monkeypatch)
+    saved = []
+    for k in (30, 20, 10):
+        place = tmp_path / f"{k}"
+        saved.append(Restore("durable", Generation(1, k), path=str(place)))
+        if k in hurt and how == "gone":
+            continue
+        place.mkdir()
+        if k not in hurt or how != "empty":
+            (place / "__0_0.distcp").touch()
+        if k not in hurt:
+            (place / ".metadata").touch()
+    host.old.replace_run(replace(INFO, restore=saved[2].to_dict()))
+    write_json(host.old.latest, as_dict(saved[:2]))
+    if not left:
+        with pytest.raises(CommandError, match="30 is not there any more") as told:
+            resume_point(host.old, ARGS)
+        assert "\n" not in str(told.value)
+        return
+    found = valid_in(resume_point(host.old, ARGS))
+    assert [one.generation.iteration for one in found] == left

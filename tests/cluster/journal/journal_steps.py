@@ -23,7 +23,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.coordinator.succession.first_state import look_up, newest_durable
+from deadpool_megatron.cluster.coordinator.succession.first_state import look_up, valid_checkpoints
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -143,7 +143,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
     if not run.path.exists():
         run.create(info)
     journal = opened(name)
-    estate = look_up(journal, Glance(partial(newest_durable, run)))
+    estate = look_up(journal, Glance(partial(valid_checkpoints, run)))
     newest = journal.newest("term")
     number = 1 if newest is None else newest[0] + 1
     return Coordinator(

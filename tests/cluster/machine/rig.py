@@ -61,15 +61,19 @@ class Rig:
         self.state = self.machine.start(self.now)
         self.last: list[act.Action] = []
         self.log: list[act.Action] = []
+        self.gone = frozenset[str]()  # checkpoints that somebody has removed
 
     # Driving.
 
     def feed(self, *events: ev.Input) -> list[act.Action]:
         """Feed inputs; the actions of this call are in ``last`` too."""
         self.last = []
-        for event in events:
-            self.state, actions = self.machine.step(self.state, event, self.now)
+        fed = [*events]
+        while fed:
+            self.state, actions = self.machine.step(self.state, fed.pop(0), self.now)
             self.last += actions
+            if any(isinstance(one, act.LookAtCheckpoints) for one in actions):
+                fed.insert(0, ev.CheckpointsSeen(self.gone))
         for emitted in self.of(act.EmitEvent):
             check_event(json.loads(to_line(emitted.to_event())))
         self.log += self.last

@@ -244,7 +244,7 @@ class World(Agents):
         self.closed.clear()
         self.last_words.clear()
         if self.journaled:
-            self.state = self.machine.resume(self.journaled[-1], None, self.now)
+            self.state = self.machine.resume(self.journaled[-1], (), self.now)
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_line(line, record.restore, record.epoch)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.process.session import EXIT_UNCLEAN
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.wire.readiness import readable
@@ -265,3 +267,49 @@ def test_builds_anew_only_when_the_role_changes() -> None:
     assert built[2:] == [("groups", 0), ("loop", 0)]
     entry.adopt(record("initial"), 0)
     assert built[4:] == [("groups", 0)], "the loop is made among peers"
+
+
+class CheckpointException(BaseException):
+    """As torch raises it: what went wrong on each rank, with its frames."""
+
+    def __init__(self, *failures: BaseException) -> None:
+        super().__init__("CheckpointException ranks:dict_keys([0])")
+        self.failures = {rank: (error, None) for rank, error in enumerate(failures)}
+
+
+FAULT = CommunicatorFault("world", "all_reduce", "peer closed")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (FileNotFoundError(2, "No such file or directory"), "FileNotFoundError"),
+        (CheckpointException(OSError(22, "Invalid argument"), FAULT), CommunicatorFault),
+        (CheckpointException(EOFError("Ran out of input")), "EOFError: Ran out of input"),
+        (SystemExit(), "SystemExit"),
+        (FAULT, CommunicatorFault),
+        (MemoryError(), MemoryError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("CUDA error: unspecified launch failure"), RuntimeError),
+        (EpochClosed(1, "load"), EpochClosed),
+    ],
+)
+def test_who_is_to_blame_for_a_checkpoint_that_is_not_loaded(
+    error: BaseException,
+    raised: str | type[BaseException],
+    tmp_path: Path,
+) -> None:
+    """A text: the checkpoint; another source is tried then."""
+
+    def load_checkpoint(_: Path) -> None:
+        raise error
+
+    entry: Any = SimpleNamespace(loop=SimpleNamespace(load_checkpoint=load_checkpoint))
+    wanted = RestoreFailed if isinstance(raised, str) else raised
+    (tmp_path / "7").mkdir()
+    with pytest.raises(wanted) as told:
+        EpochEntry._load(entry, tmp_path / "7")
+    assert type(told.value) is wanted
+    if isinstance(raised, str):
+        assert "/7 cannot be loaded" in str(told.value)
+        assert raised in str(told.value)

@@ -30,7 +30,7 @@ class World:
             record=record,
             standing_epoch=1,
             fleet=SimpleNamespace(nodes={0: None, 1: None}),
-            line=SimpleNamespace(kept={1: 1 << 62}, durable=None),
+            line=SimpleNamespace(kept={1: 1 << 62}, valid=(), struck=frozenset()),
             reached=0,
         )
         self.sent: list[tuple[int, str, Mapping[str, Any]]] = []
@@ -73,6 +73,7 @@ class World:
         orders = ("export-write", "export-dump")
         place = next(Path(m["directory"]) for _, t, m in self.sent if t in orders)
         place.mkdir(parents=True)
+        (place / ".metadata").touch()
         for node in range(2):
             self.hear(node, "written")
         return place

@@ -34,7 +34,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
     write_text,
 )
-from deadpool_megatron.cluster.run_directory.latest import read_latest
+from deadpool_megatron.cluster.run_directory.latest import point_at, still_valid
 from deadpool_megatron.file_systems import sync
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
@@ -106,11 +106,13 @@ def make_valid(
     run: RunDirectory,
     run_id: str,
     counts: Callable[[], bool] = lambda: True,
+    struck: Collection[str] = (),
 ) -> None:
-    """Sync the files, rename the directory, then point ``latest.json`` at it, unless something
-    newer is there: an export may have overtaken a save that was asynchronous.
+    """Sync the files, rename the directory, then enter it into ``latest.json``, behind what is
+    newer there: an export may have overtaken a save that was asynchronous.
 
     ``counts()``: whether its epoch is still the open one, asked when all is on the disk.
+    ``struck``: paths of checkpoints that could not be loaded, for which this one is no repetition.
     ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint of
     the same name is left alone if this run gave it the name: an earlier request made it valid, and
     the one at hand repeats it after a recovery. Anybody else's is set aside, as
@@ -127,8 +129,8 @@ def make_valid(
             _note(run, _SAVED, final)
             sync(final.parent)
         else:
-            if not _has_named(run, final):
-                _give_name(temporary, final, run, run_id, counts)
+            if not _has_named(run, final) or (str(final) in struck and temporary.is_dir()):
+                _give_name(temporary, final, run, run_id, counts, struck)
             _note(run, _SAVED, final)
             sync(final.parent)
             shutil.rmtree(temporary, ignore_errors=True)
@@ -137,7 +139,7 @@ def make_valid(
             # under way: it may have been closed meanwhile.
             if _epoch_of(leftover) < restore.generation.lineage:
                 shutil.rmtree(leftover, ignore_errors=True)
-        _point_at(restore, run, replaces_equal=True)
+        _point_at(restore, run, struck, replaces_equal=True)
     except (OutsideError, OwnershipError) as error:
         raise DurableError(str(error)) from error
     except OSError as error:
@@ -145,7 +147,12 @@ def make_valid(
 
 
 def _give_name(
-    temporary: Path, final: Path, run: RunDirectory, run_id: str, counts: Callable[[], bool]
+    temporary: Path,
+    final: Path,
+    run: RunDirectory,
+    run_id: str,
+    counts: Callable[[], bool],
+    struck: Collection[str],
 ) -> None:
     if not temporary.is_dir() and not _has_named(run, final):
         raise DurableError(f"{temporary} is not a directory")
@@ -154,8 +161,8 @@ def _give_name(
         _require(counts())
         # Asked after the sync: what another coordinator has made valid meanwhile stays. It notes
         # the name before it gives it.
-        if final.exists() and not _is_named(run, final):
-            final.rename(final.with_name(f"{final.name}.before-{run_id}"))
+        if final.exists() and (str(final) in struck or not _is_named(run, final)):
+            _set_aside(final, run_id)
         _note(run, _SAVED, final)
         temporary.rename(final)
     except OSError:
@@ -170,12 +177,14 @@ def publish_export(
     run: RunDirectory,
     run_id: str,
     counts: Callable[[], bool] = lambda: True,
+    struck: Collection[str] = (),
     *,
     may_be_pruned: bool = True,
 ) -> None:
-    """Give an exported checkpoint its name, and point at it unless something newer is there.
+    """Give an exported checkpoint its name, and enter it into ``latest.json``.
 
     ``counts()``: whether its generation still belongs to the run, asked when all is on the disk.
+    ``struck``: see :func:`make_valid`.
     ``may_be_pruned``: it is entered into the run's list, before it gets its name: one that is there
     but could not be pointed at, on a full disk, is pruned as well.
     A checkpoint that this run gave the name already stays: of the same iteration, it holds the
@@ -187,6 +196,8 @@ def publish_export(
         _take(temporary)
         if not counts():
             raise DurableError("training has gone on from before it")
+        if str(final) in struck and _has_named(run, final):
+            _set_aside(final, run_id)
         if not final.exists():
             _note(run, _EXPORTED, final)
             if may_be_pruned:
@@ -203,7 +214,7 @@ def publish_export(
         tracker = final.parent / _TRACKER
         if _newest_by(tracker) < iteration:
             write_text(tracker, str(iteration), lasting=True)
-        _point_at(restore, run, replaces_equal=False)
+        _point_at(restore, run, struck, replaces_equal=False)
         remove_unfinished(final.parent, run_id)
     except OwnershipError as error:
         raise DurableError(str(error)) from error
@@ -331,21 +342,24 @@ def _tracked(checkpoints: Sequence[str]) -> set[str]:
     return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
 
 
-def _point_at(restore: Restore, run: RunDirectory, *, replaces_equal: bool) -> None:
+def _set_aside(final: Path, run_id: str) -> None:
+    """Out of the way of what gets the name. One that was set aside before it is not in the way."""
+    aside = final.with_name(f"{final.name}.before-{run_id}")
+    if aside.exists():
+        aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
+    final.rename(aside)
+
+
+def _point_at(
+    restore: Restore, run: RunDirectory, struck: Collection[str], *, replaces_equal: bool
+) -> None:
     """Have the next start go on from it, unless from something newer."""
     iteration = restore.generation.iteration
+    least = iteration + 1 if replaces_equal else iteration
     with _pointing:
-        if _newest_in(run.latest) <= (iteration if replaces_equal else iteration - 1):
-            write_json(run.latest, restore.to_dict(), lasting=True)
-
-
-def _newest_in(latest: Path) -> int:
-    """Iteration of what it points at; -1 for nothing, or for what somebody has removed."""
-    try:
-        named = read_latest(latest)
-    except (FileNotFoundError, ValueError):
-        return -1
-    return named.generation.iteration if Path(named.path).is_dir() else -1
+        left = [one for one in still_valid(run.latest, restore) if one.path not in struck]
+        newer = [one for one in left if one.generation.iteration >= least]
+        point_at(run.latest, [*newer, restore, *(one for one in left if one not in newer)])
 
 
 def _require(counts: bool) -> None:

@@ -199,10 +199,7 @@ class ExportCourse:
         data = {"path": path, "background": True}
         lineage = export.generation.lineage
         self.effects.append(Event(Kind.DURABLE, lineage, iteration=iteration, data=data))
-        durable = state.line.durable
-        # The run itself may have saved a later iteration meanwhile.
-        if durable is None or durable.generation.iteration < iteration:
-            self.effects.append(inputs.DurableValid(iteration, path, export.boundary))
+        self.effects.append(inputs.DurableValid(iteration, path, export.boundary))
 
     def keep(self, export: Export, state: State) -> int | None:
         """How many exports stay (0: all) when this one counts; None: nothing is to be pruned."""

@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.export_course import (
 )
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
-from deadpool_megatron.cluster.run_directory.directory import write_json
+from deadpool_megatron.cluster.run_directory.latest import point_at, still_valid
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import Restore
@@ -122,17 +122,20 @@ class Exports:
     async def _point(self, order: ExportDump) -> None:
         try:
             async with asyncio.timeout(_POINT_SECONDS):
-                values = order.restore.to_dict()
-                await asyncio.to_thread(write_json, self._run.latest, values, lasting=True)
+                await asyncio.to_thread(self._point_first, order.restore)
         except OSError as error:  # TimeoutError is one
             why = str(error) or "it does not answer"
             self._desk.warn(f"{self._run.latest} cannot be written yet: {why}")
         self._course.pointed(order)
 
+    def _point_first(self, dump: Restore) -> None:
+        point_at(self._run.latest, [dump, *still_valid(self._run.latest, dump)])
+
     async def _publish(self, what: Publish) -> None:
         export, error = what.export, ""
         restore = Restore("durable", what.generation, export.boundary, str(export.final))
         place = (export.unfinished, export.final, restore, self._run, self._run_id)
+        struck = self._desk.state().line.struck
         may_be_pruned = export.purpose is not Purpose.ASKED
 
         def counts() -> bool:
@@ -140,7 +143,9 @@ class Exports:
             return is_kept(self._desk.state().line.kept, what.generation)
 
         try:
-            await asyncio.to_thread(publish_export, *place, counts, may_be_pruned=may_be_pruned)
+            await asyncio.to_thread(
+                publish_export, *place, counts, struck, may_be_pruned=may_be_pruned
+            )
         except DurableError as failure:
             error = str(failure)
         self._course.published(export, self._desk.state(), error, time.monotonic())
@@ -156,7 +161,7 @@ class Exports:
         keep = self._course.keep(what.export, state)
         if keep is None:
             return ""
-        needed = {state.line.durable.path} if state.line.durable is not None else set[str]()
+        needed = {one.path for one in state.line.valid[:1]}
         place = (self._run, self._run_id, what.export.final, keep, needed)
         try:
             await asyncio.to_thread(remember_and_prune, *place)

@@ -63,16 +63,14 @@ class Saves:
             # A failure may have ended the epoch while the files were synced.
             return self._desk.state().standing_epoch == epoch
 
+        struck = self._desk.state().line.struck
         try:
-            await loop.run_in_executor(None, make_valid, *place, counts)
+            await loop.run_in_executor(None, make_valid, *place, counts, struck)
         except DurableError as error:
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             self._desk.emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
         data = {"path": str(final)}
         self._desk.emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        durable = self._desk.state().line.durable
-        # An export of a later iteration may have become valid before an asynchronous save.
-        if durable is None or durable.generation.iteration <= iteration:
-            self._desk.feed(inputs.DurableValid(iteration, str(final)))
+        self._desk.feed(inputs.DurableValid(iteration, str(final)))
         self._done(iteration)

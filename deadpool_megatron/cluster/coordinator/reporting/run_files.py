@@ -33,7 +33,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     write_json,
 )
-from deadpool_megatron.cluster.run_directory.latest import read_latest
+from deadpool_megatron.cluster.run_directory.latest import point_at, read_valid, still_valid
 from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.ownership import OwnershipError
@@ -108,11 +108,16 @@ class RunFiles:
         follows that would say so to the next run.
         """
         if end.resume is not None:
-            write_json(self._run.latest, end.resume.to_dict(), lasting=True)
+            left = state.blame.trusted(still_valid(self._run.latest, end.resume))
+            point_at(self._run.latest, [end.resume, *left])
         else:
             with contextlib.suppress(FileNotFoundError, ValueError):
-                if state.blame.trusted(read_latest(self._run.latest)) is None:
+                known = read_valid(self._run.latest)
+                trusted = state.blame.trusted(known)
+                if not trusted:
                     self._run.latest.unlink()
+                elif trusted != known:
+                    point_at(self._run.latest, trusted)
         write_json(self._run.final, result, lasting=True)
 
     async def show_address(self, values: Mapping[str, Any]) -> None:

@@ -15,9 +15,10 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.glance import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.cluster.run_directory.latest import read_latest
+from deadpool_megatron.cluster.run_directory.latest import read_valid
 from deadpool_megatron.layout.records import EpochRecord, Restore
 
+Valid = tuple[Restore, ...]
 # A takeover does not wait longer for a run directory that hangs.
 _DURABLE_SECONDS = 1.0
 
@@ -25,18 +26,16 @@ _DURABLE_SECONDS = 1.0
 @dataclass(frozen=True)
 class Estate:
     """What a coordinator inherits, as far as it was read before its term was claimed: the newest
-    record, and the checkpoint that was made valid last. ``is_durable_read``: whether that one could
-    be read; if not, the coordinator learns of it as soon as the run directory answers.
+    record, and the valid checkpoints. ``is_durable_read``: whether these could be read; if not, the
+    coordinator learns of them as soon as the run directory answers.
     """
 
     record: EpochRecord | None = None
-    durable: Restore | None = None
+    valid: Valid = ()
     is_durable_read: bool = True
 
 
-def look_up(
-    journal: Journal, durable: Glance[Restore | None], known: EpochRecord | None = None
-) -> Estate:
+def look_up(journal: Journal, durable: Glance[Valid], known: EpochRecord | None = None) -> Estate:
     """Read it; ``known``: a record that was read before. Raises JournalError, or OSError."""
     record = newest_record(journal, known)
     try:
@@ -73,15 +72,14 @@ def first_state(
     gone, wrong = record.history.gone, record.history.wrong
     lost = gone_since(journal, gone, on_trouble)
     found = wrong_since(journal, wrong, on_trouble)
-    return machine.resume(record, estate.durable, now, gone=lost, wrong=found)
+    return machine.resume(record, estate.valid, now, gone=lost, wrong=found)
 
 
-def newest_durable(run: RunDirectory) -> Restore | None:
-    """The checkpoint that was made valid last. May take as long as it takes. Raises OSError, and
-    ValueError when the file is damaged.
+def valid_checkpoints(run: RunDirectory) -> Valid:
+    """The checkpoints that were made valid, the newest first. May take as long as it takes. Raises
+    OSError, and ValueError when the file is damaged.
     """
     if not run.latest.exists():
-        return None
-    found = read_latest(run.latest)
+        return ()
     # A run that ended before its first iteration says so; that is nothing to fall back to.
-    return None if found.kind == "initial" else found
+    return tuple(one for one in read_valid(run.latest) if one.kind != "initial")

@@ -24,7 +24,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.succession.first_state import (
     Estate,
     look_up,
-    newest_durable,
+    valid_checkpoints,
 )
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
@@ -96,7 +96,7 @@ class Standby:
         self._place = claim_order(None, info.nodes, info.spares, options.node)
         # The run directory may hang, while the journal is somewhere else.
         self._result = Glance(partial(_read_result, options.run.final))
-        self._durable = Glance(partial(newest_durable, options.run))
+        self._durable = Glance(partial(valid_checkpoints, options.run))
         self.estate = Estate()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True

@@ -87,6 +87,7 @@ def _close_open(turn: Turn, record: EpochRecord, failure: Failure, silent_second
         recoveries=state.recoveries.closed(failure, signs, turn.now, state.line.newest, record),
         memory=replace(state.memory, promised=Map()),
         blame=replace(state.blame, suspicion=None),
+        line=replace(state.line, seen=False),
     )
     check_closed(turn)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import WriteRecord
 from deadpool_megatron.cluster.machine.epoch.ending import dump, dump_held, finish
+from deadpool_megatron.cluster.machine.epoch.looks import must_look, with_struck
 from deadpool_megatron.cluster.machine.state.blame import LastWords
 from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, WaitingSpare
@@ -59,11 +60,13 @@ def decide(turn: Turn) -> None:
         turn.state = turn.state._replace(fleet=fleet)
         seats = seating(turn, fleet.leaving)
     restore = turn.planner.choose_restore(turn.restore_query(seats.seats))
+    if (isinstance(restore, NoRestore) or restore.kind != "memory") and must_look(turn):
+        return
     if isinstance(restore, NoRestore):
         if turn.state.fleet.returning:
             _wait_for_return(turn, restore.reason)
         else:
-            dump_held(turn, LastWords(1, _with_scheme(turn, restore.reason)))
+            dump_held(turn, LastWords(1, with_struck(turn, _with_scheme(turn, restore.reason))))
         return
     if seats.unseated:
         _wait_for_spare(turn, f"roles {list(seats.unseated)} wait for a spare node to join")
@@ -164,6 +167,7 @@ def _history(state: State, restore: Restore) -> History:
         wrong=state.fleet.wrong,
         wrong_hosts=state.fleet.wrong_hosts,
         nonfinite=state.blame.nonfinite,
+        struck=state.line.struck,
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + again,

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish, Hurry
+from deadpool_megatron.cluster.machine.epoch.looks import must_look, with_struck
 from deadpool_megatron.cluster.machine.state.blame import LastWords
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.phases import Dumping, Ended, Ending
@@ -30,10 +31,13 @@ def dump(turn: Turn) -> None:
         _forget_lost(turn, dumping)
         return
     words = dumping.words if isinstance(dumping, Dumping) else state.last_words or _no_spare(turn)
+    if not isinstance(dumping, Dumping) and must_look(turn):
+        turn.state = turn.state._replace(last_words=words)
+        return
     restore = turn.planner.choose_restore(turn.restore_query(state.seats))
     if isinstance(restore, NoRestore):
         status = 1 if words.status == EXIT_SAVED else words.status
-        reason = f"{words.reason}; {restore.reason}"
+        reason = with_struck(turn, f"{words.reason}; {restore.reason}")
         dump_held(turn, replace(words, status=status, reason=reason))
     elif restore.kind == "initial":
         why = "nothing was saved" if _failed(turn) else "nothing was computed yet"

@@ -63,7 +63,7 @@ def announce(turn: Turn, record: EpochRecord) -> None:
             before.line,
             kept=record.history.kept,
             # Of an iteration that was thrown away: nothing says so once that is computed anew.
-            durable=before.blame.trusted(before.line.durable),
+            valid=before.blame.trusted(before.line.valid),
         ),
         blame=replace(before.blame, poisoned_from=None),
         recoveries=recoveries,

@@ -144,13 +144,15 @@ class Blame:
             )
         return replace(self, suspicion=suspicion)
 
-    def believing(self, suspicion: Suspicion, generation: Generation) -> Blame:
-        """Returns the blame after no better cause came; ``generation``: what was restored.
+    def believing(self, suspicion: Suspicion, restore: Restore) -> Blame:
+        """Returns the blame after no better cause came; ``restore``: what was restored.
 
-        The first time the fault may be a device's; the second time the generation is given up.
+        The first time the fault may be a device's; the second time the generation is given up. One
+        that did not come from memory has another name in each epoch: its path is struck off.
         """
+        generation = restore.generation
         bad = self.bad_parts | suspicion.bad_parts
-        if not suspicion.doubtful:
+        if not suspicion.doubtful or restore.kind != "memory":
             return replace(self, bad_parts=bad)
         given_up = self.doubted & {generation}
         return replace(
@@ -177,9 +179,9 @@ class Blame:
         held = {holding.generation for one in inventories for holding in one.holdings}
         return self.bad_generations.union(filter(self.is_poisoned, held))
 
-    def trusted(self, restore: Restore | None) -> Restore | None:
-        """Returns the checkpoint, None when it must not be used."""
-        return None if restore is None or self.is_poisoned(restore.generation) else restore
+    def trusted(self, valid: Iterable[Restore]) -> tuple[Restore, ...]:
+        """Returns those of the checkpoints that may be used."""
+        return tuple(one for one in valid if not self.is_poisoned(one.generation))
 
 
 def _is_repeated(same: list[Failure], failure: Failure) -> bool:

@@ -75,11 +75,13 @@ class Rejoining:
 
 @dataclass(frozen=True)
 class Closing:
-    """Waits for the inventories of nodes, and for the end of killed members."""
+    """Waits for the inventories of nodes, and for the end of killed members; ``looks``: for nothing
+    any more but a look at the checkpoints."""
 
     phase: ClassVar = Phase.CLOSING
     deadline: float
     awaited: PersistentSet[int] = field(default_factory=PersistentSet)
+    looks: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ INITIAL = Restore("initial", Generation(0, 0))
 class Config:
     """Facts of the run. Nodes 0 .. ``nodes`` - 1 are wished for training, the rest are spares.
 
-    ``start``: what epoch 1 begins with (kind initial, durable or dump). ``restarted``: all
+    ``start``: what epoch 1 begins with (kind initial, durable or dump); ``older``: what can be
+    fallen back to where that cannot be loaded. ``restarted``: all
     processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
     a new start, which count from now on. ``check_only``: the run ends when its nodes are judged.
     """
@@ -37,6 +38,7 @@ class Config:
     settings: Settings
     dump_directory: str
     start: Restore = INITIAL
+    older: tuple[Restore, ...] = ()
     restarted: bool = False
     begins_anew: bool = False
     check_only: bool = False
@@ -146,6 +148,8 @@ class State(NamedTuple):
                 return f"links of nodes {sorted(awaited)} to be measured"
             case phases.Gathering() | phases.Rejoining():
                 return "nodes and members to start"
+            case phases.Closing(looks=True):
+                return "a look at the checkpoints"
             case phases.Closing(awaited=awaited):
                 members = sorted(self.fleet.members.killed)
                 return f"inventories of nodes {sorted(awaited)}, end of members {members}"

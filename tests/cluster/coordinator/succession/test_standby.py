@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.coordinator.succession import standby
 from deadpool_megatron.cluster.coordinator.succession.first_state import (
     Estate,
     look_up,
-    newest_durable,
+    valid_checkpoints,
 )
 from deadpool_megatron.cluster.coordinator.succession.standby import Standby
 from deadpool_megatron.cluster.journal.choice import open_journal
@@ -53,30 +53,30 @@ def test_a_result_on_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path) ->
 def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
     run, journal = RunDirectory(tmp_path), open_journal(Settings(), "run", tmp_path / "journal")
     os.mkfifo(run.latest)
-    durable = Glance(partial(newest_durable, run))
+    durable = Glance(partial(valid_checkpoints, run))
     began = time.monotonic()
     assert look_up(journal, durable) == Estate(is_durable_read=False)
     assert time.monotonic() - began < 5.0
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
     run.latest.write_text(json.dumps(saved.to_dict()))
-    assert durable.look(20.0) == saved
+    assert durable.look(20.0) == (saved,)
 
 
 def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_path: Path) -> None:
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
 
-    async def live() -> str | None:
+    async def live() -> list[str]:
         one = coordinator(lambda _: journal, tmp_path, "run")
         os.mkfifo(one._run.latest)
         looking = asyncio.create_task(one._look_for_durable())
         await asyncio.sleep(0.1)
-        assert one._state.line.durable is None
+        assert not one._state.line.valid
         await asyncio.to_thread(one._run.latest.write_text, json.dumps(saved.to_dict()))
         await looking
-        return None if one._state.line.durable is None else one._state.line.durable.path
+        return [known.path for known in one._state.line.valid]
 
     journal = open_journal(Settings(), "run", tmp_path / "journal")
-    assert asyncio.run(live()) == saved.path
+    assert asyncio.run(live()) == [saved.path]
 
 
 @pytest.mark.parametrize(

@@ -458,7 +458,7 @@ def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> N
 def taken_over(rig: Rig) -> Rig:
     """Another coordinator, with nothing but the journal of the first."""
     records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
-    rig.state = rig.machine.resume(records[-1], None, rig.now)
+    rig.state = rig.machine.resume(records[-1], (), rig.now)
     return rig
 
 
@@ -484,7 +484,8 @@ def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_it
 
     def durable(found: Generation) -> Restore | None:
         restore = Restore("durable", found, "save", "/saves")
-        return rig.machine.resume(records[-1], restore, rig.now).line.durable
+        state = rig.machine.resume(records[-1], [restore], rig.now)
+        return next(iter(state.line.valid), None)
 
     assert durable(g(5)) is durable(g(6)) is None
     for good in (g(4), g(5, 2)):

@@ -129,7 +129,7 @@ def test_so_does_one_that_takes_over_long_after() -> None:
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
     recover(old)
     rig = successor(old)
-    rig.state = rig.machine.resume(EpochRecord.from_dict(old.record.to_dict()), None, rig.now)
+    rig.state = rig.machine.resume(EpochRecord.from_dict(old.record.to_dict()), (), rig.now)
     rejoin(rig, old, 0, 1, 2, 3)
     rig.restored()
     assert rig.state.phase is Phase.RUNNING

@@ -203,7 +203,7 @@ def test_after_a_takeover_the_nodes_agree_again() -> None:
     come(rig)
     rig.journal()
     record = rig.record
-    rig.state = rig.machine.resume(record, None, rig.now)
+    rig.state = rig.machine.resume(record, (), rig.now)
     members = {"members": {0: 0}, "incarnations": {0: 0}, "epoch": 1, "restored": {0: 1}}
     rig.feed(*(joined(node, **members) for node in (0, 1)))
     assert rig.state.phase is Phase.RUNNING

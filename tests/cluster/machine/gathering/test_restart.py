@@ -17,13 +17,13 @@ from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import STEP, Phase, Rig, Seat, g, layout
 
 
-def started_again(old: Rig, durable: Restore | None = None) -> Rig:
+def started_again(old: Rig, *valid: Restore) -> Rig:
     """The coordinator of the next processes; no agent has come yet."""
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     rig = copy.copy(old)
     rig.config = replace(old.config, restarted=True)
     rig.machine = Machine(rig.config, plan)
-    rig.state = rig.machine.resume(records[-1], durable, rig.now)
+    rig.state = rig.machine.resume(records[-1], valid, rig.now)
     rig.last, rig.log = [], []
     return rig
 
@@ -89,7 +89,7 @@ def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wa
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     settings = replace(old.settings, protection="parity")
     config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
-    state = Machine(config, plan).resume(records[-1], None, old.now)
+    state = Machine(config, plan).resume(records[-1], (), old.now)
     assert plan_in_words(state.protection.plan) == wanted
 
 
@@ -325,7 +325,7 @@ def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump()
     old = Rig(nodes=4, spares=0).run()
     old.steps(7)
     dump = Restore("dump", g(7), "step", path="/dump/1-7")
-    rig = started_again(old, durable=dump)
+    rig = started_again(old, dump)
     rig.alter("line", newest=7)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 3, 3, generations=(g(7),))

@@ -37,7 +37,7 @@ def successor(
     rig = copy.copy(old)
     rig.config = replace(old.config, restarted=restarted, begins_anew=begins_anew)
     rig.machine = Machine(rig.config, plan)
-    rig.state = rig.machine.resume(records[-1], None, rig.now, gone=gone)
+    rig.state = rig.machine.resume(records[-1], (), rig.now, gone=gone)
     rig.last, rig.log = [], []
     return rig
 

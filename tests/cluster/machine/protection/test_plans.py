@@ -98,7 +98,7 @@ def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool)
     first = rig.record
     changed(rig, 9)
     second = rig.record
-    state = rig.machine.resume(second if opened else first, None, rig.now)
+    state = rig.machine.resume(second if opened else first, (), rig.now)
     assert state.protection.plan == (EVERY_THIRD if opened else ProtectionPlan())
 
 

@@ -220,7 +220,7 @@ def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch()
     found = [rig.inventory(node, g(7)).inventory for node in range(6)]
     rig.config = replace(rig.config, restarted=True)
     rig.machine = Machine(rig.config, plan)
-    rig.state = rig.machine.resume(rig.record, None, rig.now)
+    rig.state = rig.machine.resume(rig.record, (), rig.now)
     for held in found:
         node, less = held.node, least + MEGA
         address = ("host", 1000 + node, f"node{node}")
