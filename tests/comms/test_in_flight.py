@@ -257,3 +257,17 @@ def test_a_thread_whose_name_is_cut_in_a_letter_is_looked_at() -> None:
     finally:
         over.set()
         thread.join()
+
+
+def test_waits_are_woken_before_an_abort_and_after_it_and_the_grace_begins_once() -> None:
+    """An abort may take long, and threads begin to wait meanwhile."""
+    order: list[str] = []
+    pool: Any = SimpleNamespace(wake_all=lambda: order.append("wake"))
+    fabric: Any = SimpleNamespace(abort=lambda: order.append("abort"))
+    epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), pool, Progress(), None)
+    epoch.fabrics = [fabric]
+    epoch.close()
+    assert order == ["wake", "abort", "wake"]
+    closed_at = epoch.closed_at_seconds
+    epoch.close()
+    assert epoch.closed_at_seconds == closed_at

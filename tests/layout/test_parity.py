@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -223,6 +224,8 @@ def test_layout_of_a_parity_role() -> None:
     assert (found.peers, found.slots) == ((3, 7), 3)
     assert parity_numbers(found) == (1, 2)
     assert parity_layout(layouts, group, 0, 2).layout_hash != found.layout_hash
+    other = {**layouts, 7: replace(layouts[7], layout_hash="of another model")}
+    assert parity_layout(other, group, 1, 2).layout_hash != found.layout_hash
     with pytest.raises(ValueError, match="role 3 is no parity block"):
         parity_numbers(layouts[3])
     # What is said of the contributions fits, whatever the sizes and checksums are.

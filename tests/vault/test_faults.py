@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net.links import listening_at
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment
@@ -24,7 +24,7 @@ from tests.vault.harness import (
     sources_from,
     wait_until,
 )
-from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
+from tests.vault.protected import FIRST, LAYOUTS, begin, flip
 
 BIG = 12 << 20
 
@@ -148,19 +148,6 @@ def test_vault_killed_and_restarted_with_the_epoch_closed(tmp_path: Path) -> Non
         assert running.nodes[0].inventory() == before
 
 
-@pytest.mark.slow
-def test_stopped_buddy_only_delays(tmp_path: Path) -> None:
-    """A buddy's vault stopped in the middle of a put goes on where it was."""
-    layouts = {role: make_layout(role, BIG) for role in range(2)}
-    with cluster(tmp_path, 2) as running:
-        members = begin(running, layouts)
-        running.nodes[1].send_signal(signal.SIGSTOP)
-        members[0].write(Generation(1, 1))
-        assert members[0].wait(Generation(1, 1), seconds=1.0) == "shut"
-        running.nodes[1].send_signal(signal.SIGCONT)
-        assert members[0].wait(Generation(1, 1)) == "committed"
-
-
 def test_own_vault_stopped_does_not_stop_the_member(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as running:
         members = begin(running)
@@ -223,27 +210,6 @@ def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path: 
         assert members[0].wait(Generation(2, 2), seconds=0.3) == "shut"
         running.nodes[1].send_signal(signal.SIGCONT)
         assert members[0].wait(Generation(2, 2)) == "committed"
-
-
-def test_no_damaged_byte_is_restored(tmp_path: Path) -> None:
-    """Rule 4: the only source is damaged, the member is told what was tried."""
-    with cluster(tmp_path, 3, roles=2) as running:
-        begin(running)
-        running.nodes[1].die()
-        inventories = running.close(1, gone={1})
-        flip(running.nodes[0], copy_name(1), FIRST, "tail")
-        record = swap(running, inventories, FIRST)
-        running.open(record)
-        fresh = Member(running.nodes[2], LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
-        with pytest.raises(RestoreUnavailable) as caught:
-            fresh.restore(record)
-        assert caught.value.part == "tail"
-        assert caught.value.tried == ((0, 1, "checksum does not match"),)
-        # It was found at home as well, and is not promised again.
-        running.nodes[0].told(Kind.CORRUPTION)
-        inventory = running.close(2, gone={1})[0]
-        assert all("tail" not in h.parts for h in inventory.holdings if h.role == 1)
 
 
 def test_a_copy_damaged_after_it_was_received(tmp_path: Path) -> None:

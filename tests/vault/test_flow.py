@@ -147,18 +147,6 @@ def test_the_gate_needs_the_wanted_copies(tmp_path: Path) -> None:
             member.client.begin(Generation(1, 3), 2)
 
 
-def test_a_member_that_left_out_the_gate_is_stopped(tmp_path: Path) -> None:
-    layout = make_layout(0)
-    with cluster(tmp_path, 1) as running:
-        running.open(running.record(1))
-        member = Member(running.nodes[0], layout)
-        member.client.register(layout, 1)
-        member.write(Generation(1, 0))
-        member.write(Generation(1, 1))
-        with pytest.raises(VaultError, match="no slot of role 0 may be overwritten"):
-            member.write(Generation(1, 2))
-
-
 def test_appended_extras_commit_and_restore_by_boundary(tmp_path: Path) -> None:
     """Extras of an evaluation; the resume point decides whether they survive."""
     layouts = {role: make_layout(role) for role in range(2)}
@@ -257,30 +245,6 @@ def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path, apart: 
         assert bytes(parts.part("extras@step")) == content(1, kept, "extras@step", 777)
         parts.close()
         assert fresh.wait(kept) == "committed"
-
-
-def test_two_members_of_a_node_and_three_slots(tmp_path: Path) -> None:
-    """Four roles on two nodes, max_lag 1: generations may trail, each is committed in the end."""
-    layouts = {r: make_layout(r, slots=3, peers=(0, 1, 2, 3)) for r in range(4)}
-    seats = {r: Seat(r // 2, r % 2, 0) for r in range(4)}
-    with cluster(tmp_path, 2, max_lag=1) as running:
-        running.open(running.record(1, seats=seats))
-        members = [
-            Member(running.nodes[seats[r].node], layouts[r], slot=seats[r].slot) for r in range(4)
-        ]
-        for member in members:
-            member.client.register(member.layout, 1)
-        for iteration in range(6):
-            for member in members:
-                if iteration >= 2:
-                    assert member.wait(Generation(1, iteration - 2)) == "committed"
-                member.write(Generation(1, iteration))
-        for member in members:
-            assert member.wait(Generation(1, 5)) == "committed"
-        inventories = running.close(1)
-        for inventory in inventories.values():
-            newest = {h.role for h in inventory.holdings if h.generation == Generation(1, 5)}
-            assert newest == {0, 1, 2, 3}  # both nodes hold everything
 
 
 def test_dump_and_restore_in_another_run(tmp_path: Path) -> None:

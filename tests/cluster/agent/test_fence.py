@@ -51,6 +51,12 @@ def test_old_acknowledgement_does_not_turn_the_clock_back() -> None:
     fence.heard(10.0, 1)
     fence.heard(8.0, 1)
     assert fence.silent_seconds(12.0) == 2.0
+    # The first look finds a coordinator that this node has not met: it has waited since then.
+    fence.looked(2, "2 1", 13.0)
+    assert fence.silent_seconds(14.0) == 4.0
+    fence.heard(14.0, 2)
+    fence.heard(15.0, 1)
+    assert fence.silent_seconds(16.0) == 2.0, "nor that of an old coordinator"
 
 
 def test_a_dead_coordinator_ends_nobody() -> None:

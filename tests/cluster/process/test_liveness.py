@@ -73,6 +73,16 @@ def test_stopped_process_is_frozen(start) -> None:  # type: ignore[no-untyped-de
     assert 3.0 <= found <= 3.3
 
 
+@pytest.mark.parametrize(
+    ("state", "frozen"), [("S", True), ("T", True), ("R", False), ("D", False), ("Z", False)]
+)
+def test_who_waits_for_a_disk_or_has_ended_is_not_frozen(
+    monkeypatch: pytest.MonkeyPatch, state: str, frozen: bool
+) -> None:
+    monkeypatch.setattr(posix, "state_and_cpu_ticks", lambda pid: (state, 5))
+    assert (verdict(FreezeDetector(1, 3.0, 0.0), 0.0, 10) is not None) == frozen
+
+
 @pytest.mark.slow
 def test_busy_process_without_beats_is_not_frozen(start) -> None:  # type: ignore[no-untyped-def]
     child = start(BUSY)

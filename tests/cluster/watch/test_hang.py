@@ -36,6 +36,8 @@ def status(
 def test_no_hang_while_anybody_moves() -> None:
     waits = ("dp", "all_reduce", 4)
     assert find_hang({0: status(waits), 1: status(waits, still=0.5)}, SETTINGS, LIMIT) is None
+    idle = status(None, section="parked", still=0.5)
+    assert find_hang({0: status(waits), 1: idle}, SETTINGS, LIMIT) is None
     assert find_hang({}, SETTINGS, LIMIT) is None
 
 

@@ -74,6 +74,7 @@ def test_every_replica_is_owed() -> None:
 
 def test_too_few_nodes_hold_the_gate_until_the_record_releases_it() -> None:
     layout = make_layout(0)
+    assert Ledger(record(2, 2, replicas=2)).exposed(layout), "one of two"
     closed = Ledger(record(1, 1))
     assert closed.exposed(layout)
     assert closed.boundary(layout, G, SHARD) is None

@@ -79,19 +79,6 @@ def ways(chains: Steps, layout: RoleLayout, count: int, first: int = 0) -> list[
     return [chains.follows(0, g(it)) is not None for it in range(first, first + count)]
 
 
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_month_of_steps_takes_no_memory() -> None:
-    """How 10^6 generations travel is remembered of those that slots still hold."""
-    chains, layout = Steps(), make_layout()
-    chains.begin(record())
-    chains.trust(0, True)
-    for iteration in range(1_000_000):
-        chains.decide(layout, g(iteration), has_step=True)
-    assert len(chains._ways) == 1
-    assert len(chains._ways[0].steps) <= layout.slots
-
-
 def begun(**options: object) -> Steps:
     chains = Steps()
     chains.begin(record(**options))  # type: ignore[arg-type]
@@ -102,9 +89,16 @@ def begun(**options: object) -> Steps:
 def test_a_whole_one_and_then_steps() -> None:
     layout = make_layout(slots=12)
     whole, step = False, True
-    assert ways(begun(), layout, 7) == [whole, step, step, step, whole, step, step]
+    chains = begun()
+    assert ways(chains, layout, 7) == [whole, step, step, step, whole, step, step]
+    assert ways(chains, layout, 90, first=7)[-1] is whole
+    assert len(chains._ways[0].steps) <= layout.slots, "how long it runs costs no memory"
     restored = Restore("memory", g(3))
     assert ways(begun(restore=restored), layout, 5, first=4) == [step, step, step, whole, step]
+    anew = begun()
+    assert ways(anew, layout, 3)[-1] is step
+    anew.begin(record(restore=Restore("durable", g(2))))
+    assert ways(anew, layout, 2, first=3) == [whole, step], "no step leads from what is not held"
     untrusted = begun()
     untrusted.trust(0, False)
     assert ways(untrusted, layout, 3) == [whole] * 3

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
-from deadpool_megatron.vault.errors import VaultError
 from tests.vault.harness import Cluster, Member, cluster, wait_until
 from tests.vault.parity.coded import GENERATION, CodedGroup
 from tests.vault.parity.decoding import plan, seats_of
@@ -77,32 +74,3 @@ def test_what_decoding_needs_is_loaded_before_anything_is_lost(
             wait_until(loaded, "numpy is loaded")
         else:
             assert not loaded()
-
-
-def test_an_epoch_closed_while_decoding_seals_nothing(tmp_path: Path) -> None:
-    """Rule 5: half of the bytes are in the slot, and count for nothing."""
-    coded = CodedGroup(2, 1, nbytes=16 << 20)  # more than the buffers of a connection hold
-    match = {"role": 0, "part": "shard"}
-    fault = {"id": "stop", "point": "vault.decode", "match": match, "nth": 9, "signal": "STOP"}
-    running, record = begin_processes(tmp_path, coded, [fault])
-    spare = running.nodes[3]
-    try:
-        running.open(record)
-        member = Member(spare, coded.layouts[0])
-        member.client.register(coded.layouts[0], 2)
-        assert spare.process is not None
-        pid = spare.process.pid
-        wait_until(lambda: (posix.state_and_cpu_ticks(pid) or "?")[0] == "T", "STOP")
-        for source in running.nodes[1:3]:  # it cannot come to its end before it hears of the close
-            source.send_signal(signal.SIGSTOP)
-        order = threading.Thread(target=lambda: spare.close_epoch(2))
-        order.start()
-        spare.send_signal(signal.SIGCONT)
-        order.join(20)
-        held = spare.inventory().holdings
-        assert not [h for h in held if h.role == 0 and "shard" in h.parts]
-        with pytest.raises(VaultError):
-            member.restore(record)
-    finally:
-        spare.send_signal(signal.SIGCONT)
-        running.stop()

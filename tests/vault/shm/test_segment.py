@@ -386,3 +386,33 @@ def test_pages_of_the_machine(tmp_path: Path, page_bytes: int) -> None:
     assert all(start % page_bytes == 0 for start in starts)
     assert again.give_back(["shard"], 0) in (0, -(-5000 // page_bytes) * page_bytes)
     assert bytes(again.data(1, "tail", 5)) == b"bytes"
+
+
+def test_every_byte_of_a_large_part_is_hashed() -> None:
+    view = memoryview(bytearray((16 << 20) + 5))
+    assert checksum(view) == xxhash.xxh3_64_intdigest(view)
+
+
+def test_a_member_that_wakes_up_leaves_what_the_vault_has_restored(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path / own_name(3, SEAT), LAYOUT, SEAT, NAMES)
+    before = segment.mark_writing(0)
+    segment.set_state(0, SlotState.SEALED)
+    segment.back_out(0, before)
+    assert segment.state(0) is SlotState.SEALED
+
+
+def test_memory_is_asked_for_once_and_again_after_it_was_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a file that is to outlive the host is on its disk."""
+    segment = Segment.create(tmp_path / copy_name(3), LAYOUT, None, ())
+    asked, synced = list[int](), list[int]()
+    monkeypatch.setattr(segment._budget, "allocate", lambda *a: asked.append(len(a[2])))
+    monkeypatch.setattr(segments.os, "fsync", synced.append)
+    segment.reserve(["shard"], [0])
+    segment.reserve(["shard"], [0])
+    segment.give_back(["shard"], 0)
+    segment.reserve(["shard"], [0])
+    assert asked == [1, 0, 1]
+    segment.flush()
+    assert synced == [segment._file]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.vault.shm import table as tables
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place, Table
@@ -83,6 +84,7 @@ def test_pinned_and_written_slots_are_left_alone(tmp_path: Path) -> None:
         assert slot is not None
         keep(segment, slot, SHARD, 1)
         table.release(segment, slot)
+    assert table.claim(segment, Generation(1, 0), 1) is None, "older than what is held"
     place = table.find(3, Generation(1, 1), "shard")[0]
     table.pin(place)
     assert table.claim(segment, Generation(1, 3), 1) is None
@@ -200,3 +202,30 @@ def test_what_is_unneeded(tmp_path: Path) -> None:
     assert table.unneeded(segment, lambda held: 2 if held == Generation(1, 3) else 0, 2)
     table.pin(table.find(3, Generation(1, 3), "shard")[0])
     assert not table.unneeded(segment, lambda _: 2, 2)
+
+
+def test_what_is_promised_is_read_after_the_fence_and_goes_with_its_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that was about to take a slot is seen, or sees that it may not. One that comes
+    during the close may not either, nor any before what was abandoned is dropped."""
+    table = Table(tmp_path)
+    segment = own(table, Generation(1, 1), Generation(1, 2))
+    seen: list[tuple[bool, SlotState]] = []
+    take = lambda: seen.append((segment.is_frozen(), segment.mark_writing(0)))  # noqa: E731
+    monkeypatch.setattr(tables, "fence", take)
+    table.freeze()
+    assert seen == [(True, SlotState.SEALED)]
+    assert {holding.generation for holding in table.holdings()} == {Generation(1, 2)}
+    late = tmp_path / own_name(3, Seat(0, 0, 1))
+    Segment.create(late, LAYOUT, Seat(0, 0, 1), SHARD)
+    assert table.attach(late.name).is_frozen()
+    states: list[SlotState] = []
+    monkeypatch.setattr(table, "let_write", lambda _: states.append(segment.state(1)))
+    table.adopt(Generation(1, 1), "step", 2, {3: SEAT})
+    assert set(states) == {SlotState.EMPTY}
+    keep(segment, 1, SHARD, 2)
+    segment.set_state(1, SlotState.SEALED)
+    table.freeze()
+    table.remove(segment)
+    assert table.holdings() == ()
