@@ -1,34 +1,78 @@
-"""Kinds of failure in the embedded trainer: a poisoned loss, a slow node."""
+"""Kinds of failure in the embedded trainer: poisoned numbers, a slow node, a hang."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from deadpool_megatron.settings import Settings
 from tests.cluster.running import deadpool
-from tests.faults.harness.jobs import Program, fault, run_program, strike, trainer
-from tests.faults.harness.layouts import FOUR_SHARDS, PP2_DP2
+from tests.faults.harness.jobs import (
+    Layout,
+    Program,
+    assert_unnoticed,
+    fault,
+    reference,
+    run_job,
+    run_program,
+    strike,
+    trainer,
+)
+from tests.faults.harness.layouts import EXPERTS, FOUR_SHARDS, INSTANCES, PLAIN_OPTIMIZER, PP2_DP2
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 # As in other tests of this layout, so that they share one undisturbed run.
 ITERATIONS = 12
+LOST = fault("nan", "loss", when_iteration=9, action="mark")
+# Gradients of one role, summed over its peers: the norm shows them, the loss does not yet.
+SPOILED = fault("nan", "optimizer.before", when_iteration=9, when_role=3, action="mark")
+UNTIED = "--untie-embeddings-and-output-weights"
+SAVES = "--save {run}/saves --save-interval"
 HANGING_TRAINER = str(Path(__file__).parent / "harness" / "hanging_trainer.py")
 SLOW_TRAINER = str(Path(__file__).parent / "harness" / "slow_trainer.py")
 
 
-def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> None:
-    plan = [fault("nan", "loss", when_iteration=5, action="mark")]
+@pytest.mark.parametrize(
+    ("layout", "flags", "saving", "plan"),
+    [
+        (PP2_DP2, "", "", LOST),
+        (PP2_DP2, "", "", SPOILED),
+        (PP2_DP2, UNTIED, "", SPOILED),
+        (PP2_DP2, "", f"{SAVES} 3", SPOILED),  # the iteration itself is saved
+        (PP2_DP2, "", f"{SAVES} 4", SPOILED),
+        # Here the role that reports the step has no part in the norm.
+        (PLAIN_OPTIMIZER, "", "", SPOILED),
+        (INSTANCES, "", "", SPOILED),
+        (EXPERTS, "", "", SPOILED),
+    ],
+    ids=["loss", "tied", "untied", "saves-3", "saves-4", "plain", "instances", "experts"],
+)
+def test_a_number_that_is_nan_once_is_rolled_back_and_leaves_no_trace(
+    tmp_path: Path, layout: Layout, flags: str, saving: str, plan: dict[str, Any]
+) -> None:
     settings = "--deadpool-nonfinite rollback"
-    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, plan, settings=settings)
+    options = {"flags": flags, "saving": saving, "settings": settings}
+    outcome = strike(tmp_path / "run", layout, ITERATIONS, [plan], **options)
     (recovery,) = outcome.final["recoveries"]
-    assert recovery["kind"] == "nonfinite-loss"
-    assert recovery["generation"][1] == 4
+    assert (recovery["kind"], recovery["generation"]) == ("nonfinite-loss", [1, 8])
     (told,) = outcome.of_kind("nonfinite")
-    assert (told.iteration, told.data["policy"]) == (5, "rollback")
+    number = "loss" if plan is LOST else "gradient norm"
+    assert (told.iteration, told.data["number"], told.data["policy"]) == (9, number, "rollback")
+
+
+def test_gradients_that_are_nan_end_the_run_with_the_state_before_them(tmp_path: Path) -> None:
+    stopped = run_job(tmp_path / "run", PP2_DP2, ITERATIONS, [SPOILED])
+    assert stopped.status == 4, stopped.story()
+    assert "the gradient norm of iteration 9 is nan" in stopped.final["reason"]
+    (dumped,) = stopped.of_kind("dumped")
+    assert dumped.data["generation"] == [1, 8]
+    resume = ("--resume", str(tmp_path / "run"))
+    resumed = run_job(tmp_path / "resumed", PP2_DP2, ITERATIONS, arguments=resume)
+    assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
 
 
 @pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])

@@ -194,11 +194,8 @@ def test_kept_line() -> None:
     [
         (2, 12, {10: 2}, True),  # in memory nothing of lineage 2 may have been kept
         (1, 10, {10: 2}, True),  # told late: lineage 2 went on from it
-        (2, 9, {10: 2}, False),
         (3, 12, {10: 2}, False),  # computed anew
         (2, 6, {5: 1}, False),  # saved by the one before, and gone on from when that was lost
-        (2, 6, {5: 1, 6: 2}, True),
-        (2, 6, {}, False),
     ],
 )
 def test_a_checkpoint_is_thrown_away_by_what_it_includes(

@@ -56,7 +56,7 @@ ADVICE: dict[FailureKind, Advice] = {
         "look at the innermost frames of the stacks",
     ),
     FailureKind.NONFINITE_LOSS: Advice(
-        "a role reported it with the step", "look at the data and the learning rate"
+        "a role saw it and went no further", "look at the data and the learning rate"
     ),
     FailureKind.SLOW_NODE: Advice(
         "its own work took longer than that of its data-parallel peers",
