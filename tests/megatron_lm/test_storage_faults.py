@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cli.storage.checkpoint_files import verify_checkpoint
 from deadpool_megatron.events import Kind
+from deadpool_megatron.vault.shm.verify import Verdict
 from tests.faults.harness.jobs import Outcome, assert_unnoticed, run_program, undisturbed
 from tests.megatron_lm.harness.checkout import TAG
 from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt, output_of_members
@@ -81,9 +83,10 @@ def last_iteration(outcome: Outcome) -> int:
 def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     outcome = trained(tmp_path)
     assert lost(outcome) == [folder(tmp_path, iteration).name for iteration in OBSTACLES]
-    assert durable(outcome) == [
-        folder(tmp_path, iteration).name for iteration in range(1, 9) if iteration not in OBSTACLES
-    ]
+    whole = [iteration for iteration in range(1, 9) if iteration not in OBSTACLES]
+    assert durable(outcome) == [folder(tmp_path, iteration).name for iteration in whole]
+    last = folder(tmp_path / "run.saves", whole[-1])
+    assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
 
 
 def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Is a torch_dist checkpoint whole? Its index can be read, all files and byte ranges are there, and
 the checksums of the archives that torch writes match.
 
-Needs torch for the classes of the index; nothing else of a pickle is let in.
+Needs torch for the classes of the index; nothing else of a pickle is let in. What torch adds to it
+besides, as the plans of all ranks, is passed over; of what is not known here nothing is said.
 """
 
 from __future__ import annotations
@@ -72,18 +73,23 @@ def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
 
 
 def _findings(directory: Path, progress: Progress) -> Iterator[Finding]:
+    unknown, verdict = set[str](), Verdict.BAD
     try:
-        index = _index(directory)
+        index = _index(directory, unknown)
         ranges = _ranges(index)
         size = (directory / METADATA).stat().st_size
     except (OSError, pickle.UnpicklingError, ValueError, TypeError, AttributeError) as error:
-        yield Finding(directory / METADATA, "index", 0, Verdict.BAD, f"cannot be read: {error}")
-        return
+        ranges, size, what, reason = {}, 0, "index", f"cannot be read: {error}"
     except Exception as error:  # what a parser makes of damaged bytes cannot be listed
-        yield Finding(directory / METADATA, "index", 0, Verdict.BAD, f"is damaged: {error!r}")
+        ranges, size, what, reason = {}, 0, "index", f"is damaged: {error!r}"
+    else:
+        what, reason = f"index of {sum(map(len, ranges.values()))} entries", ""
+        verdict = Verdict.GOOD
+    if unknown:
+        verdict, reason = Verdict.UNKNOWN, f"holds {', '.join(sorted(unknown))}: not known here"
+    yield Finding(directory / METADATA, what, size, verdict, reason)
+    if what == "index":
         return
-    entries = sum(len(found) for found in ranges.values())
-    yield Finding(directory / METADATA, f"index of {entries} entries", size, Verdict.GOOD)
     for name, found in sorted(ranges.items()):
         if "/" in name:  # it would lead out of the checkpoint
             yield Finding(directory / name, "entries", 0, Verdict.BAD, "is no name of a file in it")
@@ -98,9 +104,10 @@ def _findings(directory: Path, progress: Progress) -> Iterator[Finding]:
         yield _verify_configuration(configuration)
 
 
-def _index(directory: Path) -> Any:
+def _index(directory: Path, unknown: set[str]) -> Any:
+    """``unknown`` gets the names of what is in it that is not known here."""
     with _opened(directory / METADATA) as file:
-        return _IndexReader(file).load()
+        return _IndexReader(file, unknown).load()
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -117,7 +124,12 @@ def _ranges(index: Any) -> dict[str, list[tuple[int, int]]]:
 
 
 class _IndexReader(pickle.Unpickler):
-    """Lets in the classes that an index consists of, so that a file cannot run code here."""
+    """Lets in the classes that an index consists of, so that a file cannot run code here; all else
+    is a stand-in."""
+
+    def __init__(self, file: BinaryIO, unknown: set[str]) -> None:
+        super().__init__(file)
+        self._unknown = unknown
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # so Python 3.13 names the module of its paths
@@ -130,11 +142,33 @@ class _IndexReader(pickle.Unpickler):
                 return found
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+        if not f"{module}.".startswith(f"{_CHECKPOINT}."):
+            self._unknown.add(f"{module}.{name}")
+        return _StandIn
 
 
-def _enum_member(owner: object, name: str) -> Enum:
+class _StandIn:
+    """In the place of an object that is not looked at: takes everything, and is nothing."""
+
+    def __new__(cls, *_: object, **__: object) -> _StandIn:
+        return super().__new__(cls)
+
+    def __setstate__(self, _: object) -> None:
+        pass
+
+    def __setitem__(self, _: object, __: object) -> None:
+        pass
+
+    def extend(self, _: object) -> None:
+        """As a list; to append is to extend by one."""
+
+    append = extend
+
+
+def _enum_member(owner: object, name: str) -> object:
     """How some versions of Python 3.11 write the members of an enum (``getattr(cls, name)``)."""
+    if owner is _StandIn:
+        return _StandIn()
     if isinstance(owner, EnumMeta) and name in owner.__members__:
         found: Enum = owner[name]
         return found

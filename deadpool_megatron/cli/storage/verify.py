@@ -29,7 +29,7 @@ from deadpool_megatron.vault.shm.verify import (
     verify_segment,
 )
 
-EXIT_BAD = 1
+EXIT_BAD, EXIT_NOT_VERIFIED = 1, 2
 _DESCRIPTION = """\
 Hashes every sealed part of every generation and compares it with its checksum. Read-only: a run
 that is alive is not disturbed, and a slot that it is just overwriting counts as busy, not as bad.
@@ -49,7 +49,7 @@ examples:
   srun --ntasks-per-node=1 deadpool verify RUN        the memory of all nodes
 
 exit status: 0 all good; 1 something is bad (named in the last lines); 2 bad input, nothing to
-verify in DIR"""
+verify in DIR, or something that this version does not know and could not verify"""
 
 
 class What(StrEnum):
@@ -122,12 +122,14 @@ def run(args: argparse.Namespace) -> int:
         meter = Meter(show)
         for target in targets:
             found += [(target, finding) for finding in target.verify(meter)]
-    bad = [finding for _, finding in found if finding.verdict is Verdict.BAD]
+    verdicts = {finding.verdict for _, finding in found}
+    status = EXIT_NOT_VERIFIED if Verdict.UNKNOWN in verdicts else 0
+    status = EXIT_BAD if Verdict.BAD in verdicts else status
     if args.json:
-        print(json.dumps({"ok": not bad, "findings": [_to_dict(t, f) for t, f in found]}))
+        print(json.dumps({"ok": not status, "findings": [_to_dict(t, f) for t, f in found]}))
     else:
         print("\n".join(_lines(targets, found)))
-    return EXIT_BAD if bad else 0
+    return status
 
 
 def find_targets(directory: Path) -> list[Target]:
@@ -232,11 +234,11 @@ def _lines(targets: Iterable[Target], found: list[tuple[Target, Finding]]) -> li
     header = ("where", "generation", "roles", "parts", "size", "verdict")
     lines = table(header, rows)
     for _, finding in found:
-        if finding.verdict is Verdict.BAD:
+        if finding.verdict in (Verdict.BAD, Verdict.UNKNOWN):
             where = f"{finding.path}: {finding.what}"
             if finding.generation is not None:
                 where += f" of {finding.generation.lineage}:{finding.generation.iteration}"
-            lines.append(f"  BAD {where}: {finding.reason}")
+            lines.append(f"  {finding.verdict.upper()} {where}: {finding.reason}")
     return lines
 
 

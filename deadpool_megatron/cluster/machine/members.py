@@ -133,11 +133,15 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         # The command itself says that its arguments cannot work: no other process will like them.
         end_as_found(turn, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
         return
+    by_itself = f"the program ended by itself: {event.last_line or cause} [{failure.evidence}]"
+    if event.exit_code == 0 and not on_purpose and role is not None and begins:
+        end_as_found(turn, LastWords(EXIT_BAD_INPUT, by_itself))
+        return
     if state.heard_epoch is not None and role is not None:
-        if event.exit_code == EXIT_EXTRAS_OUTGROWN:
+        if event.exit_code in (0, EXIT_EXTRAS_OUTGROWN) and not on_purpose:
             # Any other process in its place would end like that as well.
-            words = LastWords(EXIT_EXTRAS_OUTGROWN, event.last_line or cause, failure.kind)
-            save_and_end(turn, words)
+            why = event.last_line or cause if event.exit_code else by_itself
+            save_and_end(turn, LastWords(event.exit_code or 1, why, failure.kind))
         else:
             close(turn, failure)
         if not on_purpose:

@@ -171,7 +171,12 @@ class Session:
             if role is None:
                 self._stand_by(record)
             else:
-                self._take_seat(record, role)
+                try:
+                    self._take_seat(record, role)
+                except SystemExit as stop:
+                    if role and stop.code in (None, 0):
+                        self._let_role_0_end(record.epoch)
+                    raise
             record = self._link.wait_record(record.epoch)
 
     def _stand_by(self, record: EpochRecord) -> None:
@@ -237,6 +242,15 @@ class Session:
             self._await_close(record.epoch, error)
             ended: BaseException = error
         self._leave(record.epoch, ended)
+
+    def _let_role_0_end(self, epoch: int) -> None:
+        """The program ends itself, on all roles alike: its reason is in the log of role 0, which is
+        to be the first to go."""
+        limit = time.monotonic() + self._settings.close_seconds
+        while time.monotonic() < limit and self._link.closed_epoch < epoch:
+            if self._link.stopped:
+                return
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
 
     def _engage(self, epoch: int) -> bool:
         with self._engagement:

@@ -27,6 +27,7 @@ class Verdict(StrEnum):
 
     GOOD = "good"
     BUSY = "busy"  # being written, now or by the time it had been hashed
+    UNKNOWN = "not verified"  # nothing known here speaks for or against it
     BAD = "bad"
 
 

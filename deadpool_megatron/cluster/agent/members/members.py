@@ -211,9 +211,9 @@ class Member:
         self._pipe.read_rest()
         self._pipe.close()
         ordered, cause = bool(self._kill_cause), self._kill_cause
-        if not ordered and ending.exit_code != 0:
+        if not ordered:
             text = tail(self.log)
-            cause = last_words(text) if ending.exit_code else fatal_words(text)
+            cause = fatal_words(text) if ending.exit_code is None else last_words(text)
         self._reports.member_ended(self, ending, cause, ordered)
         self.ended.set()
 

@@ -112,6 +112,24 @@ def test_command_that_exits_twice_in_the_same_way_is_not_started_again() -> None
     assert "ImportError" in rig.one(act.Finish).reason
 
 
+@pytest.mark.parametrize(("has_trained", "status"), [(False, 2), (True, 1)])
+def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained: bool, status: int) -> None:
+    rig = Rig()
+    if has_trained:
+        rig.run().steps(7)
+    else:
+        rig.gather()
+        rig.journal()
+    rig.feed(ev.MemberLost(*rig.seat(0), exit_code=0, last_line="ERROR: Invalid metadata file"))
+    if has_trained:
+        rig.closed(g(7))
+        rig.feed(*(ev.Dumped(node, g(7)) for node in rig.one(act.Dump).nodes))
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == status
+    words = "the program ended by itself: ERROR: Invalid metadata file [role 0 on node 0"
+    assert finish.reason.startswith(words)
+
+
 def test_start_from_a_checkpoint() -> None:
     start = Restore("durable", g(40, 3), "save", path="/ck")
     rig = Rig(start=start)
