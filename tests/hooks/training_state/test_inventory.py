@@ -148,7 +148,7 @@ def test_what_moves_before_the_update_comes_back(loop: Loop) -> None:
     loop.optimizer.chained_optimizers[0].param_groups[0]["lr"] = 0.1
     loop.counters["iteration"] += 1
     loop.counters["skipped"] = 1
-    loop.log_sums["loss"] += 0.1
+    loop.log_sums.update(loss=0.1, of_another_iteration=0.2)
     put_back(loop, values)
     assert {name: float(v) for name, v in loop.scaler.state_dict().items()} == wanted
     assert loop.model.expert_bias.tolist() == [0, 0]

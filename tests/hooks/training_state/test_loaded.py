@@ -54,6 +54,9 @@ def test_a_spare_goes_on_with_the_schedule_of_the_checkpoint(style: str) -> None
     survivor, spare = made(), made()
     survivor.scheduler.load_state_dict(saved.scheduler.state_dict())
     put_over(survivor, spare)
+    by_arguments = made(use_checkpoint_opt_param_scheduler=False, end_wd=0.3)
+    put_over(survivor, by_arguments)
+    assert by_arguments.scheduler.end_wd == 0.3
     for _ in range(20):
         for loop in (survivor, spare):
             loop.scheduler.step(1)

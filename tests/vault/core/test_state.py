@@ -22,7 +22,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room as making_room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import Frozen, Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.role.worker import RoleWorker
@@ -417,6 +417,7 @@ def test_only_what_is_in_a_slot_of_the_one_who_plays_the_role_is_sealed(state: V
     restore = Restore("memory", OLD)
     moved = replace(state.record, epoch=2, seats={0: Seat(0, 0, 1)}, restore=restore)
     state.close(1)
+    assert state.judge(1) is Refusal.STALE
     assert state.adopt(moved)
     assert not state.adopt(moved), "once"
     assert not state.seal_own(segment, 0, OLD, 2, {"shard": 1}), "its member has no seat"

@@ -48,5 +48,6 @@ def test_what_an_epoch_began_with_is_written_again_in_that_epoch_only(client: Va
     with pytest.raises(VaultError, match="not registered"):
         client.begin(Generation(0, 4), 1)
     client._enter(2)
+    assert client.newest_committed is None
     with pytest.raises(VaultError, match="was not computed in epoch 2"):
         client.begin(Generation(0, 4), 2)

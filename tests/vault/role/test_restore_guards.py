@@ -60,7 +60,7 @@ class House:
         for node in NODES:
             folder = directory / f"node{node}"
             folder.mkdir()
-            settings = Settings(restore_seconds=5.0)
+            settings = Settings(restore_seconds=5.0, chunk_bytes=4096)
             self.states.append(VaultState(node, folder, settings, lambda _: None))
             transport = self.network.transport("h", node, 5.0)
             self.servers.append(Server(self.states[node], transport))
@@ -131,7 +131,7 @@ def test_a_copy_on_the_own_node_is_held_against_its_checksum(house: House) -> No
 @pytest.mark.parametrize("left", [True, False])
 @pytest.mark.parametrize("fault", ["damaged", "away"])
 def test_a_source_that_fails_falls_to_the_next(house: House, fault: str, left: bool) -> None:
-    house.states[0].settings = Settings(restore_seconds=0.1)
+    house.states[0].settings = Settings(restore_seconds=0.1, chunk_bytes=4096)
     copy = house.keep(1, [*EXTRAS, *SHARDS])
     if left:
         house.keep(1, [*EXTRAS, *SHARDS], replace(LAYOUT, role=1))
