@@ -369,7 +369,9 @@ def reduce(_: int) -> None:
 
 
 def fails(member: Member, operation: Callable[[int], None]) -> bool:
-    """The peer dies, and the next thing that this rank enqueues is refused by NCCL."""
+    """The peer dies, and the next thing that this rank enqueues is refused by NCCL, which is not
+    asked how deep the thread is: a torch with NCCL inside of it cannot ask."""
+    fake_nccl.FakeNcclFabric._is_left_open = lambda _: False  # type: ignore[method-assign]
     fake_nccl.allow_unbatched = operation is send
     os.environ[fake_nccl.DUMP_MILLISECONDS] = "0"
     member.init("nccl")
