@@ -89,6 +89,7 @@ VARIABLES: tuple[Variable, ...] = (
         "after an error every rank writes a dump, and waits for the others to do so",
         _OFF,
     ),
+    Variable("TORCH_FR_DUMP_ON_TIMEOUT", "0", "the same, as torch 2.15 calls it", _OFF),
     Variable(
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
         "0",
@@ -96,6 +97,7 @@ VARIABLES: tuple[Variable, ...] = (
         " takes as it is enqueued: the thread that trains would stand in it for a minute, and no"
         " close of an epoch gets it out",
     ),
+    Variable("TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC", "0", "the same, as torch 2.15 calls it"),
     Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
@@ -129,6 +131,44 @@ VARIABLES: tuple[Variable, ...] = (
         "communicators are then made on the side, and may not be there yet when training begins, or"
         " when they have to be aborted",
         _OFF,
+    ),
+    Variable(
+        "TORCH_NCCL_TEARDOWN_ON_TIMEOUT",
+        "0",
+        "torch 2.15 ends the process when an operation has timed out",
+        _OFF,
+    ),
+    Variable(
+        "TORCH_NCCL_EXTRA_DUMP_ON_EXEC",
+        "0",
+        "an abort writes a dump first",
+        _OFF,
+        otherwise=Otherwise.WARNED,
+    ),
+    Variable(
+        "TORCH_NCCL_NAN_CHECK",
+        "0",
+        "a kernel asserts on what an aborted operation leaves, which costs the process its context",
+        _OFF,
+        otherwise=Otherwise.WARNED,
+    ),
+    Variable(
+        "NCCL_COMM_BLOCKING",
+        "1",
+        "it overrules torch: communicators are then made on the side",
+    ),
+    Variable(
+        "CUDA_LAUNCH_BLOCKING",
+        "0",
+        "each launch holds the thread until it is over, and no close of an epoch gets it out",
+        otherwise=Otherwise.WARNED,
+    ),
+    Variable(
+        "NCCL_RUNTIME_CONNECT",
+        "0",
+        "NCCL then connects at the first use of a communicator, in the thread that trains, and"
+        " waits there for peers that may be seconds behind",
+        otherwise=Otherwise.WARNED,
     ),
     Variable(
         "TORCH_FR_BUFFER_SIZE",

@@ -130,6 +130,7 @@ class Installation:
             given.apply_defaults()
             values = given.arguments
             requested = values["backend"] or self._host.default_backend
+            _complete_timeout(values, str(requested))
             device = values["device_id"]
             rank, size = values["rank"], values["world_size"]
             values.update(
@@ -170,6 +171,7 @@ class Installation:
                 members = tuple(sorted(ranks) if values.get("sort_ranks", True) else ranks)
             if self._known is not None:
                 return self._known_group(members, requested, values["group_desc"] or "")
+            _complete_timeout(values, requested)
             values["backend"] = BACKEND_NAME
             values["device_id"] = None
             before = dict(_c10d._world.pg_map)
@@ -200,6 +202,14 @@ class Installation:
             return group
 
         return _new_group_with_tag
+
+
+def _complete_timeout(values: dict[str, Any], requested: str) -> None:
+    """Give a group the default time-out of what was asked for: c10d knows that of NCCL by its name,
+    and takes ours for something else."""
+    if values["timeout"] is None and "nccl" in requested.lower():
+        # None in a torch without NCCL
+        values["timeout"] = getattr(_c10d, "default_pg_nccl_timeout", None)
 
 
 def _restore_name(group: ReconfigurableGroup, requested: str) -> None:

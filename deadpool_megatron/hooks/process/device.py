@@ -10,6 +10,7 @@ import os
 import sys
 
 import torch
+import torch.distributed as dist
 
 from deadpool_megatron import nccl_environment
 
@@ -62,5 +63,8 @@ def nccl_problem(slot: int, gpus: int) -> str:
 
 
 def _nccl_version() -> tuple[int, int, int]:
-    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    """Of the library that is loaded, which need not be the one that torch was built with."""
+    backend = getattr(dist, "ProcessGroupNCCL", None)
+    loaded = getattr(backend, "get_runtime_nccl_version", torch.cuda.nccl.version)
+    major, minor, patch = loaded()[:3]
     return int(major), int(minor), int(patch)

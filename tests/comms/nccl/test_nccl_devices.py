@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
+from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import communicators
 from deadpool_megatron.comms.in_flight.epoch import Progress
@@ -105,3 +107,17 @@ def barriers_in_threads_that_entered(member: Member) -> list[str]:
 @pytest.mark.slow
 def test_the_thread_of_an_attach_has_the_device_of_its_member() -> None:
     assert run(1, barriers_in_threads_that_entered, kind="fake-nccl")[0] == ["deadpool-waiter"]
+
+
+def timeouts(member: Member) -> list[float | None]:
+    """Of a world on NCCL, and of a group that has one of its own."""
+    c10d.default_pg_nccl_timeout = timedelta(minutes=10)
+    member.init("nccl")
+    own = dist.new_group([0], timeout=timedelta(minutes=3))
+    found = [dist.group.WORLD, dist.new_group([0]), own, dist.new_group([0], backend="gloo")]
+    specs = [group.spec().requested_timeout for group in found]
+    return [None if one is None else one.total_seconds() for one in specs]
+
+
+def test_groups_have_the_time_out_of_what_was_asked_for() -> None:
+    assert run(1, timeouts, kind="fake-nccl")[0] == [600.0, 600.0, 180.0, 1800.0]

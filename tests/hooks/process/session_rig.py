@@ -57,6 +57,9 @@ class FakeCommunicators(Observed):
     def warm(self) -> None:
         self.times_warmed += 1
 
+    def be_patient(self, is_patient: bool) -> None:
+        """No operation takes time."""
+
     def interrupt(self, epoch: int) -> None:
         self.interrupted.append(epoch)
         self.closed.set()

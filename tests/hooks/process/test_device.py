@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,9 +97,19 @@ def test_a_contrary_variable_is_refused_before_a_device_is_touched(
     assert take_device("gloo", 0) == "gloo"
 
 
-def test_a_version_of_nccl_is_refused(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
-    machine(2, (2, 28, 5))
-    assert "NCCL 2.28.5 cannot be protected" in refusal(capfd, "auto", 0)
+@pytest.mark.parametrize("loaded", [None, (2, 28, 3)])
+def test_a_version_of_nccl_is_refused(
+    machine: Machine,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    loaded: tuple[int, int, int] | None,
+) -> None:
+    """By the library that is loaded, whatever torch was built with."""
+    machine(2, (2, 28, 9) if loaded else (2, 28, 3))
+    if loaded:
+        backend = SimpleNamespace(get_runtime_nccl_version=lambda: loaded)
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", backend, raising=False)
+    assert "NCCL 2.28.3 cannot be protected" in refusal(capfd, "auto", 0)
 
 
 @pytest.mark.parametrize(("gpus", "slot"), [(2, 2), (0, 0)])
