@@ -65,7 +65,7 @@ start_one() {
 }
 
 clean_one() {
-    on "$2" "deadpool clean --force $(printf %q "$run")" || true
+    on "$2" "deadpool clean --force --yes $(printf %q "$run")" || true
 }
 
 # Whether all agents that were started have ended, none with a result: one that has ended with 0 has

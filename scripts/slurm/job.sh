@@ -49,6 +49,11 @@ run_training() {
     fi
     run=$RUNS/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
     old=$(newest_state)
+    # Nothing starts from nothing by itself. FROM_SCRATCH=1 has it.
+    if [ -z "$old${FROM_SCRATCH:-}" ] && grep -qs '"kind": *"step"' "$RUNS"/*/events*.jsonl; then
+        stop_chain "an earlier job has finished iterations, none has left a state to go on from"
+        return 2
+    fi
     say "run directory $run${old:+, goes on from $old}"
 
     # On the node's side of a slow file system these must not be made by many at once.
@@ -84,9 +89,17 @@ run_training() {
     done
     answer_nodes "$run"
     leave_out_bad_nodes "$run"
+    if [ "$status" = 2 ] && ! [ -e "$run/run.json" ]; then
+        stop_chain "job ${run##*/} was refused, see $run.logs"
+    fi
     judge "$run" || verdict=$?
     say "status of the run: $verdict (of srun: $status)"
     return "$verdict"
+}
+
+stop_chain() {
+    say "the chain stops: $1"
+    echo "$1: status 2" >"$RUNS/OVER"
 }
 
 # One task per node. Both --no-kill are needed: sbatch's keeps the job, this one keeps the step, when

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -57,14 +58,27 @@ def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
         assert set(decided(run.events())[1:]) == {"memory"}
 
 
-@pytest.mark.parametrize("how", ["everything", pytest.param("launcher", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "everything",
+        "hangup",
+        *(pytest.param(h, marks=pytest.mark.full) for h in ("launcher", "int")),
+    ],
+)
 def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> None:
     first = Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1)
     first.wait_iteration(5)
     if how == "everything":
         kill_everything(first.run, first.launcher.pid)
-    else:
+    elif how == "launcher":
         first.launcher.kill()
+    else:
+        os.kill(first.launcher.pid, signal.SIGHUP)
+        assert first.launcher.wait() == 130
+        last = first.output.read_text().splitlines()[-1]
+        assert re.search(r"run \w+ holds \d+\.\d MiB in memory: the same command", last)
+        assert f"'deadpool clean {first.run.path}' removes it" in last
     first.launcher.wait()
     run_id = first.run.read_run().run_id
     reached = max(e.iteration or 0 for e in first.events(Kind.STEP))
@@ -75,6 +89,8 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
     events = run.events()
     assert decided(events) == ["initial", "memory"]
     assert "restarted: goes on from generation 1:" in texts(events)
+    lost = [str(event.data["cause"]) for event in events if event.kind is Kind.NODE_LOST]
+    assert not [cause for cause in lost if "join again" in cause]
     generation = next(e.data["generation"] for e in events if decided([e]) == ["memory"])
     assert reached - 2 <= generation[1] <= final["iterations"]
     assert final["recoveries"][0]["kind"] == "restart"
@@ -98,7 +114,7 @@ def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None
     )
     assert other.returncode == 2
     assert "has --nodes 2, not 3" in other.stderr
-    assert "run" in deadpool("clean", str(run.run.path)).stdout
+    assert "run" in deadpool("clean", "--yes", str(run.run.path)).stdout
     run.wait_clean()
 
 

@@ -188,3 +188,31 @@ def test_what_others_have_put_beside_the_runs_is_neither_believed_nor_written_to
     subprocess.run(judged, env=environment, check=False)
     assert (tmp_path / "OVER").read_text() == "run 7 ended with status 1\n"
     assert (tmp_path / "keys").read_text() == "mine"
+
+
+@pytest.mark.parametrize("left", ["nothing", "a state that is refused"])
+def test_a_chain_that_has_nothing_to_go_on_from_stops(tmp_path: Path, left: str) -> None:
+    runs, programs = tmp_path / "runs", tmp_path / "bin"
+    (runs / "7").mkdir(parents=True)
+    programs.mkdir()
+    (runs / "7" / "events-2.jsonl").write_text('{"kind": "step", "iteration": 3}\n')
+    if left != "nothing":
+        (runs / "7" / "latest.json").touch()
+    srun = "exit 0" if left == "nothing" else "exit 2"
+    for name, text in {"srun": srun, "deadpool": "exit 2", "squeue": "exit 0"}.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    size = "SETTINGS=() TRAINING=() SRUN_OPTIONS=() NODES=2 SPARES=0 GPUS_PER_NODE=1 CHECKOUT="
+    environment = {"RUNS": str(runs), "SLURM_JOB_ID": "8", "NOTICE_SECONDS": "9"}
+    environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", f'. "$1" && {size} && run_training', "bash", SLURM / "job.sh"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "the chain stops: " in done.stdout
+    assert (runs / "OVER").read_text().endswith(": status 2\n")

@@ -262,10 +262,10 @@ def _follow(child: subprocess.Popen[bytes], follower: Follower, silence_seconds:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End a child that still runs: an interrupt first, so that it can clean up."""
+    """End a child that still runs: by a word first, so that it can clean up."""
     if child.poll() is not None:
         return
-    os.kill(child.pid, signal.SIGINT)
+    os.kill(child.pid, signal.SIGTERM)
     try:
         child.wait(_STOP_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -254,8 +254,8 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
     if free < needed:
         raise CommandError(
             f"{SEGMENT_ROOT} has {free // _MIB} MiB free, even a tiny model needs"
-            f" {needed // _MIB} MiB: 'deadpool clean' removes what dead runs have left; in a"
-            " container raise --shm-size"
+            f" {needed // _MIB} MiB: 'deadpool clean' removes what dead runs have left, and says"
+            " which can go on and hold some; in a container raise --shm-size"
         )
 
 

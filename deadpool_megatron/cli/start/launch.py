@@ -89,6 +89,7 @@ class Launcher:
         self._refills = options.refill
         self._unfilled = 0  # dead nodes that no new one has followed yet
         self._signals = 0
+        self._discards = False  # what is in memory, when stopped
         self._stopped: set[int] = set()
         self._stop_deadline = 0.0
         self._address = ""
@@ -96,6 +97,11 @@ class Launcher:
         self._ending = False
         self._shortage = ""
         self.trouble = ""
+
+    @property
+    def run_id(self) -> str:
+        """Of the run that is launched."""
+        return self._info.run_id
 
     def run(self) -> int:
         """From the first process to the last; returns the exit status of the run.
@@ -164,6 +170,7 @@ class Launcher:
             auth.load_secret(self._run.path),
             standby_port=standby_port,
             launcher_fd=line,
+            siblings=frozenset(self._options.numbers),
         )
 
     def _free_share(self) -> int:
@@ -195,7 +202,7 @@ class Launcher:
                 return
             for pid in set(coordinators) - self._stopped if self._signals else ():
                 self._stopped.add(pid)
-                posix.kill(pid, signal.SIGTERM)
+                posix.kill(pid, signal.SIGTERM if self._discards else signal.SIGINT)
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
                 self._options.say("the run does not end by itself: killing it")
                 return
@@ -280,12 +287,17 @@ class Launcher:
     # Ending.
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """The first signal ends the run in order, the second one at once."""
-        del number, frame
+        """The first signal ends the run in order, the second one at once. What it holds in memory
+        goes with a SIGTERM only; after a Ctrl-C, or without its terminal, it can be gone on with.
+        """
+        del frame
         self._signals += 1
+        self._discards = number == signal.SIGTERM
         settings = self._info.settings
         now = time.monotonic()
         self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
+        if self._signals > 1 and not self._agents and not self._ending:
+            raise KeyboardInterrupt  # something is imported, which takes its time
 
     def _end_all(self) -> None:
         """Nothing of the run is left on this host when this returns, but for slots that are to be
@@ -310,11 +322,6 @@ class Launcher:
             self._wait_for_others(_FENCE_SECONDS)
         with self._saying_what_fails("what the run has left"):
             clean_run(self._run, run_id, keep_slots=kept)
-        if kept and not self._run.has_final():
-            self._options.say(
-                "what it holds in memory stays: the same command goes on from it, 'deadpool clean"
-                f" {self._run.path}' removes it"
-            )
         if self._held >= 0:
             os.close(self._held)
 
@@ -332,13 +339,13 @@ class Launcher:
             os.close(self._lines.pop(node))
 
     def _keeps_slots(self) -> bool:
-        """Where the result says so, or where there is none and nobody stopped the run: then only
-        starting it has failed, perhaps not for the first time. Stopped before it has decided
-        anything, it leaves what was there before it."""
+        """Where the result says so, or where there is none and nobody had it removed: then only
+        starting it has failed, perhaps not for the first time. Told to remove it before it has
+        decided anything, it leaves what was there before it."""
         if self._run.has_final():
             return slots_are_kept(self._run)
         epoch = self._newest_epoch()
-        if self._signals:
+        if self._discards:
             return epoch is not None and 0 < epoch <= self._info.ended_epoch
         return epoch != 0
 
@@ -353,7 +360,7 @@ class Launcher:
 
     def _wait_for_agents(self, deadline_seconds: float) -> None:
         limit = time.monotonic() + deadline_seconds
-        while self._agents and time.monotonic() < limit:
+        while self._agents and time.monotonic() < limit and self._signals < 2:
             self._wait()
             self._reap_agents()
 

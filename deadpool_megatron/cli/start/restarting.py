@@ -8,6 +8,7 @@ what its slots in memory were made with.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import time
@@ -32,11 +33,14 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     slots_are_kept,
 )
-from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.cluster.run_directory.latest import is_there, read_valid, valid_in
+from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
+from deadpool_megatron.layout.records import EpochRecord, Restore
 from deadpool_megatron.layout.schemes import may_recompute
 from deadpool_megatron.settings import Settings, flag_name
 
 _PAUSE_SECONDS = 0.1
+_TAIL_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,17 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
         term, epoch = newest_term(journal), journal.newest("epoch")
     except JournalError as error:
         raise CommandError(f"the run in {run.path} cannot go on: {error}") from error
+    finished = _finished_iterations(run)
+    if finished and not args.from_scratch and not _has_state(run, old):
+        raise CommandError(
+            f"the run in {run.path} has finished {finished} iterations, and nothing is left of them"
+            " here: no memory, no dump, no checkpoint that is there; --from-scratch begins again at"
+            " iteration 0"
+        )
     info = replace(
         old,
+        finished=finished,
+        from_scratch=args.from_scratch,
         command=tuple(args.command),
         settings=settings,
         spares=args.spares,
@@ -160,6 +173,32 @@ def _may_have_slots(run: RunDirectory, info: RunInfo) -> bool:
 def nodes_with_slots(info: RunInfo) -> int:
     """How many nodes of the run have slots in this host's memory."""
     return sum(any(node.glob("*.seg")) for node in node_directories(info.run_id))
+
+
+def _has_state(run: RunDirectory, info: RunInfo) -> bool:
+    """Whether there is anything on this host or on disk to go on from; not yet whether it is
+    whole."""
+    noted: tuple[Restore, ...] = ()
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        noted = read_valid(run.latest)
+    saved = [one for one in (*noted, *valid_in(info.restore)) if one.kind != "initial"]
+    return nodes_with_slots(info) > 0 or any(map(is_there, saved))
+
+
+def _finished_iterations(run: RunDirectory) -> int:
+    """The last iteration that is told of, as the end of the events has it."""
+    newest = 0
+    for path in reversed(event_files(run.events)):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            for line in file:
+                with contextlib.suppress(*DAMAGE):  # the first is cut, and the last may be
+                    event = parse_line(line)
+                    if event.kind is Kind.STEP:
+                        newest = max(newest, event.iteration or 0)
+        if newest:
+            break
+    return newest
 
 
 def _is_over(run: RunDirectory) -> bool:

@@ -27,6 +27,7 @@ from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.sizes import add_size, make_info
+from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.wire import tls
 
@@ -73,6 +74,12 @@ def add_parser(subparsers: Any) -> None:
         "--refill", type=int, default=0, metavar="K", help="start up to K new spares as nodes die"
     )
     parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="begin at iteration 0 where nothing is left of what the run in --run-dir has computed"
+        " (else such a start is refused)",
+    )
+    parser.add_argument(
         "--resume", type=Path, metavar="OLD", help="go on from the newest state of run OLD"
     )
     parser.add_argument(
@@ -99,10 +106,12 @@ def run(args: argparse.Namespace) -> int:
     launcher, follower, lock = _prepare(args, directory)
     try:
         status = launcher.run()
+        _say_result(directory, status, launcher.trouble)
     finally:
         follower.close()
         os.close(lock)
-    _say_result(directory, status, launcher.trouble)
+        if held := kept_memory(directory, launcher.run_id):
+            print(f"deadpool run: {held}", file=sys.stderr)
     return status
 
 

@@ -50,13 +50,14 @@ def serve(
     rejoins: int = 0,
     launcher_fd: int | None = None,
     leave_seconds: float = 0.0,
+    siblings: frozenset[int] = frozenset(),
 ) -> int:
     """Serve as a node until the run is over; returns its exit status. An agent that was fenced
     comes back as another node, up to ``rejoins`` times. Raises CommandError.
 
     ``standby_port``: where its standby listens once it coordinates, None for no standby. ``fixed``:
-    address of the coordinator where the run directory is not shared. ``launcher_fd`` and
-    ``leave_seconds``: see :class:`AgentOptions`.
+    address of the coordinator where the run directory is not shared. ``launcher_fd``,
+    ``leave_seconds`` and ``siblings``: see :class:`AgentOptions`.
     """
     node = place.node
     # Once: when a node that was cut off comes back, file systems may be away yet.
@@ -81,6 +82,7 @@ def serve(
             keeps_slots=attempt < rejoins,
             launcher_fd=launcher_fd,
             leave_seconds=leave_seconds,
+            siblings=siblings,
         )
         try:
             status = run_agent(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from deadpool_megatron.cluster.run_directory.cleanup import (
     Cleaned,
     clean_run,
     is_held,
+    kept_memory,
     run_processes,
     runs_in_memory,
     vault_processes,
@@ -29,10 +31,12 @@ def add_parser(subparsers: Any) -> None:
         "clean",
         help="remove what dead runs have left in shared memory, and their orphans",
         description="Without DIR: every run whose shared memory is on this host and of which no"
-        " process is alive. With DIR: that run; its live processes are killed only with --force.",
+        " process is alive, but those that their command can go on with. With DIR: that run, after"
+        " a question if it can go on; its live processes are killed only with --force.",
     )
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="DIR", help="run directory")
     parser.add_argument("--force", action="store_true", help="even if the run is alive")
+    parser.add_argument("--yes", action="store_true", help="with DIR: do not ask")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
         run_id = directory.read_run().run_id
         if not args.force and _is_alive(directory, run_id):
             raise CommandError(f"the run in {directory.path} is alive: stop it, or use --force")
+        held = kept_memory(directory, run_id)
+        if held and not args.yes and not _agrees(held):
+            print("left as it is")
+            return 0
         _clean(directory, run_id)
         return 0
     found = runs_in_memory()
@@ -52,8 +60,19 @@ def run(args: argparse.Namespace) -> int:
         if not args.force and _is_alive(directory, run_id):
             print(f"run {run_id} in {directory.path} is alive: left alone")
             continue
+        held = kept_memory(directory, run_id) if directory.path == path else ""
+        if held and not args.force:
+            print(f"{held}: left alone")
+            continue
         _clean(directory, run_id)
     return 0
+
+
+def _agrees(held: str) -> bool:
+    """Raises CommandError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise CommandError(f"{held}; without a terminal say so with --yes")
+    return input(f"{held}. Remove it? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _directory_of(run_id: str, path: Path | None) -> RunDirectory:

@@ -31,7 +31,8 @@ class AgentOptions:
     and the others then, and what it holds goes with it. ``keeps_slots``: another agent comes after
     this one when it is fenced, and takes up what it had. ``facts``: of the host,
     read before the agent starts; None where nobody asks for them. ``leave_seconds``: for its roles
-    to move to a spare when it is told to end; 0 to end at once.
+    to move to a spare when it is told to end; 0 to end at once. ``siblings``: nodes that the same
+    command starts on this host: their agents may be yet to come.
     """
 
     node: int
@@ -48,6 +49,7 @@ class AgentOptions:
     facts: HostFacts | None = None
     fixed_address: tuple[str, int] | None = None
     leave_seconds: float = 0.0
+    siblings: frozenset[int] = frozenset()
 
     @property
     def segments(self) -> Path:

@@ -39,7 +39,7 @@ def run_agent(options: AgentOptions) -> int:
     lock = slots.claim(options.segments, options.node)
     run_id = options.info.run_id
     slots.end_leftovers(options.run, run_id, options.node, options.segments)
-    former = slots.take_up(options.run, run_id, options.segments)
+    former = slots.take_up(options.run, run_id, options.segments, options.siblings)
     if former is not None:
         text = f"node {options.node} takes up the slots of node {former}"
         print(text, file=sys.stderr, flush=True)

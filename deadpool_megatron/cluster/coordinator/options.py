@@ -72,4 +72,6 @@ def machine_config(options: CoordinatorOptions) -> Config:
         restarted=options.restarted,
         begins_anew=options.begins_anew,
         check_only=info.check_only,
+        finished=info.finished,
+        from_scratch=info.from_scratch,
     )

@@ -144,7 +144,7 @@ class Coordinator:
         """Serve until the run is over; returns its exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._user_stop, "interrupted")
+            loop.add_signal_handler(number, self._user_stop, number == signal.SIGINT)
         living = asyncio.create_task(self._sign.run())
         options, settings = self._options, self._settings
         lock = Lock(
@@ -432,8 +432,8 @@ class Coordinator:
                 where = (one.generation.iteration, one.path, one.boundary)
                 self.feed(inputs.DurableValid(*where))
 
-    def _user_stop(self, reason: str) -> None:
-        self.feed(inputs.UserStop(reason))
+    def _user_stop(self, keeps: bool) -> None:
+        self.feed(inputs.UserStop(keeps=keeps))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""

@@ -382,6 +382,7 @@ class DumpRequested(Input):
 
 @dataclass(frozen=True)
 class UserStop(Input):
-    """Interrupt from the user."""
+    """Interrupt from the user; ``keeps``: for the same command to go on from what is in memory."""
 
     reason: str = "interrupted"
+    keeps: bool = False

@@ -101,7 +101,7 @@ class Machine:
         line = replace(
             begun.line,
             kept=history.kept,
-            newest=last.emitted_up_to,
+            newest=max(last.emitted_up_to, self._config.finished),
             ever_ran=last.restore.kind == "memory",
         )
         for one in reversed(valid):
@@ -209,8 +209,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             closing.save_and_end(turn, LastWords(EXIT_DIVERGENCE, text))
         case ev.DumpRequested(reason, seconds):
             _dump_requested(turn, reason, seconds)
-        case ev.UserStop(reason):
-            ending.stop(turn, reason)
+        case ev.UserStop(reason, keeps):
+            ending.stop(turn, reason, keeps=keeps)
         case ev.MemberFault():
             faults.fault_reported(turn, event)
         case ev.RestoreFailed():

@@ -155,6 +155,7 @@ class Turn:
         state, start, held = self.state, self.config.start, self.state.memory.held
         # A coordinator that has taken over knows of the first epoch only what memory shows.
         begins = state.line.is_empty and not state.memory.has_computed
+        begins = begins or (self.config.from_scratch and state.restarted)
         return RestoreQuery(
             epoch=state.epoch + 1,
             world_size=self.config.world_size,

@@ -30,6 +30,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,
     segment_root,
+    slots_are_kept,
     write_json,
     write_once,
 )
@@ -244,6 +245,19 @@ def runs_in_memory() -> dict[str, Path | None]:
             directory = None
         found[run_id] = directory
     return found
+
+
+def kept_memory(run: RunDirectory, run_id: str) -> str:
+    """What of a run that can go on is in this host's memory, and both ways from there, in a line;
+    empty where the run is over, or holds nothing here."""
+    held = [directory for directory in node_directories(run_id) if any(directory.glob("*.seg"))]
+    if not held or (run.final.exists() and not slots_are_kept(run)):
+        return ""
+    size = f"{sum(map(_bytes_in, held)) / 2**20:.1f} MiB"
+    return (
+        f"run {run_id} holds {size} in memory: the same command"
+        f" (--run-dir {run.path}) goes on from it, 'deadpool clean {run.path}' removes it"
+    )
 
 
 def _copy_logs(run: RunDirectory, segments: Path) -> None:

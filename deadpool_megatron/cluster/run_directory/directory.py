@@ -52,8 +52,10 @@ class RunDirectoryError(Exception):
 class RunInfo:
     """What ``run.json`` says: fixed until the run is started again, the same on every node.
 
-    ``check_only``: it ends when its nodes are judged. ``ended_term`` and ``ended_epoch``: newest
-    ones of the starts before this one, all of whose processes have ended.
+    ``check_only``: it ends when its nodes are judged. ``finished``: iterations that were finished
+    before this start; ``from_scratch``: it may begin anew where nothing is left of them.
+    ``ended_term`` and ``ended_epoch``: newest ones of the starts before this one, all of whose
+    processes have ended.
     """
 
     run_id: str
@@ -68,6 +70,8 @@ class RunInfo:
     check_only: bool = False
     ended_term: int = 0
     ended_epoch: int = 0
+    finished: int = 0
+    from_scratch: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the version that writes it."""
@@ -93,6 +97,8 @@ class RunInfo:
             check_only=bool(values.get("check_only", False)),
             ended_term=int(values.get("ended_term", 0)),
             ended_epoch=int(values.get("ended_epoch", 0)),
+            finished=int(values.get("finished", 0)),
+            from_scratch=bool(values.get("from_scratch", False)),
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from deadpool_megatron import ownership
@@ -92,9 +93,12 @@ def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> 
     end_processes(sorted(pids - {os.getpid()}))
 
 
-def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
+def take_up(
+    run: RunDirectory, run_id: str, own: Path, siblings: Collection[int] = ()
+) -> int | None:
     """Move the slots of a node of this host whose agent is gone into ``own``, the directory of
-    another one; returns which node's they were, None where there are none.
+    another one; returns which node's they were, None where there are none. The agents of its
+    ``siblings`` may be about to come.
 
     Of several the one with the newest generation. Not if ``own`` holds slots already.
     """
@@ -103,7 +107,9 @@ def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
     found = []
     for directory in node_directories(run_id):
         name = directory.name.removeprefix("node")
-        if directory != own and name.isdigit() and any(directory.glob("*.seg")):
+        if directory == own or not name.isdigit() or int(name) in siblings:
+            continue
+        if any(directory.glob("*.seg")):
             found.append((newest_sealed(directory), int(name), directory))
     for _, number, directory in sorted(found, reverse=True):
         try:

@@ -144,7 +144,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     """End a child that still runs: an interrupt first, so that it can clean up."""
     if child.poll() is not None:
         return
-    os.killpg(child.pid, signal.SIGINT)
+    os.killpg(child.pid, signal.SIGTERM)
     try:
         child.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:

@@ -132,7 +132,8 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) ->
         )
         assert all(posix.is_alive(pid) for pid in vaults)
         assert segment_root(info.run_id).exists()
-        done = deadpool("clean")
+        assert f"run {info.run_id} holds " in deadpool("clean").stdout, "it is left alone"
+        done = deadpool("clean", "--yes", str(run.run.path))
         assert done.returncode == 0, done.stderr
         assert f"run {info.run_id}: " in done.stdout
         assert not any(posix.is_alive(pid) for pid in vaults)

@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
                 print("the last thing it said", flush=True)
                 return 1
             if trouble == "hang":
-                signal.sigtimedwait({signal.SIGINT}, 60)
+                signal.sigtimedwait({signal.SIGTERM}, 60)
                 (directory / "interrupted").touch()
                 return 130
         if event.kind is Kind.NODE_LOST and marker is not None:
@@ -246,5 +246,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.exit(main(sys.argv[1:]))

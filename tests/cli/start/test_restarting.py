@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import agent, checks, launch, restarting
 from deadpool_megatron.cluster.run_directory import cleanup
@@ -22,6 +23,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
     write_json,
 )
+from deadpool_megatron.events import Event, EventLog, Kind, to_line
+from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 from tests.cli.start.refused import RUN_ID, complain, old_run, run_arguments
 
@@ -157,8 +160,51 @@ def test_slots_on_a_host_that_cannot_be_seen_count_as_well(
     assert "has --deadpool-max-lag 0, not 1" in complain(capsys, *with_lag)
 
 
+def test_what_a_run_can_go_on_from_is_not_removed_without_a_word(
+    left: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = left.segments(RUN_ID, 0) / "own-0.0.0.0.seg"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    line = complain(capsys, "clean", str(left.path))
+    assert line.startswith(f"deadpool clean: run {RUN_ID} holds 0.0 MiB in memory")
+    assert line.endswith("say so with --yes")
+    assert cli.main(["clean"]) == 0
+    assert "left alone" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    assert cli.main(["clean", str(left.path)]) == 0
+    assert segment.exists()
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert cli.main(["clean", str(left.path)]) == 0
+    assert not segment.exists()
+    left.segments(RUN_ID, 0).mkdir(parents=True)  # for the fixture
+
+
+def test_nothing_starts_from_nothing_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = old_run(tmp_path / "old")
+    log = EventLog(run.events, 1)
+    for k in (1, 2, 3):
+        log.append(to_line(Event(Kind.STEP, 1, iteration=k, data={})))
+    line = complain(capsys, *run_arguments(run.path))
+    assert "has finished 3 iterations, and nothing is left of them" in line
+    saved = tmp_path / "iter_0000002"
+    write_json(run.latest, Restore("durable", Generation(1, 2), path=str(saved)).to_dict())
+    assert "nothing is left" in complain(capsys, *run_arguments(run.path)), "it is gone"
+    for more in (("--from-scratch",), ()):
+        if not more:
+            saved.mkdir()
+            (saved / ".metadata").touch()
+        with pytest.raises(AssertionError, match="the launcher was reached"):
+            cli.main([*run_arguments(run.path, *more)])
+        assert run.read_run().finished == 3
+        assert run.read_run().from_scratch == bool(more)
+
+
 def restarted_with(run: RunDirectory, settings: Settings) -> restarting.Restart | None:
-    args = argparse.Namespace(nodes=2, nproc_per_node=1, spares=0, resume=None, command=["x.py"])
+    size = {"nodes": 2, "nproc_per_node": 1, "spares": 0}
+    args = argparse.Namespace(**size, resume=None, from_scratch=False, command=["x.py"])
     return restarting.restart_of(run, args, settings)
 
 

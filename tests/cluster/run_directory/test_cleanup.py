@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import uuid
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import LOGS, RunDirectory, write_json
+from deadpool_megatron.cluster.run_directory.slots import take_up
 
 RUN_ID = "0123abcd"
 
@@ -70,3 +72,19 @@ def test_nodes_of_other_hosts_stay_listed(tmp_path: Path, monkeypatch: pytest.Mo
         write_json(run.node(node), {"agent": 1, "hostname": hostname, "started": {}})
     cleanup.clean_run(run, RUN_ID)
     assert list(run.node_listings()) == [1]
+
+
+def test_slots_of_a_node_whose_agent_is_yet_to_come_are_not_taken_up(tmp_path: Path) -> None:
+    """All agents of one command come at about the same time."""
+    run, run_id = RunDirectory(tmp_path), uuid.uuid4().hex[:8]
+    os.close(cleanup.claim_segments(run, run_id))
+    own, other = run.segments(run_id, 2), run.segments(run_id, 1)
+    try:
+        for directory in (own, other):
+            directory.mkdir(mode=0o700)
+        (other / "own-0.0.0.0.seg").touch()
+        assert take_up(run, run_id, own, {0, 1, 2}) is None
+        assert take_up(run, run_id, own, {0, 2}) == 1
+        assert not other.exists()
+    finally:
+        shutil.rmtree(own.parent, ignore_errors=True)

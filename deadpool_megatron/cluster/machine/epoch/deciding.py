@@ -65,6 +65,10 @@ def decide(turn: Turn) -> None:
     if isinstance(restore, NoRestore):
         if turn.state.fleet.returning:
             _wait_for_return(turn, restore.reason)
+        elif (k := turn.config.finished) and turn.state.restarted and not turn.state.survived:
+            # Nothing starts from nothing by itself; what is left in memory is not removed for it.
+            anew = f"iteration {k} was finished; --from-scratch begins again at 0"
+            finish(turn, 2, with_struck(turn, f"{restore.reason}; {anew}"), keeps_slots=True)
         else:
             dump_held(turn, LastWords(1, with_struck(turn, _with_scheme(turn, restore.reason))))
         return

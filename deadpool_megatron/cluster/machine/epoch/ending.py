@@ -271,10 +271,10 @@ def hurry(turn: Turn, dumping: Dumping, reason: str) -> None:
         turn.enter(replace(dumping, words=words))
 
 
-def stop(turn: Turn, reason: str) -> None:
+def stop(turn: Turn, reason: str, *, keeps: bool = False) -> None:
     """The user ends the run (130). One that is dumped ends as that, without the checkpoint: what it
-    goes on from must be told in any case; one that is being saved keeps its memory; one that is
-    over waits for nothing any more."""
+    goes on from must be told in any case; one that is being saved keeps its memory, any other where
+    the user ``keeps`` it; one that is over waits for nothing any more."""
     match turn.state.doing:
         case Dumping(exporting=True) as dumping:
             _finish_dumped(turn, dumping, "")
@@ -292,7 +292,9 @@ def stop(turn: Turn, reason: str) -> None:
             # A start that its user has thought better of: what was there before it still is.
             end_as_found(turn, LastWords(EXIT_STOPPED, reason))
         case _:
-            finish(turn, EXIT_STOPPED, reason)
+            keeps = keeps and turn.state.record is not None
+            stays = "; what the run holds in memory stays" if keeps else ""
+            finish(turn, EXIT_STOPPED, reason + stays, keeps_slots=keeps)
 
 
 def _finish_dumped(turn: Turn, dumping: Dumping, checkpoint: str) -> None:

@@ -30,6 +30,8 @@ class Config:
     fallen back to where that cannot be loaded. ``restarted``: all
     processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
     a new start, which count from now on. ``check_only``: the run ends when its nodes are judged.
+    ``finished``: iterations that were finished before the start; ``from_scratch``: it may begin
+    anew where nothing is left of them.
     """
 
     nodes: int
@@ -42,6 +44,8 @@ class Config:
     restarted: bool = False
     begins_anew: bool = False
     check_only: bool = False
+    finished: int = 0
+    from_scratch: bool = False
 
     @property
     def world_size(self) -> int:

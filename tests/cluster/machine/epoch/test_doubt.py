@@ -109,7 +109,7 @@ def test_the_last_line_names_one_that_is_there() -> None:
     (finish,) = rig.of(act.Finish, rig.log)
     assert "the newest checkpoint is /ck/10" in finish.reason
     assert finish.resume is not None
-    assert finish.resume.path == "/ck/10"
+    assert (finish.exit_status, finish.resume.path) == (75, "/ck/10")
 
 
 def test_a_start_falls_back_as_a_recovery_does() -> None:

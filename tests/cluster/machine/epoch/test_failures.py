@@ -328,16 +328,6 @@ def test_hashes_that_differ_twice_give_the_generation_up() -> None:
         rig.tick(0.6)
 
 
-def test_checkpoint_when_memory_has_nothing_common() -> None:
-    rig = Rig(nodes=2, spares=2).run()
-    rig.feed(ev.DurableValid(5, "/ck/5"))
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.feed(ev.NodeLost(0, "gone"))
-    rig.closed()
-    restore = rig.pending.restore
-    assert (restore.kind, restore.generation, restore.path) == ("durable", g(5, 2), "/ck/5")
-
-
 def test_nothing_to_go_on_from_ends_the_run_with_the_reason() -> None:
     rig = Rig(nodes=2, spares=2).run()
     rig.feed(ev.NodeLost(1, "gone"))
@@ -475,17 +465,6 @@ def test_dump_that_takes_too_long_is_given_up() -> None:
     rig.tick(rig.settings.spare_timeout_seconds)
     rig.tick(rig.settings.first_step_seconds)
     assert rig.one(act.Finish).exit_status == 1
-
-
-def test_checkpoint_instead_of_a_dump_when_nothing_is_common() -> None:
-    rig = Rig(nodes=2, spares=0).run()
-    rig.feed(ev.DurableValid(5, "/ck/5"), ev.NodeLost(1, "gone"))
-    rig.closed()
-    rig.tick(rig.settings.spare_timeout_seconds)
-    finish = rig.one(act.Finish)
-    assert finish.exit_status == 75
-    assert finish.resume is not None
-    assert finish.resume.path == "/ck/5"
 
 
 def test_nobody_left_while_waiting_for_a_spare() -> None:

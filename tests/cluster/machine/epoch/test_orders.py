@@ -452,3 +452,15 @@ def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
         0: (Seat(0, 0, 0), Seat(0, 0, 1)),
         1: (Seat(1, 0, 0), Seat(1, 0, 1)),
     }
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_interrupt_keeps_what_is_in_memory_where_the_user_may_want_it(keeps: bool) -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    rig.feed(ev.UserStop(keeps=keeps))
+    assert (rig.one(act.Finish).exit_status, rig.one(act.Finish).keeps_slots) == (130, keeps)
+    nothing = Rig()
+    nothing.join(0)
+    nothing.feed(ev.UserStop(keeps=keeps))
+    assert not nothing.one(act.Finish).keeps_slots, "nothing was decided yet"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,11 @@ from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import STEP, Phase, Rig, Seat, g, layout
 
 
-def started_again(old: Rig, *valid: Restore) -> Rig:
+def started_again(old: Rig, *valid: Restore, **config: Any) -> Rig:
     """The coordinator of the next processes; no agent has come yet."""
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     rig = copy.copy(old)
-    rig.config = replace(old.config, restarted=True)
+    rig.config = replace(old.config, restarted=True, **config)
     rig.machine = Machine(rig.config, plan)
     rig.state = rig.machine.resume(records[-1], valid, rig.now)
     rig.last, rig.log = [], []
@@ -353,3 +354,23 @@ def test_a_program_that_does_not_come_up_again_leaves_memory_as_it_was(
     end = rig.one(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (status, True)
     assert "the command that it had, with --run-dir /, goes on from it" in end.reason
+
+
+@pytest.mark.parametrize(("finished", "ends"), [(7, True), (0, False)])
+@pytest.mark.parametrize("anew", [False, True])
+def test_nothing_is_begun_where_iterations_were_finished(
+    finished: int, ends: bool, anew: bool
+) -> None:
+    """Of the first epoch the record says nothing: how far it came stands in the events alone."""
+    rig = started_again(Rig().run(), finished=finished, from_scratch=anew)
+    rig.join(0, 1, 2)
+    rig.closed()
+    if ends and not anew:
+        (finish,) = rig.of(act.Finish, rig.log)
+        assert (finish.exit_status, finish.keeps_slots) == (2, True)
+        assert "iteration 7 was finished; --from-scratch begins again at 0" in finish.reason
+        return
+    assert rig.pending.restore.kind == "initial"
+    recovery = rig.state.recoveries.current
+    assert recovery is not None
+    assert recovery.recomputed(rig.pending.restore) == finished, "so many are lost"
