@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,19 @@ Emit = Callable[[str, Mapping[str, Any]], None]
 ForwardBackward = Callable[..., Any]
 
 _Result = TypeVar("_Result")
+
+
+# Fields of Megatron's configuration that give the same bytes another meaning: what its own load of
+# a checkpoint compares, and the kinds of norm and of feed-forward layer.
+_OF_THE_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "normalization",
+    "layernorm_zero_centered_gamma",
+    "gated_linear_unit",
+)
 
 
 def _as_it_is(forward_backward: ForwardBackward) -> ForwardBackward:
@@ -114,6 +127,29 @@ class ProtectedLoop(ABC):
     def state_hash(self) -> str:
         """sha256 over parameters, optimizer state, random states, scheduler and counters."""
 
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Every parameter of this role with the name that it has in the whole model, however that
+        is cut. Here: layers have the numbers that Megatron gives them, from 0 as in checkpoints."""
+        for chunk in self.model_chunks:
+            names = {"": ""}
+            for path, module in chunk.named_modules(remove_duplicate=False):
+                parent, _, own = path.rpartition(".")
+                number = layer_number(path, module)
+                is_wrapped = own == "module" and not names[parent]
+                if path and not is_wrapped:
+                    own = own if number is None else str(number - 1)
+                    names[path] = f"{names[parent]}{own}."
+                else:
+                    names[path] = ""
+                for name, parameter in module.named_parameters(recurse=False):
+                    yield f"{names[path]}{name}", parameter
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What gives the same names and shapes another meaning, by the words of the command: state
+        of a run with another value is another model's."""
+        config = model_config(self)
+        return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
+
     def extra_state(self) -> dict[str, Any]:
         """More that travels with a generation: JSON values, by name."""
         return {}
@@ -137,6 +173,13 @@ class ProtectedLoop(ABC):
         checkpoint: before each load of one it is given what there was after the build."""
         if values:
             raise ValueError(f"state that nobody takes: {', '.join(values)}")
+
+
+def layer_number(path: str, module: Any) -> int | None:
+    """The number in the whole model, from 1, of a module that is one of a list of layers."""
+    number = getattr(module, "layer_number", None)
+    is_layer = path.rpartition(".")[2].isdigit() and isinstance(number, int)
+    return number if is_layer else None
 
 
 def model_config(loop: ProtectedLoop) -> Any:

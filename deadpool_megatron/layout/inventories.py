@@ -10,18 +10,21 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from deadpool_megatron.layout.meanings import SEPARATOR
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, PartInfo, RoleLayout
 
-_VERSION = 2
+_VERSION = 3
 _WORTH_A_RANGE = 4
 
 
 def pack_inventory(inventory: Inventory) -> dict[str, Any]:
     """JSON form. ``sets``: lists of part names; a holding is [role, lineage, iteration, number of
-    its set]; a layout is [role, hash, slots, stage class, peers, parts], a part [name, bytes,
-    replicas], where null stands for the role alone.
+    its set]; a layout is [role, hash, slots, meaning, peers, parts], a part [name, bytes, replicas,
+    identity], where null stands for the role alone. A meaning is a list of numbers of ``facts``,
+    most of which are those of all roles.
     """
     sets: dict[frozenset[str], int] = {}
+    facts: dict[str, int] = {}
     holdings = [
         [h.role, h.generation.lineage, h.generation.iteration, sets.setdefault(h.parts, len(sets))]
         for h in inventory.holdings
@@ -32,7 +35,8 @@ def pack_inventory(inventory: Inventory) -> dict[str, Any]:
         "epoch": inventory.epoch,
         "sets": [sorted(names) for names in sets],
         "holdings": holdings,
-        "layouts": [_pack_layout(layout) for layout in inventory.layouts],
+        "layouts": [_pack_layout(layout, facts) for layout in inventory.layouts],
+        "facts": list(facts),
     }
 
 
@@ -53,22 +57,25 @@ def unpack_inventory(
             Holding(int(role), Generation(int(lineage), int(iteration)), sets[number])
             for role, lineage, iteration, number in values["holdings"]
         ),
-        tuple(_unpack_layout(layout, known or {}) for layout in values["layouts"]),
+        tuple(_unpack_layout(one, values["facts"], known or {}) for one in values["layouts"]),
     )
 
 
-def _pack_layout(layout: RoleLayout) -> list[Any]:
+def _pack_layout(layout: RoleLayout, facts: dict[str, int]) -> list[Any]:
     own = (layout.role,)
     parts = [
-        [part.name, part.nbytes, None if part.replicas == own else _pack_roles(part.replicas)]
-        for part in layout.parts
+        [p.name, p.nbytes, None if p.replicas == own else _pack_roles(p.replicas), p.identity]
+        for p in layout.parts
     ]
     peers = _pack_roles(layout.peers)
-    return [layout.role, layout.layout_hash, layout.slots, layout.stage_class, peers, parts]
+    meaning = [facts.setdefault(fact, len(facts)) for fact in layout.meaning.split(SEPARATOR)]
+    return [layout.role, layout.layout_hash, layout.slots, meaning, peers, parts]
 
 
-def _unpack_layout(values: Sequence[Any], known: Mapping[int, RoleLayout]) -> RoleLayout:
-    role, layout_hash, slots, stage_class, peers, parts = values
+def _unpack_layout(
+    values: Sequence[Any], facts: Sequence[str], known: Mapping[int, RoleLayout]
+) -> RoleLayout:
+    role, layout_hash, slots, meaning, peers, parts = values
     same = known.get(role)
     if same is not None and same.layout_hash == layout_hash:
         return same
@@ -79,13 +86,14 @@ def _unpack_layout(values: Sequence[Any], known: Mapping[int, RoleLayout]) -> Ro
                 str(name),
                 int(nbytes),
                 (int(role),) if replicas is None else _unpack_roles(replicas),
+                str(identity),
             )
-            for name, nbytes, replicas in parts
+            for name, nbytes, replicas, identity in parts
         ),
         peers=_unpack_roles(peers),
         slots=int(slots),
         layout_hash=str(layout_hash),
-        stage_class=str(stage_class),
+        meaning=SEPARATOR.join(str(facts[number]) for number in meaning),
     )
 
 

@@ -40,30 +40,41 @@ class PartInfo:
 
     ``replicas``: all roles (this one included, ascending) whose bytes of this part are identical,
     as on data-parallel peers without a distributed optimizer; ``(role,)`` for unique bytes.
+    ``identity`` says what the bytes mean (names, shapes, slices and dtypes, in their order): equal
+    in all replicas, and in nothing else. Empty where that is the whole role's to say.
     """
 
     name: str
     nbytes: int
     replicas: tuple[int, ...]
+    identity: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {"name": self.name, "nbytes": self.nbytes, "replicas": list(self.replicas)}
+        return {
+            "name": self.name,
+            "nbytes": self.nbytes,
+            "replicas": list(self.replicas),
+            "identity": self.identity,
+        }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> PartInfo:
         """Inverse of :meth:`to_dict`."""
-        return PartInfo(str(values["name"]), int(values["nbytes"]), tuple(values["replicas"]))
+        name, nbytes, replicas = values["name"], values["nbytes"], values["replicas"]
+        return PartInfo(str(name), int(nbytes), tuple(replicas), str(values.get("identity", "")))
 
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """What a role's generation consists of; equal ``layout_hash`` means interchangeable bytes.
+    """What a role's generation consists of; equal ``layout_hash`` means interchangeable bytes: of
+    the same parts, and of a role that is the same of the same model.
 
     ``peers``: the roles of its data-parallel group, itself included, ascending. ``parts`` holds the
     shard parts first, then what recomputes an update (:mod:`.replaying`) if that is kept, and then
     one extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: how many
-    generations the owner's segment (and a copy) holds, 2+N or 3+N.
+    generations the owner's segment (and a copy) holds, 2+N or 3+N. ``meaning``: which role of which
+    model it is, for people and for :func:`.meanings.difference`.
     """
 
     role: int
@@ -71,7 +82,7 @@ class RoleLayout:
     peers: tuple[int, ...]
     slots: int
     layout_hash: str
-    stage_class: str = ""
+    meaning: str = ""
 
     @cached_property
     def shard_parts(self) -> tuple[str, ...]:
@@ -81,10 +92,15 @@ class RoleLayout:
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
         """What the size of its slots depends on, equal for most of the roles of a run: slots,
-        letters of the stage class, number of peers, and of each part name, bytes and replicas.
+        letters of the meaning, number of peers, and of each part name, bytes and replicas.
         """
         parts = tuple((part.name, part.nbytes, len(part.replicas)) for part in self.parts)
-        return self.slots, len(self.stage_class), len(self.peers), parts
+        return self.slots, len(self.meaning), len(self.peers), parts
+
+    def has(self, part: PartInfo) -> bool:
+        """Whether it has a part of which every byte means the same as in ``part``."""
+        wanted = part.name, part.nbytes, part.identity
+        return any((one.name, one.nbytes, one.identity) == wanted for one in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -94,7 +110,7 @@ class RoleLayout:
             "peers": list(self.peers),
             "slots": self.slots,
             "layout_hash": self.layout_hash,
-            "stage_class": self.stage_class,
+            "meaning": self.meaning,
         }
 
     @staticmethod
@@ -106,7 +122,7 @@ class RoleLayout:
             peers=tuple(values["peers"]),
             slots=int(values["slots"]),
             layout_hash=str(values["layout_hash"]),
-            stage_class=str(values.get("stage_class", "")),
+            meaning=str(values.get("meaning", "")),
         )
 
 

@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.places.parity import MEMBERS, is_parity_role, parity_numbers
+from deadpool_megatron.layout.places.parity import (
+    MEMBERS,
+    is_made_of,
+    is_parity_role,
+    parity_numbers,
+)
 from deadpool_megatron.layout.records import (
     Decoding,
     Generation,
@@ -73,6 +78,8 @@ class CodedShelf:
         for inventory in self._inventories:
             for layout in inventory.layouts:
                 if not is_parity_role(layout.role) or layout.role in hashes:
+                    continue
+                if not is_made_of(layout, self._layouts):
                     continue
                 hashes[layout.role] = layout.layout_hash
                 number, parities = parity_numbers(layout)

@@ -211,16 +211,11 @@ class _Shelf:
         holders = self._holders[generation].get(part.name, {})
         found = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
         for other in part.replicas:
-            if other != role and self._same_bytes(part, other):
+            layout = self._layouts.get(other)
+            if other != role and layout is not None and layout.has(part):
                 nodes = self._nearest(role, holders.get(other, []))
                 found += [Source(node, other) for node in nodes]
         return tuple(found)
-
-    def _same_bytes(self, part: PartInfo, holder: int) -> bool:
-        layout = self._layouts.get(holder)
-        return layout is not None and any(
-            theirs.name == part.name and theirs.nbytes == part.nbytes for theirs in layout.parts
-        )
 
     def _nearest(self, role: int, nodes: list[int]) -> list[int]:
         """Own node, previous owner's, then others cyclically, so that not all ask the same one."""

@@ -24,11 +24,15 @@ class Part:
 
     ``tensors`` may have any dtype, shape and device; they are referenced, not copied, and must be
     changed in place only. ``replicas`` are the roles whose bytes of this part are identical.
+    ``meaning``: what a packed tensor does not say by itself, of what it holds and in which order.
     Not thread-safe; the views may be used from one other thread (the copier).
     """
 
-    def __init__(self, name: str, tensors: Iterable[Tensor], replicas: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, tensors: Iterable[Tensor], replicas: Sequence[int], meaning: str = ""
+    ) -> None:
         self.name = name
+        self.meaning = meaning
         self.replicas = tuple(sorted(replicas))
         # detach: an alias on the same storage that may be written in place without autograd.
         self.tensors = [tensor.detach() for tensor in tensors]
@@ -83,11 +87,12 @@ class Part:
         return zip(self.tensors, self._offsets, strict=True)
 
     def signature(self) -> str:
-        """Hex digest of order, places, dtypes and shapes: equal means interchangeable bytes."""
-        digest = hashlib.sha256(self.name.encode())
+        """Hex digest of meaning, order, places, dtypes and shapes: equal means interchangeable
+        bytes."""
+        digest = hashlib.sha256(f"{self.name}|{self.meaning};".encode())
         for offset, tensor in zip(self._offsets, self.tensors, strict=True):
             digest.update(f"{offset}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
-        return digest.hexdigest()
+        return digest.hexdigest()[:32]
 
 
 def _view(buffer: memoryview, offset: int, like: Tensor) -> Tensor:

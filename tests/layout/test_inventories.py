@@ -29,7 +29,7 @@ layouts = st.builds(
     peers=groups,
     slots=st.integers(2, 4),
     layout_hash=st.sampled_from("ab"),
-    stage_class=st.sampled_from(["", "last"]),
+    meaning=st.sampled_from(["", "last"]),
 )
 holdings = st.builds(
     Holding,
@@ -63,6 +63,6 @@ def test_a_known_layout_of_the_same_hash_is_not_made_again() -> None:
 
 
 def test_another_version_is_refused() -> None:
-    packed = {**pack_inventory(Inventory(0, 1)), "version": 3}
-    with pytest.raises(ValueError, match="inventory of version 3, known is 2"):
+    packed = {**pack_inventory(Inventory(0, 1)), "version": 4}
+    with pytest.raises(ValueError, match="inventory of version 4, known is 3"):
         unpack_inventory(packed)

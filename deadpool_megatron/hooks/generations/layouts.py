@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part, gradients_part
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.state.packing import Part
 
@@ -16,21 +17,28 @@ def role_layout(
     extras_room_bytes: int,
     peers: list[int],
     slots: int,
-    stage_class: str,
+    meaning: str,
     step_parts: Sequence[PartInfo] = (),
 ) -> RoleLayout:
     """The layout of a role's generations. ``extras_room_bytes``: at each boundary; no part of the
     hash, so that a run goes on with other room. ``step_parts``: for the updates that lead to each
     generation, where they are kept (see :mod:`.steps`).
     """
-    digest = hashlib.sha256("".join(part.signature() for part in parts).encode())
-    for info in step_parts:
-        digest.update(f"{info.name}|{info.nbytes};".encode())
+    identities = {part.name: part.signature() for part in parts}
+    # The gradients of a part are those of the same parameters.
+    identities |= {gradients_part(name): identity for name, identity in identities.items()}
+    infos = [
+        *(PartInfo(part.name, part.nbytes, part.replicas) for part in parts),
+        *step_parts,
+    ]
+    infos = [replace(info, identity=identities.get(info.name, "")) for info in infos]
+    digest = hashlib.sha256(meaning.encode())
+    for info in infos:
+        digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
     return RoleLayout(
         role=role,
         parts=(
-            *(PartInfo(part.name, part.nbytes, part.replicas) for part in parts),
-            *step_parts,
+            *infos,
             *(
                 PartInfo(extras_part(boundary), extras_room_bytes, (role,))
                 for boundary in BOUNDARIES
@@ -39,5 +47,5 @@ def role_layout(
         peers=tuple(sorted(peers)),
         slots=slots,
         layout_hash=digest.hexdigest(),
-        stage_class=stage_class,
+        meaning=meaning,
     )

@@ -171,6 +171,17 @@ class PretrainLoop(ProtectedLoop):
         """See :class:`ProtectedLoop`."""
         return self.class_of(self.role)
 
+    def model_arguments(self) -> dict[str, Any]:
+        """See :class:`ProtectedLoop`, and Megatron's check_checkpoint_args()."""
+        args = self._args
+        names = ["add_position_embedding", "position_embedding_type"]
+        if args.vocab_file:
+            names += ["max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type"]
+            names.append("padded_vocab_size")
+        if args.data_parallel_random_init:
+            names.append("data_parallel_random_init")
+        return {**super().model_arguments(), **{name: getattr(args, name) for name in names}}
+
     def class_of(self, role: int) -> str:
         """The stage class of any role."""
         return stages.stage_class(self._args, self.build.train_arguments["config"], role)

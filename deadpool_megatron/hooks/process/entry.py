@@ -37,6 +37,7 @@ from deadpool_megatron.hooks.leftovers import Leftovers
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.training_state import extras as megatron_extras
+from deadpool_megatron.hooks.training_state.identity import identify, role_meaning
 from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     StepHooks,
@@ -56,6 +57,7 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.vault.disk.dump_contents import dump_differs
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.wire.readiness import readable
@@ -70,6 +72,10 @@ class RestoreFailed(RuntimeError):
     def __init__(self, part: str, text: str) -> None:
         super().__init__(text)
         self.part = part
+
+
+class OtherModel(ValueError):
+    """The state that the run was to go on from is not this program's; the message is one line."""
 
 
 class EpochEntry(Stages):
@@ -194,10 +200,16 @@ class EpochEntry(Stages):
     def restore(self, record: EpochRecord, role: int) -> None:
         """Bring the state of the record's generation into the live objects."""
         restore = record.restore
+        layout = self.protection.layout
+        if restore.kind == "dump" and (why := dump_differs(Path(restore.path), layout)):
+            raise OtherModel(
+                f"the state in {restore.path} is of another model or other flags: role {role}:"
+                f" {why}; resume it with the command that wrote it"
+            )
         self._admit(record)
         # First: whether the state in memory is of this model is for the coordinator to judge; the
         # vault may have made slots for that state already, and has none of another layout.
-        self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
+        self._link.send({"t": "registered", "layout": layout.to_dict()})
         plan = record.protection
         # Without the gradients of every iteration there is nothing to replay.
         with_steps = recomputes(plan) and plan.every == 1
@@ -402,6 +414,7 @@ class EpochEntry(Stages):
         )
         self._shard = ShardState(optimizer, self._settings.holders)
         parts = self._shard.parts
+        identify(loop, parts)
         lag = self._settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -419,7 +432,7 @@ class EpochEntry(Stages):
             extras_room_bytes(len(self._pristine), self._settings.extras_room_bytes),
             list(dist.get_process_group_ranks(group)),
             slots,
-            self._loop.stage_class(),
+            role_meaning(loop),
             () if steps is None else steps.layout_parts(self.role),
         )
         leave_skeleton(make_skeleton(loop, parts, layout), self._settings)

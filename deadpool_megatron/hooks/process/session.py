@@ -39,7 +39,7 @@ from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
 from deadpool_megatron.hooks.process.device import EXIT_BAD_INPUT, take_device
-from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
+from deadpool_megatron.hooks.process.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.hooks.process.own_time import DeviceMeter, HostMeter
 from deadpool_megatron.hooks.process.standstill import Standstill
 from deadpool_megatron.hooks.reports import Reports
@@ -147,7 +147,7 @@ class Session:
             self._follow_records()
         except StopOrder:
             pass
-        except (SkeletonError, UnsupportedOptimizer, ExtrasError) as error:
+        except (SkeletonError, UnsupportedOptimizer, ExtrasError, OtherModel) as error:
             # What this program is cannot be protected: where it says so is of no use to anybody.
             print(f"deadpool: {error}", file=sys.stderr, flush=True)
             sys.exit(EXIT_BAD_INPUT)

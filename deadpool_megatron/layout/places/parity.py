@@ -170,7 +170,7 @@ def parity_layout(
         peers=group.roles,
         slots=max(layouts[role].slots for role in group.roles),
         layout_hash=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-        stage_class=f"{_STAGE} {number} {parities}",
+        meaning=f"{_STAGE} {number} {parities}",
     )
 
 
@@ -179,10 +179,20 @@ def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
 
     Raises ValueError for the layout of anything else.
     """
-    words = layout.stage_class.split()
+    words = layout.meaning.split()
     if len(words) != 3 or words[0] != _STAGE:
         raise ValueError(f"role {layout.role} is no parity block")
     return int(words[1]), int(words[2])
+
+
+def is_made_of(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
+    """Whether a parity role's blocks combine the state that ``layouts`` describe; not where one of
+    its group is not known."""
+    number, parities = parity_numbers(block)
+    group = ParityGroup(block.peers, (block.role,) * (number + 1), ())
+    if not layouts.keys() >= set(block.peers):
+        return False
+    return parity_layout(layouts, group, number, parities).layout_hash == block.layout_hash
 
 
 @dataclass(frozen=True)

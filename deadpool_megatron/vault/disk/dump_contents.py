@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from deadpool_megatron.layout.meanings import difference
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
-from deadpool_megatron.layout.places.parity import MEMBERS, is_parity_role, parity_numbers
+from deadpool_megatron.layout.places.parity import (
+    MEMBERS,
+    is_made_of,
+    is_parity_role,
+    parity_numbers,
+)
 from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source
 from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.vault.disk.dump import dump_files
@@ -35,6 +42,8 @@ def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> l
     for dumped in _parity_files(directory, role):
         if _holds(dumped, part, iteration) and _holds(dumped, MEMBERS, iteration):
             layout = dumped.layout
+            if not is_made_of(layout, _layouts(directory, layout.peers)):
+                continue
             number, parities = parity_numbers(layout)
             key = layout.peers, parities, tuple(one.name for one in layout.parts)
             places = found.setdefault(key, {})
@@ -79,15 +88,14 @@ def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: 
     if not files:
         raise VaultError(f"there is nothing of role {role} in {directory}")
     layout = files[0].layout
-    replicas = {part.name: (part.nbytes, part.replicas) for part in layout.parts}
+    infos = {part.name: part for part in layout.parts}
     parts: dict[str, tuple[int, int, int]] = {}
     elsewhere: dict[str, str] = {}
     for name in (*layout.shard_parts, extras_part(boundary)):
-        nbytes, same = replicas[name]
         found = [one for one in files if one.layout.layout_hash == layout.layout_hash]
-        for other in sorted(set(same) - {role}):
+        for other in sorted(set(infos[name].replicas) - {role}):
             others = dump_files(directory, other)
-            found += (one for one in others if part_bytes(one.layout, name) == nbytes)
+            found += (one for one in others if one.layout.has(infos[name]))
         held = next((one for one in found if _holds(one, name, generation.iteration)), None)
         if held is None:
             raise VaultError(
@@ -102,9 +110,14 @@ def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: 
     return Taken(role, layout.layout_hash, generation, boundary, path, parts, elsewhere)
 
 
-def part_bytes(layout: RoleLayout, name: str) -> int | None:
-    """Most bytes that a part of the layout may have; None for a part that it does not have."""
-    return {part.name: part.nbytes for part in layout.parts}.get(name)
+def dump_differs(directory: Path, layout: RoleLayout) -> str:
+    """In what the files of a role are of another model than its ``layout``; empty where they are
+    not, or none can be read now."""
+    with contextlib.suppress(OSError):  # a shortage: the vault waits until it can read them
+        held = [one.layout for one in dump_files(directory, layout.role)]
+        if held and all(one.layout_hash != layout.layout_hash for one in held):
+            return difference(held[0], layout)
+    return ""
 
 
 def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Generation]]:
@@ -127,6 +140,11 @@ def recomputed_from(
             steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
             found[shard] = [(line[0], shard), *((g, name) for g in line[1:] for name in steps)]
     return found
+
+
+def _layouts(directory: Path, roles: Iterable[int]) -> dict[int, RoleLayout]:
+    """Of the roles that have files."""
+    return {role: one.layout for role in roles for one in dump_files(directory, role)}
 
 
 def _parity_files(directory: Path, role: int) -> list[Segment]:

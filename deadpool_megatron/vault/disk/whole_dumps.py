@@ -71,7 +71,8 @@ def last_boundary(
         if len({line[0][0] for line in chains.values()}) > 1:
             return None, f"one whole copy of role {role} to recompute all its parts from"
         for part in layout.parts:
-            held = any(part.name in parts.get(other, ()) for other in (role, *part.replicas))
+            same = [r for r in part.replicas if r in layouts and layouts[r].has(part)]
+            held = any(part.name in parts[other] for other in (role, *same))
             if part.name not in shards or held:
                 continue
             if part.name in chains or dumped_decodings(directory, role, part.name, iteration):

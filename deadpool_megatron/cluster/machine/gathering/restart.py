@@ -11,6 +11,7 @@ from dataclasses import replace
 from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout.decision import NoRestore
+from deadpool_megatron.layout.meanings import difference
 from deadpool_megatron.layout.records import Restore, RoleLayout
 
 EXIT_OTHER_MODEL = 2
@@ -26,10 +27,9 @@ def refuses(turn: Turn, layout: RoleLayout) -> bool:
         turn.state = turn.state._replace(memory=memory)
         return False
     reason = (
-        f"the state in memory is of another model or other flags: role {role} has layout"
-        f" {known.layout_hash[:16]} there and {layout.layout_hash[:16]} in this program; start the"
-        " run again with the command that it had, or remove the state ('deadpool clean RUN') and"
-        " start anew with another --run-dir"
+        f"the state in memory is of another model or other flags: role {role}:"
+        f" {difference(known, layout)}; start the run again with the command that it had, or remove"
+        " the state ('deadpool clean RUN') and start anew with another --run-dir"
     )
     finish(turn, EXIT_OTHER_MODEL, reason, keeps_slots=True)
     return True
