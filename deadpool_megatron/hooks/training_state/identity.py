@@ -30,7 +30,7 @@ def identify(loop: ProtectedLoop, parts: Sequence[Part]) -> None:
     that is updated and has no name."""
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
     for inner, part in zip(inner_optimizers(loop.optimizer), parts, strict=True):
-        digest = hashlib.sha256(part.meaning.encode())
+        digest = hashlib.sha256(f"{part.meaning}|{in_words(loop.model_arguments())}".encode())
         for line in _contents(inner, names):
             digest.update(line.encode())
         part.meaning = digest.hexdigest()
