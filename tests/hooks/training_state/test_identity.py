@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
 from immutables import Map
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.hooks.generations.layouts import role_layout
+from deadpool_megatron.hooks.loop import layer_number, model_config
+from deadpool_megatron.hooks.pretraining.stages import shift_layers
+from deadpool_megatron.hooks.training_state.identity import identify, role_meaning
+from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
 from deadpool_megatron.layout.decision import RestoreQuery
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.meanings import difference
@@ -50,7 +59,6 @@ from deadpool_megatron.vault.shm.own_slots import make_own, park
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from tests.cluster.machine.rig import Rig
 from tests.trainer.layouts import BF16, MODEL, MOE, PP2, TP2, make_loop
-from tests.trainer.ranks import run_ranks
 
 NEWEST, EXTRAS, SHARD = Generation(1, 7), extras_part("step"), "shard0"
 SEAT = Seat(0, 0, 0)
@@ -64,6 +72,7 @@ MODELS = {
     "renumbered": PP2,
     "norms": PP2,
     "cut": f"{TP2} --sequence-parallel",
+    "frozen": PP2,
     "plain": "",
     "sharded": BF16,
     "experts": MOE,
@@ -80,19 +89,10 @@ OTHERS = {
 Layouts = dict[int, RoleLayout]
 
 
-def described(models: Mapping[str, str], arguments: str) -> dict[str, RoleLayout]:
-    """On one rank: the layout of its role in each of the models."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from deadpool_megatron.hooks.generations.layouts import role_layout
-    from deadpool_megatron.hooks.loop import layer_number, model_config
-    from deadpool_megatron.hooks.pretraining.stages import shift_layers
-    from deadpool_megatron.hooks.training_state.identity import identify, role_meaning
-    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
-
-    found: dict[str, RoleLayout] = {}
-    for name, flags in models.items():
+def described(role: int, arguments: str) -> Iterator[tuple[str, RoleLayout]]:
+    """The layouts of a role of two in each of the models; nobody answers it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=role, world_size=2)
+    for name, flags in MODELS.items():
         loop, _ = make_loop(f"{arguments} {flags}")
         if name == "swapped":
             modules = [m for chunk in loop.model_chunks for m in chunk.named_modules()]
@@ -104,19 +104,21 @@ def described(models: Mapping[str, str], arguments: str) -> dict[str, RoleLayout
             shift_layers(loop.model_chunks, [2])
         elif name == "norms":
             model_config(loop).normalization = "RMSNorm"
+        elif name == "frozen":
+            next(loop.model_chunks[0].parameters()).requires_grad = False
         complete_state(loop.optimizer)
         parts = ShardState(loop.optimizer).parts
         identify(loop, parts)
-        role, meaning = dist.get_rank(), role_meaning(loop)
-        found[name] = role_layout(role, parts, 64 << 10, [0, 1], 2, meaning)
+        yield name, role_layout(role, parts, 64 << 10, [0, 1], 2, role_meaning(loop))
         parallel_state.destroy_model_parallel()
-    return found
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def layouts(text: str) -> dict[str, Layouts]:
-    ranks = run_ranks(2, described, MODELS, f"{MODEL} {text}")
-    found = {name: {role: ranks[role][name] for role in (0, 1)} for name in MODELS}
+    ranks = [dict(described(role, f"{MODEL} {text}")) for role in (0, 1)]
+    torch.use_deterministic_algorithms(False)  # as it was
+    found = {name: dict(enumerate(rank[name] for rank in ranks)) for name in MODELS}
     exchanged = {role: replace(one, role=1 - role) for role, one in found["base"].items()}
     return {**found, "exchanged": {one.role: one for one in exchanged.values()}}
 
@@ -255,6 +257,7 @@ def test_bytes_of_the_same_model_only_are_taken(
 def test_the_difference_is_named(layouts: dict[str, Layouts]) -> None:
     base = layouts["base"][0]
     assert {name: difference(base, layouts[name][0]) for name in OTHERS} == OTHERS
+    assert "frozen is none there" in difference(base, layouts["frozen"][0])
     before = replace(base, meaning="", layout_hash="")
     assert "go on with that version" in difference(before, base)
     other = replace(base, parts=(replace(base.parts[0], identity="another"), *base.parts[1:]))
