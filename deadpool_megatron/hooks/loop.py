@@ -135,12 +135,9 @@ class ProtectedLoop(ABC):
             for path, module in chunk.named_modules(remove_duplicate=False):
                 parent, _, own = path.rpartition(".")
                 number = layer_number(path, module)
-                is_wrapped = own == "module" and not names[parent]
-                if path and not is_wrapped:
-                    own = own if number is None else str(number - 1)
-                    names[path] = f"{names[parent]}{own}."
-                else:
-                    names[path] = ""
+                own = own if number is None else str(number - 1)
+                is_wrapped = not path or (own == "module" and not names[parent])
+                names[path] = "" if is_wrapped else f"{names[parent]}{own}."
                 for name, parameter in module.named_parameters(recurse=False):
                     yield f"{names[path]}{name}", parameter
 

@@ -12,7 +12,7 @@ SEPARATOR = "; "
 
 def in_words(facts: Mapping[str, Any]) -> str:
     """The ``meaning`` of a layout, of names and values in the order in which they are compared."""
-    return SEPARATOR.join(_plain(f"{name} {value}") for name, value in facts.items())
+    return SEPARATOR.join(f"{name} {value}".replace(";", ",") for name, value in facts.items())
 
 
 def difference(there: RoleLayout, here: RoleLayout) -> str:
@@ -32,9 +32,3 @@ def difference(there: RoleLayout, here: RoleLayout) -> str:
 def _facts(layout: RoleLayout) -> dict[str, str]:
     words = [fact.partition(" ") for fact in layout.meaning.split(SEPARATOR) if fact]
     return {name: value for name, _, value in words}
-
-
-def _plain(text: str) -> str:
-    """One fact: as many bytes in a description as it has letters."""
-    kept = text.encode("ascii", "replace").decode()
-    return kept.translate({ord(one): "_" for one in ';"\\\n\r\t\x7f'})

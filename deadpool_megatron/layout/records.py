@@ -51,12 +51,7 @@ class PartInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {
-            "name": self.name,
-            "nbytes": self.nbytes,
-            "replicas": list(self.replicas),
-            "identity": self.identity,
-        }
+        return {**vars(self), "replicas": list(self.replicas)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> PartInfo:

@@ -44,7 +44,7 @@ def keeps_steps(layout: RoleLayout) -> bool:
 def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) -> list[PartInfo]:
     """The parts of a step: shard part -> its gradients (any name), and room for the values."""
     found = [
-        PartInfo(gradients_part(shard), info.nbytes, info.replicas, info.identity)
+        PartInfo(gradients_part(shard), info.nbytes, info.replicas)
         for shard, info in gradients.items()
     ]
     own = (role,)

@@ -11,12 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.places.parity import (
-    MEMBERS,
-    is_made_of,
-    is_parity_role,
-    parity_numbers,
-)
+from deadpool_megatron.layout.places.parity import MEMBERS, combines, is_parity_role, parity_numbers
 from deadpool_megatron.layout.records import (
     Decoding,
     Generation,
@@ -79,7 +74,7 @@ class CodedShelf:
             for layout in inventory.layouts:
                 if not is_parity_role(layout.role) or layout.role in hashes:
                     continue
-                if not is_made_of(layout, self._layouts):
+                if not combines(layout, self._layouts):
                     continue
                 hashes[layout.role] = layout.layout_hash
                 number, parities = parity_numbers(layout)

@@ -42,29 +42,6 @@ def take_all_down(directory: Path) -> None:
     assert not posix.wait_gone(left, 60)
 
 
-@pytest.mark.parametrize(
-    ("flags", "differs"),
-    [
-        ("--num-attention-heads 8", "num_attention_heads is 4 there and 8 here"),
-        ("--num-layers-per-virtual-pipeline-stage 1", "virtual-stages is 1 there and 2 here"),
-    ],
-)
-def test_a_dump_is_for_the_model_that_wrote_it(tmp_path: Path, flags: str, differs: str) -> None:
-    """Without the distributed optimizer every size is the same; layers and heads are others."""
-    layout, resume = layouts.PLAIN_OPTIMIZER, ("--resume", str(tmp_path / "run"))
-    lost = fault("lost", "optimizer.inside", when_role=1, when_iteration=5, target="node")
-    dumped = run_job(tmp_path / "run", layout, 8, [lost], settings="--deadpool-spare-timeout 1")
-    assert dumped.status == 75, dumped.story()
-    wrong = run_job(tmp_path / "wrong", layout, 8, flags=flags, arguments=resume)
-    assert wrong.status == 2, wrong.story()
-    assert differs in wrong.final["reason"]
-    assert "state was damaged" not in wrong.output
-    assert not wrong.of_kind("step")
-    again = run_job(tmp_path / "again", layout, 8, arguments=resume)
-    assert_unnoticed(again, reference(layout, 8), [])
-    assert again.final["steps"][0]["iteration"] > 3, "it did not start anew"
-
-
 def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
     """All members; then launcher and coordinator with all; then another model is refused, with the
     slots kept; then the same command goes on."""

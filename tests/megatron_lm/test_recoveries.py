@@ -131,10 +131,10 @@ def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
     dumped = run_program(tmp_path / "run", program, plan, settings="--deadpool-spare-timeout 1")
     assert dumped.status == 75, dumped.story()
     resume = ("--resume", str(tmp_path / "run"))
-    other = gpt(**{**BASE, "num_attention_heads": 8})
+    other = gpt(**{**BASE, "num_layers_per_virtual_pipeline_stage": 1})
     wrong = run_program(tmp_path / "wrong", other, arguments=resume)
     assert (wrong.status, wrong.of_kind("step")) == (2, []), wrong.story()
-    assert "num_attention_heads is 4 there and 8 here" in wrong.final["reason"]
+    assert "virtual_stages is 1 there and 2 here" in wrong.final["reason"]
     resumed = run_program(tmp_path / "resumed", program, arguments=resume)
     assert_unnoticed(resumed, undisturbed(program), [])
     (saved,) = (tmp_path / "run" / "dump").iterdir()

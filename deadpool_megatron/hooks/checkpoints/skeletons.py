@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,11 @@ from torch import Tensor
 
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.training_state.extras import frozen_and_buffers, large_frozen_weights
-from deadpool_megatron.hooks.training_state.optimizer import inner_optimizers, is_distributed
+from deadpool_megatron.hooks.training_state.optimizer import (
+    inner_optimizers,
+    is_distributed,
+    model_parameters,
+)
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.persist.boxes import boxes
 from deadpool_megatron.persist.filling import FromExtras, StepNumber, dtype_name, has_marks
@@ -149,12 +152,14 @@ class _Maker:
 
     def _add_derived(self, inner: Any) -> None:
         """Parameters that are cast from master weights, whole or a run of them."""
-        for parameter, master, start in _masters(inner):
+        for parameter, master, start in model_parameters(inner):
+            run = parameter.detach().view(-1)[start : start + master.numel()]
+            if master.data_ptr() == run.data_ptr():
+                continue  # it is the parameter that is updated
             found = self._find(master)
             if len(found) != 1 or found[0][1] != master.numel():
                 raise SkeletonError("master weights do not lie in one piece of a shard part")
             _, _, origin, first = found[0]
-            run = parameter.detach().view(-1)[start : start + master.numel()]
             if not torch.equal(master.detach().view(-1).to(run.dtype), run):
                 raise SkeletonError("a parameter is not what its master weights round to")
             offset = origin.offset_bytes + first * origin.stored.itemsize
@@ -380,25 +385,6 @@ class _Maker:
                 offset = origin.offset_bytes + first * origin.stored.itemsize
                 return StepNumber(origin.part, offset, dtype_name(origin.stored), as_number)
         return None
-
-
-def _masters(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Parameter, its fp32 master weights or this role's run of them, and where the run begins."""
-    if is_distributed(inner):
-        models, masters = inner.model_float16_groups, inner.shard_fp32_from_float16_groups
-    else:
-        models = getattr(inner, "float16_groups", [])
-        masters = getattr(inner, "fp32_from_float16_groups", [])
-    for parameters, shards in zip(models, masters, strict=True):
-        for parameter, master in zip(parameters, shards, strict=True):
-            if master is None:
-                continue
-            start = 0
-            if is_distributed(inner):
-                start = inner._get_model_param_range_map(parameter)["param"].start
-            if start + master.numel() > math.prod(parameter.shape):
-                raise SkeletonError("master weights reach over the end of their parameter")
-            yield parameter, master, start
 
 
 def _leads_its_copies(replica_id: Any) -> bool:

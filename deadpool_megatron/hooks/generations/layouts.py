@@ -27,11 +27,8 @@ def role_layout(
     identities = {part.name: part.signature() for part in parts}
     # The gradients of a part are those of the same parameters.
     identities |= {gradients_part(name): identity for name, identity in identities.items()}
-    infos = [
-        *(PartInfo(part.name, part.nbytes, part.replicas) for part in parts),
-        *step_parts,
-    ]
-    infos = [replace(info, identity=identities.get(info.name, "")) for info in infos]
+    found = [*(PartInfo(part.name, part.nbytes, part.replicas) for part in parts), *step_parts]
+    infos = [replace(info, identity=identities.get(info.name, "")) for info in found]
     digest = hashlib.sha256(meaning.encode())
     for info in infos:
         digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())

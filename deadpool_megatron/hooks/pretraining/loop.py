@@ -174,12 +174,9 @@ class PretrainLoop(ProtectedLoop):
     def model_arguments(self) -> dict[str, Any]:
         """See :class:`ProtectedLoop`, and Megatron's check_checkpoint_args()."""
         args = self._args
-        names = ["add_position_embedding", "position_embedding_type"]
+        names = ["add_position_embedding", "position_embedding_type", "data_parallel_random_init"]
         if args.vocab_file:
             names += ["max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type"]
-            names.append("padded_vocab_size")
-        if args.data_parallel_random_init:
-            names.append("data_parallel_random_init")
         return {**super().model_arguments(), **{name: getattr(args, name) for name in names}}
 
     def class_of(self, role: int) -> str:

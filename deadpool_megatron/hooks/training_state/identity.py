@@ -24,84 +24,67 @@ from deadpool_megatron.hooks.training_state.optimizer import (
 from deadpool_megatron.layout.meanings import in_words
 from deadpool_megatron.state.packing import Part
 
+_EXPERTS = ("expert_tensor_parallel", "expert_model_parallel")
+_OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
+
 
 def identify(loop: ProtectedLoop, parts: Sequence[Part]) -> None:
     """Have each shard part of a role say what it holds. Raises UnsupportedOptimizer for a parameter
     that is updated and has no name."""
     names = {id(parameter): name for name, parameter in loop.named_parameters()}
+    model = in_words(loop.model_arguments())
     for inner, part in zip(inner_optimizers(loop.optimizer), parts, strict=True):
-        digest = hashlib.sha256(f"{part.meaning}|{in_words(loop.model_arguments())}".encode())
-        for line in _contents(inner, names):
-            digest.update(line.encode())
-        part.meaning = digest.hexdigest()
+        text = "\n".join((part.meaning, model, *_contents(inner, names)))
+        part.meaning = hashlib.sha256(text.encode()).hexdigest()
 
 
 def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
     """A line for each parameter, in the order in which they are packed."""
-    models = model_parameters(inner)
-    for group in inner.optimizer.param_groups:
-        for updated in group["params"]:
-            parameter, start = models.get(id(updated), (updated, 0))
-            name = names.get(id(parameter))
-            if name is None:
-                raise UnsupportedOptimizer(
-                    f"a parameter of shape {tuple(parameter.shape)} is updated that"
-                    " named_parameters() of the loop does not name"
-                )
-            kept = {"": updated, **state_tensors(inner, updated)}
-            states = [f"{key}:{one.dtype}:{tuple(one.shape)}" for key, one in kept.items()]
-            yield f"{name}|{tuple(parameter.shape)}|{_slice(parameter)}|{start}|{states}\n"
+    models = {id(updated): (one, start) for one, updated, start in model_parameters(inner)}
+    for updated in (one for group in inner.optimizer.param_groups for one in group["params"]):
+        parameter, start = models.get(id(updated), (updated, 0))
+        if id(parameter) not in names:
+            shape = tuple(parameter.shape)
+            raise UnsupportedOptimizer(f"named_parameters() has no parameter of shape {shape}")
+        kept = {"": updated, **state_tensors(inner, updated)}
+        states = [f"{key}:{one.dtype}:{tuple(one.shape)}" for key, one in kept.items()]
+        yield f"{_slice(names[id(parameter)], parameter)}|{start}|{states}"
 
 
-def _slice(parameter: Tensor) -> str:
-    """Which of the slices of the whole model's parameter it is: experts are dealt out to ranks of
+def _slice(name: str, parameter: Tensor) -> str:
+    """A parameter and which slice of the whole model's it is: experts are dealt out to ranks of
     their own. No data-parallel rank: replicas have equal slices."""
-    if getattr(parameter, "allreduce", True):
-        return _of(parallel_state.get_tensor_model_parallel_group())
-    return " ".join(
-        _of(group)
-        for group in (
-            parallel_state.get_expert_tensor_parallel_group(),
-            parallel_state.get_expert_model_parallel_group(),
-        )
-    )
+    is_dense = getattr(parameter, "allreduce", True)
+    ranks = [_rank(group) for group in (_OTHERS[:1] if is_dense else _EXPERTS)]
+    return f"{name}|{tuple(parameter.shape)}|{ranks}"
 
 
-def _of(group: Any) -> str:
+def _rank(name: str) -> str:
+    """The role's rank in one of Megatron's groups."""
+    group = getattr(parallel_state, f"get_{name}_group")()
     return f"{group.rank()}/{group.size()}"
 
 
 def role_meaning(loop: ProtectedLoop) -> str:
     """Which role of which model ``loop`` was built for."""
-    facts = {**loop.model_arguments(), "virtual-stages": len(loop.model_chunks)}
-    groups = {
-        "tensor": parallel_state.get_tensor_model_parallel_group(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_group(),
-        "context": parallel_state.get_context_parallel_group(),
-        "expert": parallel_state.get_expert_model_parallel_group(),
-        "expert-tensor": parallel_state.get_expert_tensor_parallel_group(),
-        "data": parallel_state.get_data_parallel_group(),
-    }
-    facts |= {f"{name}-rank": _of(group) for name, group in groups.items() if group.size() > 1}
+    facts = {**loop.model_arguments(), "virtual_stages": len(loop.model_chunks)}
+    facts |= {f"{name}_rank": _rank(name) for name in (*_OTHERS, *_EXPERTS)}
     facts["layers"] = "+".join(_layers(chunk) for chunk in loop.model_chunks)
     frozen = [
-        f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|{_slice(parameter)}"
+        f"{_slice(name, parameter)}|{parameter.dtype}"
         for name, parameter in loop.named_parameters()
         if not parameter.requires_grad
     ]
-    if frozen:
-        facts["frozen"] = hashlib.sha256("\n".join(frozen).encode()).hexdigest()[:16]
+    facts["frozen"] = hashlib.sha256("\n".join(frozen).encode()).hexdigest()[:16] if frozen else 0
     return in_words({**facts, "stage": loop.stage_class()})
 
 
 def _layers(chunk: torch.nn.Module) -> str:
     """The numbers that a chunk's layers have in the whole model, runs as first and last."""
     runs: list[list[int]] = []
-    for name, module in chunk.named_modules():
-        number = layer_number(name, module)
-        if number is not None:
-            if runs and runs[-1][-1] == number - 1:
-                runs[-1][1:] = [number]
-            else:
-                runs.append([number])
+    for number in (layer_number(name, module) for name, module in chunk.named_modules()):
+        if number is not None and runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        elif number is not None:
+            runs.append([number])
     return ",".join("-".join(map(str, run)) for run in runs) or "none"

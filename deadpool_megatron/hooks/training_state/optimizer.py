@@ -206,25 +206,19 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     return list(raw_tensors(tensor).values()) or [tensor]
 
 
-def model_parameters(inner: Any) -> dict[int, tuple[Tensor, int]]:
-    """By the ``id`` of each parameter that an inner optimizer updates: the model's, and the element
-    of it at which the role's run of it begins. One that is the model's own is left out."""
+def model_parameters(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each parameter of the model for which an inner optimizer updates another tensor, that tensor,
+    and the element of the parameter at which the role's run of it begins."""
     if is_distributed(inner):
         groups = inner.optimizer.param_groups
-        return {
-            id(groups[group]["params"][place]): (
-                parameter,
-                inner._get_model_param_range_map(parameter)["param"].start,
-            )
-            for parameter, (group, place) in inner.model_param_group_index_map.items()
-        }
+        for parameter, (group, place) in inner.model_param_group_index_map.items():
+            run = inner._get_model_param_range_map(parameter)["param"]
+            yield parameter, groups[group]["params"][place], run.start
+        return
     models = getattr(inner, "float16_groups", [])
     masters = getattr(inner, "fp32_from_float16_groups", [])
-    return {
-        id(master): (parameter, 0)
-        for one, other in zip(models, masters, strict=True)
-        for parameter, master in zip(one, other, strict=True)
-    }
+    for parameters, updated in zip(models, masters, strict=True):
+        yield from ((one, other, 0) for one, other in zip(parameters, updated, strict=True))
 
 
 def state_tensors(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
@@ -291,7 +285,8 @@ class ShardState:
             return Part(name, tensors, roles)
         shared = SharedCapture(tensors, group, classes)
         self.shared.append(shared)
-        return Part(name, shared.own_tensors(), shared.own_roles, shared.own_piece)
+        piece = f"piece {roles.index(dist.get_rank()) % classes} of {classes}"
+        return Part(name, shared.own_tensors(), shared.own_roles, piece)
 
     def _packed(self, inner: Any) -> list[Tensor]:
         kept = [one for one in self._kept if one.inner is inner]

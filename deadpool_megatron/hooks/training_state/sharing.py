@@ -36,11 +36,6 @@ class SharedCapture:
         """Roles that capture the same bytes, the own one included."""
         return self._roles[self._class :: self._classes]
 
-    @property
-    def own_piece(self) -> str:
-        """Which piece of each tensor this role captures."""
-        return f"piece {self._class} of {self._classes}"
-
     def own_tensors(self) -> list[Tensor]:
         """What this role captures: the piece of its class of each tensor; whole tensors where
         there is nothing to gain, or they are not where the group communicates."""

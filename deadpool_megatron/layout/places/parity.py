@@ -185,7 +185,7 @@ def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
     return int(words[1]), int(words[2])
 
 
-def is_made_of(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
+def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
     """Whether a parity role's blocks combine the state that ``layouts`` describe; not where one of
     its group is not known."""
     number, parities = parity_numbers(block)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from deadpool_megatron.layout.meanings import difference
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
-from deadpool_megatron.layout.places.parity import (
-    MEMBERS,
-    is_made_of,
-    is_parity_role,
-    parity_numbers,
-)
+from deadpool_megatron.layout.places.parity import MEMBERS, combines, is_parity_role, parity_numbers
 from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source
 from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.vault.disk.dump import dump_files
@@ -42,7 +37,8 @@ def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> l
     for dumped in _parity_files(directory, role):
         if _holds(dumped, part, iteration) and _holds(dumped, MEMBERS, iteration):
             layout = dumped.layout
-            if not is_made_of(layout, _layouts(directory, layout.peers)):
+            files = [one for other in layout.peers for one in dump_files(directory, other)]
+            if not combines(layout, {one.layout.role: one.layout for one in files}):
                 continue
             number, parities = parity_numbers(layout)
             key = layout.peers, parities, tuple(one.name for one in layout.parts)
@@ -140,11 +136,6 @@ def recomputed_from(
             steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
             found[shard] = [(line[0], shard), *((g, name) for g in line[1:] for name in steps)]
     return found
-
-
-def _layouts(directory: Path, roles: Iterable[int]) -> dict[int, RoleLayout]:
-    """Of the roles that have files."""
-    return {role: one.layout for role in roles for one in dump_files(directory, role)}
 
 
 def _parity_files(directory: Path, role: int) -> list[Segment]:

@@ -22,13 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deadpool_megatron.layout.part_kinds import extras_part
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    PartInfo,
-    RoleLayout,
-    Source,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Source
 from deadpool_megatron.layout.replaying import key
 from deadpool_megatron.vault.copies.intake import receive_part
 from deadpool_megatron.vault.core import room
@@ -302,11 +296,10 @@ class Obtainer:
         decode it from them."""
         tried: list[tuple[int, int, str]] = []
         directory, restored = Path(self._record.restore.path), self._record.restore.generation
-        unknown = PartInfo(wanted.name, 0, ())
-        info = next((part for part in layout.parts if part.name == wanted.name), unknown)
-        for role in (self._role, *(other for other in info.replicas if other != self._role)):
+        same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
+        for role in (self._role, *(other for other in same if other != self._role)):
             for dumped in dump_files(directory, role):
-                source, why = self._slot_of(dumped, layout, info, wanted.generation)
+                source, why = self._slot_of(dumped, layout, wanted)
                 if source is not None:
                     try:
                         place = self._read_patiently(dumped, source, layout, wanted, deadline)
@@ -329,18 +322,18 @@ class Obtainer:
         raise RestoreUnavailable(text, tuple(tried))
 
     def _slot_of(
-        self, dumped: Segment, layout: RoleLayout, part: PartInfo, wanted: Generation
+        self, dumped: Segment, layout: RoleLayout, wanted: _Wanted
     ) -> tuple[int | None, str]:
         """The slot of a file that has the part, and what is wrong if it has none, or if its bytes
         turn out to be damaged."""
         if dumped.layout.role == layout.role:
             if dumped.layout.layout_hash != layout.layout_hash:
                 return None, "other layout"
-        elif not dumped.layout.has(part):
+        elif not any(dumped.layout.has(p) for p in layout.parts if p.name == wanted.name):
             return None, "other parameters"
         for slot, generation in slots_of(dumped, self._record.restore.generation):
-            entry = dumped.entry(slot, part.name)
-            if generation == wanted and entry.state is PartState.SEALED:
+            entry = dumped.entry(slot, wanted.name)
+            if generation == wanted.generation and entry.state is PartState.SEALED:
                 return slot, "checksum does not match"
         return None, "not in the file"
 

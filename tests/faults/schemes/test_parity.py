@@ -34,11 +34,16 @@ def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path: 
     assert dumped.status == 75, dumped.story()
     assert {event.role for event in dumped.of_kind("decoded")} == {0, 2}
     assert max(recomputed(dumped)) <= 1
+    resume = ("--resume", str(tmp_path / "run"))
+    heads = "--num-attention-heads 8"  # as many bytes
+    other = run_job(tmp_path / "other", PP2_DP2, ITERATIONS, flags=heads, arguments=resume)
+    assert (other.status, other.of_kind("step")) == (2, []), other.story()
+    assert "num_attention_heads is 4 there and 8 here" in other.final["reason"]
     resumed = run_job(
         tmp_path / "resumed",
         PP2_DP2,
         ITERATIONS,
-        arguments=("--resume", str(tmp_path / "run")),
+        arguments=resume,
         settings=f"{parity} 2",  # there are no spares to hold blocks of four
     )
     assert {event.role for event in resumed.of_kind("decoded")} == {1}, resumed.story()
