@@ -212,4 +212,4 @@ def test_a_dump_of_a_peer_gives_what_is_as_large(house: House, tmp_path: Path, n
     if nbytes == 5000:
         house.obtain(restore)
     else:
-        house.refuse("other size", restore)
+        house.refuse("other parameters", restore)
