@@ -34,10 +34,8 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk import dump_contents
 from deadpool_megatron.vault.disk.whole_dumps import last_boundary
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.shm.names import copy_name, dump_name, own_name
-from deadpool_megatron.vault.shm.own_slots import make_own, park
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from tests.cluster.machine.rig import Rig
 from tests.trainer.layouts import BF16, MODEL, MOE, PP2, TP2, make_loop
@@ -219,12 +217,3 @@ def test_peers_hold_the_same_bytes_if_they_mean_the_same(models: dict[str, Layou
     assert not models["sharded"][1].has(models["sharded"][0].parts[0])
     one, other = models["experts"].values()
     assert [other.has(part) for part in one.parts[:2]] == [True, False]
-
-
-def test_parked_slots_take_the_meaning_of_the_role(
-    models: dict[str, Layouts], tmp_path: Path
-) -> None:
-    own, path = models["renumbered"][0], tmp_path / own_name(0, SEAT)
-    park(tmp_path, models["base"][0], SEAT, Budget(tmp_path), None)
-    make_own(path, own, SEAT, Budget(tmp_path), None)
-    assert Segment.open(path).layout == own
