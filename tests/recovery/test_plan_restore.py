@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -116,13 +115,6 @@ def test_replica_gives_the_shard_but_never_the_extras() -> None:
     answer = chosen(ask(content, replicas=(0, 1), layouts=layouts))
     assert answer.sources[0] == {"main": (Source(1, 1),), "extras@step": (Source(1, 0),)}
     content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"main"}))]}
-    assert isinstance(choose_restore(ask(content, replicas=(0, 1), layouts=layouts)), NoRestore)
-
-
-def test_a_replica_of_another_size_gives_nothing() -> None:
-    content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"extras@step"}))]}
-    larger = replace(layout(1, (0, 1)), parts=(PartInfo("main", 9, (0, 1)),))
-    layouts = {0: layout(0, (0, 1)), 1: larger}
     assert isinstance(choose_restore(ask(content, replicas=(0, 1), layouts=layouts)), NoRestore)
 
 
