@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import io
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from deadpool_megatron.hooks.training_state import hashing
 
 # Of Megatron's arguments: where the data is.
 _PLACES = (*POSITIONS, "consumed_valid_samples")
+# Loaded once it has read something, and not there before 0.17.
+_METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 
 
 class _Warm(BaseException):
@@ -139,6 +142,9 @@ class PretrainLoop(ProtectedLoop):
 
         args = self._args
         self._abandon_saves()
+        if (reader := sys.modules.get(_METADATA_READER)) is not None:
+            # What this process has read of a path; somebody may have written it anew since.
+            reader.CachedMetadataFileSystemReader.clear_metadata_cache()
         # What the user said is about the start of the run; this one is to be loaded whole.
         whole = {
             "load": str(directory.parent),

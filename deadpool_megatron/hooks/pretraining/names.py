@@ -17,6 +17,7 @@ from deadpool_megatron.hookpoints import POINTS, points_of
 VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 _UP_TO_0_17 = ("0.16", "0.17")
 _UP_TO_0_18 = ("0.16", "0.17", "0.18")
+_SINCE_0_17 = ("0.17", "0.18", "0.19")
 _SINCE_0_18 = ("0.18", "0.19")
 _SINCE_0_19 = ("0.19",)
 
@@ -34,6 +35,7 @@ _GLOBALS = "megatron/training/global_vars.py"
 _CHECKPOINTING = "megatron/training/checkpointing.py"
 _STRATEGIES = "megatron/core/dist_checkpointing/strategies"
 _ASYNC = f"{_STRATEGIES}/async_utils.py"
+_READER = f"{_STRATEGIES}/cached_metadata_filesystem_reader.py"
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ NAMES: tuple[Name, ...] = (
         versions=("0.17", "0.18"),
     ),
     Name(f"{_STRATEGIES}/filesystem_async.py", "FileSystemWriterAsync.finish"),
+    Name(_READER, "CachedMetadataFileSystemReader.clear_metadata_cache", versions=_SINCE_0_17),
     Name(_ASYNC, "AsyncCallsQueue.async_calls"),
     Name(_ASYNC, "AsyncCallsQueue.persistent"),
     Name(f"{_STRATEGIES}/filesystem_async.py", "_results_queue"),

@@ -18,8 +18,8 @@ Tell = Callable[[Mapping[str, Any]], None]
 class SlotWriter:
     """One slot that is being written; from ``VaultClient.begin``.
 
-    May be handed to another thread. Once the slot was begun for another generation this writer,
-    left over from a closed epoch, changes nothing any more.
+    May be handed to another thread. Once its epoch was closed this writer is left over, and changes
+    nothing of a slot that was begun for another generation.
     """
 
     def __init__(
@@ -30,13 +30,18 @@ class SlotWriter:
         self._segment = segment
         self._slot = slot
         self._epoch = epoch
+        self._freezes = segment.freezes()
 
     def part(self, name: str) -> memoryview:
         """Writable bytes of a part, its full capacity; uninitialised."""
         return self._segment.data(self._slot, name)
 
     def fill(self, parts: Mapping[str, int]) -> None:
-        """Declare these parts complete (name -> bytes used) and have the vault seal them."""
+        """Declare these parts complete (name -> bytes used) and have the vault seal them.
+
+        Raises VaultError when the slot is another's though the epoch was not closed: nobody would
+        ever seal them, and the gate would wait in vain.
+        """
         for name, nbytes in parts.items():
             if not 0 <= nbytes <= self._segment.capacity(name):
                 raise VaultError(
@@ -45,6 +50,8 @@ class SlotWriter:
         if self._is_mine():
             self._declare(parts)
             self._tell({"t": "filled"})
+        elif self._segment.freezes() == self._freezes:  # looked at last: a close freezes first
+            raise VaultError(f"slot {self._slot} is not that of {self.generation} any more")
 
     def abandon(self) -> None:
         """Give the slot back; its bytes count for nothing."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from deadpool_megatron.hooks.pretraining import loop as loop_module
 from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
 
 
@@ -32,8 +33,15 @@ def schedule(weight_decay: float) -> Any:
     )
 
 
-def test_a_newcomer_decays_weights_as_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's scheduler sets the groups before it takes the weight decay over."""
+def test_a_survivor_has_what_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's scheduler sets the groups before it takes the weight decay over; and metadata that
+    a process has read of a path, and keeps, may be of what stood there before."""
+    read = ["iter_0000006"]
+    reader = ModuleType("reader")
+    vars(reader)["CachedMetadataFileSystemReader"] = SimpleNamespace(
+        clear_metadata_cache=read.clear
+    )
+    monkeypatch.setitem(sys.modules, loop_module._METADATA_READER, reader)
     saved = schedule(0.2)
     saved.step(6)
     packages = {name: ModuleType(name) for name in ("megatron.training", "checkpointing")}
@@ -42,6 +50,7 @@ def test_a_newcomer_decays_weights_as_the_checkpoint_says(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "megatron.training", package)
 
     def load_checkpoint(*objects: Any, **_: Any) -> tuple[int, float]:
+        assert not read
         objects[2].load_state_dict(saved.state_dict())
         return 6, 0.0
 
