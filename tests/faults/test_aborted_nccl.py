@@ -112,11 +112,7 @@ def test_junk_in_a_save_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def run_on_fake(
-    tmp_path: Path,
-    layout: Layout,
-    iterations: int,
-    plan: Sequence[Mapping[str, Any]],
-    flags: str,
+    tmp_path: Path, layout: Layout, iterations: int, plan: Sequence[Mapping[str, Any]], flags: str
 ) -> Outcome:
     return run_job(
         tmp_path / "run",

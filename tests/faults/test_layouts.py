@@ -66,3 +66,27 @@ def test_peers_that_capture_a_part_each_survive(tmp_path: Path) -> None:
     settings = "--deadpool-share-snapshots on"
     options = {"spares": 2, "refill": len(COMMON), "settings": settings}
     strike(tmp_path / "run", layouts.FOUR_PEERS, ITERATIONS, COMMON, **options)
+
+
+# Lag and cadence mean that what is restored is older; recompute keeps steps and not states. Where
+# the state is hashed, parameters are gathered at once: the others look at every fifth only.
+RECOMPUTE = "--deadpool-protection recompute --deadpool-full-every 5"
+SETTINGS = {
+    "unlooked": (layouts.OVERLAP, "--deadpool-hash-interval 5"),
+    "lag 2, cadence 3": (layouts.OVERLAP, "--deadpool-max-lag 2 --deadpool-cadence 3"),
+    "lag 2, 3+N slots": (layouts.PLAIN_OPTIMIZER, "--deadpool-max-lag 2 --deadpool-cadence 3"),
+    "recompute, lag 1": (layouts.PP2_DP2, f"{RECOMPUTE} --deadpool-max-lag 1"),
+}
+SEVERAL = [
+    *COMMON,
+    fault("vault", "vault.seal", when_role=2, when_iteration=12),
+    node("communication", "comm", 2, 14, nth=2),
+]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_looked_at_less_or_restored_from_longer_ago_survives(
+    tmp_path: Path, name: str
+) -> None:
+    layout, settings = SETTINGS[name]
+    strike(tmp_path / "run", layout, 15, SEVERAL, spares=2, refill=4, settings=settings)

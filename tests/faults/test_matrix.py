@@ -134,8 +134,7 @@ TWICE = ("buddy", "mixed")
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive if n in TWICE else ()) for n in SCHEMES],
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in TWICE else ()) for n in SCHEMES]
 )
 def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> None:
     scheme = SCHEMES[name]

@@ -8,11 +8,7 @@ import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    read_json,
-    segment_root,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import (
     assert_unnoticed,
@@ -51,13 +47,7 @@ def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
         posix.kill(int(read_json(directory / "coordinator.json")["pid"]))
         take_all_down(directory)
 
-    first = run_job(
-        directory,
-        LAYOUT,
-        ITERATIONS,
-        [MEMBERS],
-        when_stepping=(7, all_of_it),
-    )
+    first = run_job(directory, LAYOUT, ITERATIONS, [MEMBERS], when_stepping=(7, all_of_it))
     assert first.status != 0
     assert not (directory / "final.json").exists()
     assert list(segment_root(RunDirectory(directory).read_run().run_id).glob("node*/own-*.seg"))

@@ -20,12 +20,7 @@ from tests.megatron_lm.harness.runs import (
     strike,
 )
 
-pytestmark = [
-    pytest.mark.megatron_lm,
-    pytest.mark.slow,
-    pytest.mark.full,
-    needs_megatron_lm,
-]
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 
 ITERATIONS = 8
 COMMON = [
@@ -47,9 +42,13 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         # A spare for role 0 is there first.
         [dies("forward", "forward", 1, 2, nth=2), *COMMON[1:]],
     ),
-    "bf16, two optimizer instances": (
+    "bf16, two optimizer instances, full recompute": (
         {
             "bf16": True,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "calculate_per_token_loss": True,
             "use_distributed_optimizer": True,
             "num_distributed_optimizer_instances": 2,
             "overlap_grad_reduce": True,
@@ -85,6 +84,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "sequence_parallel": True,
             "use_distributed_optimizer": True,
             "num_workers": 2,
+            "dataloader_type": "cyclic",
             "rerun_mode": "validate_results",
         },
         [*COMMON[:3], dies("data", "data.next", 2, 8, nth=2)],
@@ -96,8 +96,10 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             **MOE,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_load_balancing_type": "global_aux_loss",
             "moe_aux_loss_coeff": 0.01,
+            "moe_z_loss_coeff": 1e-3,
+            "moe_input_jitter_eps": 0.01,
             "log_interval": 3,
         },
         [

@@ -67,10 +67,7 @@ def test_who_does_not_report_again_says_how_many_steps_it_repeated() -> None:
 
 @pytest.mark.parametrize(
     ("reports", "reason"),
-    [
-        ([report(1, 9.0)], "before the kill"),
-        ([report(1, 1.0), report(1, 9.0)], "no step beyond 1"),
-    ],
+    [([report(1, 9.0)], "before the kill"), ([report(1, 1.0), report(1, 9.0)], "no step beyond 1")],
 )
 def test_a_run_that_never_goes_on_has_no_outcome(reports: list[object], reason: str) -> None:
     with pytest.raises(outcomes.OutcomeError, match=reason):

@@ -67,10 +67,7 @@ def looks(
     """Of a round with 4 iterations a second; shared memory goes up and down, and gains so much."""
     return [
         growth.Files(
-            t,
-            4 * t,
-            11.0 + (t // 5) % 3 + gains_mb * t / seconds,
-            4 * t * bytes_each / 1e6,
+            t, 4 * t, 11.0 + (t // 5) % 3 + gains_mb * t / seconds, 4 * t * bytes_each / 1e6
         )
         for t in range(0, seconds, 5)
     ]

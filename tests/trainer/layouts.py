@@ -34,10 +34,7 @@ LAYOUTS = {
         f"{PP2} {BF16} --untie-embeddings-and-output-weights --position-embedding-type rope",
     ),
     "overlap": (4, f"{PP2} {BF16} {OVERLAP} {BUCKETS}"),
-    "instances": (
-        4,
-        f"{BF16} {OVERLAP} {BUCKETS} --num-distributed-optimizer-instances 2",
-    ),
+    "instances": (4, f"{BF16} {OVERLAP} {BUCKETS} --num-distributed-optimizer-instances 2"),
     "sequence-parallel": (4, f"{TP2} {PP2} {BF16} --sequence-parallel"),
     "eight": (8, f"{TP2} {PP2} {BF16}"),
     "moe-alltoall": (4, f"{PP2} {BF16} {MOE}"),

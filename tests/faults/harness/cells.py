@@ -44,11 +44,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("grad-norm", "comm", (("op", "allreduce"), ("section", "optimizer"))),
     Phase("update", "optimizer.inside"),
     Phase("updated", "optimizer.updated"),
-    Phase(
-        "all-gather",
-        "comm",
-        (("op", "all_gather_single_coalesced"), ("section", "optimizer")),
-    ),
+    Phase("all-gather", "comm", (("op", "all_gather_single_coalesced"), ("section", "optimizer"))),
     Phase("before-scheduler", "optimizer.after"),
     Phase("between-steps", "step.begin"),
     Phase("snapshot", "snapshot.copy"),
@@ -110,11 +106,7 @@ def chains(
             plan.append(
                 {
                     **fault(cell.name, cell.phase.point, target=cell.target, nth=cell.phase.nth),
-                    "match": {
-                        **dict(cell.phase.match),
-                        "role": cell.role,
-                        "iteration": iteration,
-                    },
+                    "match": {**dict(cell.phase.match), "role": cell.role, "iteration": iteration},
                 }
             )
             iteration += SPACING

@@ -79,10 +79,7 @@ def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
     ]
     saving = f"--save {tmp_path / 'checkpoints'} --save-interval 2"
     outcome = strike(
-        *(tmp_path / "run", PP2_DP2, ITERATIONS, faults),
-        spares=1,
-        settings=SETTINGS,
-        saving=saving,
+        *(tmp_path / "run", PP2_DP2, ITERATIONS, faults), spares=1, settings=SETTINGS, saving=saving
     )
     assert "is not what its owner had" in outcome.output
     assert restart_kinds(outcome)[-1] == "durable"
