@@ -169,6 +169,7 @@ def clean(one: rounds.Round) -> None:
         time.sleep(0.2)
     shutil.rmtree(left, ignore_errors=True)
     shutil.rmtree(one.directory)
+    shutil.rmtree(f"{one.directory}-saves", ignore_errors=True)
 
 
 def leave_nothing(one: rounds.Round) -> None:
@@ -211,7 +212,12 @@ def summary(
     for name in sorted({one.kind for one in struck}):
         these = [one for one in struck if one.kind == name]
         waits = sorted(one.seconds for one in these if one.seconds is not None)
-        kinds[name] = {"faults": len(these), "to_next_iteration_seconds": percentiles(waits)}
+        observed = sum(one.observed for one in these)
+        kinds[name] = {"faults": len(these), "observed": observed}
+        kinds[name]["to_next_iteration_seconds"] = percentiles(waits)
+    unseen = [name for name, kind in kinds.items() if not kind["observed"]]
+    if unseen and not found:
+        found = f"struck, and never observed: {', '.join(unseen)}"
     samples = [one for round_ in done[1:] for one in round_.samples]
     grown = growth.judge(samples, 120.0)
     files = [growth.files_verdict(one.files) for one in done[1:]]
@@ -245,12 +251,13 @@ def percentiles(waits: list[float]) -> dict[str, float]:
 def verdict(facts: dict[str, Any]) -> str:
     """Returns the last lines, for people."""
     lines = [
-        f"{facts['faults']} faults, {facts['recoveries']} recoveries, {facts['rounds']} rounds"
+        f"{facts['faults']} faults, {facts['recoveries']} recoveries, {facts['rounds']} rounds",
+        "  (struck, observed; seconds to the next iteration)",
     ]
     for name, kind in facts["kinds"].items():
         waits = kind["to_next_iteration_seconds"]
         shown = ", ".join(f"{key} {value:.1f}" for key, value in waits.items())
-        lines.append(f"  {name:<24} {kind['faults']:>4}   {shown}")
+        lines.append(f"  {name:<24} {kind['faults']:>4} {kind['observed']:>4}   {shown}")
     for part, grown in facts["growth"]["parts"].items():
         shown = ", ".join(f"{key} {value:+.1f}" for key, value in grown.items() if key != "lives")
         lines.append(f"  growth of {part:<14} {shown}  ({grown['lives']} lives)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,17 @@ _LONG_FREEZE_SECONDS = 12.0
 _CUT_SECONDS = 3.0
 _FULL_SECONDS = 8.0
 _COMMAND_SECONDS = 90.0
+_STRIKE_SECONDS = 60.0
+# Strike at a named point of the process that comes first; so many of each are in the plan.
+_PLANNED: Mapping[str, Mapping[str, object]] = {
+    "nan-gradient": {"point": "optimizer.before", "action": "mark"},
+    "long-save": {
+        "point": "save.begin",
+        "signal": "STOP",
+        "resume_after_seconds": _SHORT_FREEZE_SECONDS,
+    },
+}
+_MOST_PLANNED = 60
 
 
 class NotNow(Exception):
@@ -37,7 +49,8 @@ class NotNow(Exception):
 @dataclass
 class Target:
     """A living run. ``seats``: role -> (node, slot), as the newest record says. ``isolated``: the
-    soak has a network and a mount namespace of its own, so it may cut and fill.
+    soak has a network and a mount namespace of its own, so it may cut and fill. ``is_seen``: set by
+    a fault that has seen itself strike, where no event of the run need tell of it.
     """
 
     run: RunDirectory
@@ -45,6 +58,17 @@ class Target:
     random: random.Random
     isolated: bool
     seats: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    is_seen: bool = False
+
+    @property
+    def plan(self) -> Path:
+        """The plan of faults that strike at a named point, once they are released."""
+        return self.run.path.with_suffix(".faults")
+
+    @property
+    def slow_fsync(self) -> Path:
+        """While it is there, fsync takes long."""
+        return self.run.path.with_suffix(".slow")
 
     def listing(self, node: int) -> dict[str, Any]:
         """Returns the processes of a node. Raises NotNow when they cannot be read."""
@@ -146,6 +170,7 @@ def agent_frozen(target: Target) -> str:
     listing = target.listing(number)
     _send(int(listing["agent"]), signal.SIGSTOP, listing["started"])
     time.sleep(_SHORT_FREEZE_SECONDS)
+    target.is_seen = Path(f"/proc/{listing['agent']}/stat").read_text().split(") ")[1][0] == "T"
     _send(int(listing["agent"]), signal.SIGCONT, listing["started"])
     return f"agent of node {number} stopped for {_SHORT_FREEZE_SECONDS:g} s"
 
@@ -168,6 +193,7 @@ def cut(target: Target) -> str:
             tcp sport {these} drop; tcp dport {these} drop; }}
         }}"""
     subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
+    target.is_seen = True  # those were its connections
     try:
         time.sleep(_CUT_SECONDS)
     finally:
@@ -215,6 +241,7 @@ def full_disk(target: Target) -> str:
     if not target.isolated:
         raise NotNow("needs a mount namespace")
     with _filled(target):
+        target.is_seen = shutil.disk_usage(target.run.path).free == 0
         time.sleep(_FULL_SECONDS)
     return f"run directory full for {_FULL_SECONDS:g} s"
 
@@ -249,6 +276,61 @@ def persist(target: Target) -> str:
     return "checkpoint in the background asked for"
 
 
+def planned() -> list[dict[str, object]]:
+    """Returns the plan of a struck run."""
+    return [
+        {"id": f"{kind}-{number}", "after": f"release-{kind}-{number}", **what}
+        for kind, what in _PLANNED.items()
+        for number in range(_MOST_PLANNED)
+    ]
+
+
+def _release(target: Target, kind: str) -> str:
+    """Let the next planned fault of this kind strike, and wait until it has."""
+    fired = Path(f"{target.plan}.fired")
+    number = len(list(fired.glob(f"release-{kind}-*")))
+    if number == _MOST_PLANNED:
+        raise NotNow("none is left in the plan")
+    (fired / f"release-{kind}-{number}").touch()
+    limit = time.monotonic() + _STRIKE_SECONDS
+    while not target.is_seen and time.monotonic() < limit:
+        time.sleep(0.05)
+        target.is_seen = (fired / f"{kind}-{number}").exists()
+    return f"{kind} {number} released" + ("" if target.is_seen else ", which has not struck")
+
+
+def nan_gradient(target: Target) -> str:
+    """Make the gradients of one role NaN, once."""
+    return _release(target, "nan-gradient")
+
+
+def long_save(target: Target) -> str:
+    """Stop the first process of the next save for some seconds."""
+    return _release(target, "long-save")
+
+
+def slow_fsync(target: Target) -> str:
+    """Have each fsync of the run take long for some seconds."""
+    target.slow_fsync.touch()
+    time.sleep(_FULL_SECONDS)
+    target.slow_fsync.unlink()
+    seen = target.slow_fsync.with_suffix(".slow.seen")
+    target.is_seen = seen.exists()
+    seen.unlink(missing_ok=True)
+    return f"fsync was slow for {_FULL_SECONDS:g} s"
+
+
+def scheduler_notice(target: Target) -> str:
+    """Send SIGUSR1 to all processes of a node, as a scheduler does."""
+    number = target.some_node()
+    listing = target.listing(number)
+    for pid in (listing["agent"], listing["vault"], *listing["members"].values()):
+        _send(int(pid), signal.SIGUSR1, listing["started"])
+    time.sleep(1.0)
+    target.is_seen = posix.is_alive(int(listing["agent"]))
+    return f"SIGUSR1 to all processes of node {number}"
+
+
 def _deadpool(target: Target, command: str, *arguments: str) -> None:
     """Run a command of the user. Raises NotNow when it is refused."""
     done = subprocess.run(
@@ -267,6 +349,7 @@ KINDS: Mapping[str, Callable[[Target], str]] = {
         *(node, process, vault, agent, coordinator, coordinator_and_process),
         *(coordinator_frozen, process_frozen, agent_frozen, cut, damaged_bytes),
         *(full_disk, full_disk_and_process, drain, protect, persist),
+        *(nan_gradient, long_save, slow_fsync, scheduler_notice),
     )
 }
 

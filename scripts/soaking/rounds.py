@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.process import posix
@@ -38,7 +39,13 @@ _MODEL = (
     " --lr-decay-style cosine --lr-warmup-iters 2 --seed 11 --log-interval 100"
     " --pipeline-model-parallel-size 2 --use-distributed-optimizer"
 )
-_SETTINGS = "--deadpool-hash-interval 1 --deadpool-hang 30"
+_SETTINGS = "--deadpool-hash-interval 1 --deadpool-hang 30 --deadpool-nonfinite rollback"
+_SAVE_INTERVAL = "40"
+# Events that tell of a fault or of a request.
+_TELLING = {
+    *(Kind.EPOCH_CLOSED, Kind.NODE_LOST, Kind.COORDINATOR, Kind.MEMBER_LOST, Kind.VAULT_LOST),
+    *(Kind.NONFINITE, Kind.PROTECTION, Kind.DRAIN, Kind.DURABLE),
+}
 _SAMPLE_SECONDS = 5.0
 _LEAVE_SECONDS = 120.0
 Hashes = dict[tuple[int, int], str]
@@ -50,7 +57,8 @@ class SoakError(Exception):
 
 @dataclass
 class Struck:
-    """One fault and what became of it. ``seconds``: from the fault to the next new iteration."""
+    """One fault and what became of it. ``seconds``: from the fault to the next new iteration;
+    ``observed``: it has struck, as the run or the fault itself tells."""
 
     kind: str
     what: str
@@ -58,6 +66,7 @@ class Struck:
     iteration: int
     seconds: float | None = None
     epochs: int = 0
+    observed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON object."""
@@ -80,6 +89,7 @@ class Round:
     samples: list[growth.Sample] = field(default_factory=list)
     files: list[growth.Files] = field(default_factory=list)
     compared: int = 0
+    told: int = 0
 
     def __post_init__(self) -> None:
         self.run = RunDirectory(self.directory)
@@ -101,6 +111,7 @@ class Round:
 
     def _take(self, event: Event) -> None:
         self.epoch = max(self.epoch, event.epoch)
+        self.told += event.kind in _TELLING
         if event.kind is Kind.STEP:
             self.newest = max(self.newest, event.iteration or 0)
         elif event.kind is Kind.RECOVERED:
@@ -173,16 +184,31 @@ def start(
     nodes: Sequence[str] = ("--spares", str(SPARES), "--refill", "100000"),
 ) -> Round:
     """Start ``deadpool run``, in a process group of its own. ``nodes``: that stand in for lost
-    ones."""
+    ones. A run that has a reference can be struck, at named points too, and saves."""
+    environment, saving = dict(os.environ), list[str]()
+    if reference is not None:
+        target = faults.Target(RunDirectory(directory), "", random.Random(), False)
+        target.plan.write_text(json.dumps(faults.planned()))
+        environment |= {
+            failpoints.ENVIRONMENT_NAME: str(target.plan),
+            "DEADPOOL_SOAK_SLOW_FSYNC": str(target.slow_fsync),
+            "PYTHONPATH": str(Path(__file__).parent / "slow"),
+        }
+        saving = ["--save", f"{directory}-saves", "--save-interval", _SAVE_INTERVAL]
     command = [
         *(sys.executable, "-m", "deadpool_megatron", "run", "--run-dir", str(directory)),
         *("--nodes", str(NODES), "--nproc-per-node", "1", *nodes, "--quiet"),
         *(*_SETTINGS.split(), "--", *_MODEL.split()),
-        *("--train-iters", str(iterations)),
+        *("--train-iters", str(iterations), *saving),
     ]
     with open(directory.with_suffix(".out"), "wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     return Round(directory, began, process, reference)
 
@@ -265,6 +291,7 @@ def _strike_on(
         kind = dice.choice(names)
         try:
             target.seats = round_.seats()
+            target.is_seen, told = False, round_.told
             now = time.monotonic()
             one = Struck(kind, "", now - round_.began, round_.newest, epochs=round_.epoch)
             one.what = plan.kinds[kind](target)
@@ -276,6 +303,7 @@ def _strike_on(
         await_progress(round_, plan.patience_seconds, one.what)
         one.seconds = time.monotonic() - now
         one.epochs = round_.epoch - one.epochs
+        one.observed = target.is_seen or round_.told > told
         print(f"  {one.at_seconds:7.1f} s  {one.what}: {one.seconds:.1f} s", file=sys.stderr)
 
 

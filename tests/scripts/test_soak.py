@@ -96,8 +96,8 @@ def test_a_checkpoint_now_and_then_is_no_growth_but_many_are() -> None:
     assert growth.files_verdict(left(30)[:20])["flat"], "too short to tell"
 
 
-@pytest.mark.parametrize("grown", ["", "processes", "directory", "memory"])
-def test_a_soak_passes_only_if_nothing_grew(grown: str) -> None:
+@pytest.mark.parametrize("grown", ["", "processes", "directory", "memory", "never observed"])
+def test_a_soak_passes_only_if_nothing_grew_and_what_was_struck_was_observed(grown: str) -> None:
     files = looks(
         bytes_each=6000.0 if grown == "directory" else 1600.0,
         gains_mb=9.0 if grown == "memory" else 0.0,
@@ -106,7 +106,8 @@ def test_a_soak_passes_only_if_nothing_grew(grown: str) -> None:
     one = SimpleNamespace(
         samples=samples, files=files, newest=9, recoveries=0, compared=1, process=None
     )
-    facts = soak.summary([], [one, one], "", 1.0)
+    struck = [rounds.Struck("cut", "", 1.0, 1, observed=grown != "never observed")]
+    facts = soak.summary(struck, [one, one], "", 1.0)
     assert facts["passed"] == (not grown)
     assert ("passed" if facts["passed"] else "FAILED") in soak.verdict(facts)
 
