@@ -63,7 +63,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
     [
         "everything",
         "hangup",
-        *(pytest.param(h, marks=pytest.mark.full) for h in ("launcher", "int")),
+        pytest.param("launcher", marks=pytest.mark.full),
     ],
 )
 def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> None:

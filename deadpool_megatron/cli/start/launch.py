@@ -97,11 +97,7 @@ class Launcher:
         self._ending = False
         self._shortage = ""
         self.trouble = ""
-
-    @property
-    def run_id(self) -> str:
-        """Of the run that is launched."""
-        return self._info.run_id
+        self.run_id = self._info.run_id
 
     def run(self) -> int:
         """From the first process to the last; returns the exit status of the run.

@@ -22,7 +22,7 @@ from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
 from deadpool_megatron.cli.start.gpus import gpus_to_share, has_nccl_limits
-from deadpool_megatron.cli.start.launch import Launcher, LaunchOptions
+from deadpool_megatron.cli.start.launch import EXIT_INTERRUPTED, Launcher, LaunchOptions
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
@@ -190,4 +190,5 @@ def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
         except RunDirectoryError as error:
             reason = str(error)
     if status != 0:
-        print(f"deadpool run: exit status {status}: {reason or 'no reason known'}", file=sys.stderr)
+        reason = reason or ("interrupted" if status == EXIT_INTERRUPTED else "no reason known")
+        print(f"deadpool run: exit status {status}: {reason}", file=sys.stderr)
