@@ -121,18 +121,5 @@ def test_versions_that_cannot_abort_and_go_on_are_refused(
         assert line.startswith(f"NCCL {'.'.join(map(str, version))} cannot be protected")
 
 
-@pytest.mark.parametrize(
-    ("communicator", "may"),
-    [("nccl", True), ("auto", True), ("gloo", False), ("fake-nccl", False)],
-)
-def test_only_what_may_be_nccl_gets_it(communicator: str, may: bool) -> None:
-    assert nccl_environment.may_be_nccl(communicator) == may
-
-
-def test_what_plays_nccl_needs_what_nccl_needs() -> None:
-    assert nccl_environment.is_needed("fake-nccl")
-    assert not nccl_environment.is_needed("gloo")
-
-
 def test_the_docs_have_the_tables() -> None:
     assert nccl_environment.as_markdown() in (ROOT / "docs" / "gpu.md").read_text()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from deadpool_megatron.cli.prepare import gpu_health as command
-from deadpool_megatron.preflight import nvml, xids
+from deadpool_megatron.preflight import xids
 from deadpool_megatron.preflight.xids import LogLine
 
 _PROGRAM = "NVRM: Xid (PCI:0000:65:00): 31, pid=812, name=python, Ch 00000008, intr 10000000"
@@ -21,25 +21,21 @@ def test_only_a_fault_of_the_device_takes_its_node_out(number: int) -> None:
     assert (found is not None) == (number in {48, 63, 64, 74, 79, 94, 95})
 
 
-def no_nvml() -> nvml.Library:
-    raise nvml.NvmlUnavailable("no NVML here")
-
-
 def test_the_command_answers_as_a_health_command_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(xids, "boot_seconds", lambda: 10_000.0)
     log = [LogLine(9_000.0, _DEVICE), LogLine(9_990.0, _PROGRAM), LogLine(9_999.0, "Xid 79")]
-    assert command.run(argparse.Namespace(hours=1.0), no_nvml, lambda: log) == 2
+    assert command.run(argparse.Namespace(hours=1.0), lambda: log) == 2
     assert capsys.readouterr().out == "Xid 79 of GPU 0000:c1:00, 1000 s ago\n"
-    assert command.run(argparse.Namespace(hours=0.1), no_nvml, lambda: log) == 0
+    assert command.run(argparse.Namespace(hours=0.1), lambda: log) == 0
 
     def closed() -> Iterator[LogLine]:
         raise PermissionError("Operation not permitted")
         yield
 
-    assert command.run(argparse.Namespace(hours=1.0), no_nvml, closed) == 0
-    assert "not asked: no NVML here; kernel log not asked: Operation" in capsys.readouterr().out
+    assert command.run(argparse.Namespace(hours=1.0), closed) == 0
+    assert "kernel log not asked: Operation" in capsys.readouterr().out
 
 
 def test_records_are_read_to_their_end_and_lost_ones_are_passed_over() -> None:

@@ -1,29 +1,25 @@
-"""``deadpool gpu-health``: a health command that asks NVML and the kernel log for broken GPUs."""
+"""``deadpool gpu-health``: a health command that asks the kernel log for broken GPUs."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from deadpool_megatron.preflight import nvml, xids
-from deadpool_megatron.preflight.gpus import visible_gpus
-from deadpool_megatron.preflight.health import Answer, Health
+from deadpool_megatron.preflight import xids
+from deadpool_megatron.preflight.health import Health
 
 _DESCRIPTION = """\
-Asks NVML (pip install 'deadpool-megatron[nvml]') about the GPUs that this process sees, and the
-kernel log of this host for Xids, by which NVIDIA's driver tells of faults. Made for
---deadpool-health-command. What needs a reset or a repair takes the node out: uncorrected ECC
-errors, a row that is to be remapped or could not be, a GPU that is lost, an Xid of a device (48,
-63, 64, 74, 79, 94, 95). What makes it slow leaves it as a last resort: heat, an NVLink that had to
-recover. Xids of a program (13, 31, 43, 45) and all others cost nothing.
+Looks in the kernel log of this host for Xids, by which NVIDIA's driver tells of faults. Made for
+--deadpool-health-command. An Xid of a broken device (48, 63, 64, 74, 79, 94, 95) takes the node
+out; those of a program (13, 31, 43, 45) and all others cost nothing. For what a device counts ask
+DCGM, NHC or gpucm (docs/health.md).
 """
 _EXAMPLES = """\
 examples:
   deadpool run --deadpool-health-command "deadpool gpu-health" ...
 
-exit status: 0 good, or neither could be asked; 1 a last resort; 2 a device is broken
+exit status: 0 good, or the log is closed to this user; 2 a device is broken
 """
 
 
@@ -31,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
         "gpu-health",
-        help="health command: do NVML or the kernel log tell of a broken GPU?",
+        help="health command: does the kernel log tell of a broken GPU?",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,30 +39,17 @@ def add_parser(subparsers: Any) -> None:
 
 def run(
     args: argparse.Namespace,
-    load_library: Callable[[], nvml.Library] = nvml.load_library,
     read_log: Callable[[], Iterable[xids.LogLine]] = xids.read_kernel_log,
 ) -> int:
-    """Answer as a health command does: the worse of the two, and both in one line."""
-    answers = (_ask_nvml(load_library), _ask_log(read_log, args.hours))
-    worst = max(answer.health for answer in answers)
-    print("; ".join(answer.text for answer in answers if answer.health is worst))
-    return worst
-
-
-def _ask_nvml(load_library: Callable[[], nvml.Library]) -> Answer:
-    try:
-        return nvml.judge_gpus(nvml.read_gpus(load_library(), visible_gpus(os.environ)))
-    except nvml.NvmlUnavailable as error:
-        return Answer(Health.GOOD, f"not asked: {error}")
-
-
-def _ask_log(read_log: Callable[[], Iterable[xids.LogLine]], hours: float) -> Answer:
+    """Answer as a health command does, in one line."""
     now = xids.boot_seconds()
     try:
-        bad = xids.newest_bad(read_log(), now - hours * 3600)
+        bad = xids.newest_bad(read_log(), now - args.hours * 3600)
     except OSError as error:
-        return Answer(Health.GOOD, f"kernel log not asked: {error}")
+        print(f"kernel log not asked: {error}")
+        return Health.GOOD
     if bad is None:
-        return Answer(Health.GOOD, "no Xid of a broken device")
-    ago = now - bad.boot_seconds
-    return Answer(Health.OUT, f"Xid {bad.number} of GPU {bad.device}, {ago:.0f} s ago")
+        print("no Xid of a broken device")
+        return Health.GOOD
+    print(f"Xid {bad.number} of GPU {bad.device}, {now - bad.boot_seconds:.0f} s ago")
+    return Health.OUT
