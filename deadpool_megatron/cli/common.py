@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -92,6 +93,11 @@ def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
         paths += [Path(name) for name in (info.settings.persist_directory, *saves) if name]
     for why in filter(None, map(ownership.danger_above, paths)):
         print(f"{why} (docs/security.md)", file=sys.stderr, flush=True)
+
+
+def ignore_notices() -> None:
+    """A scheduler's notice before a time limit ends neither this process nor any that it starts."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def check_platform() -> None:

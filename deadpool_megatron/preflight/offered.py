@@ -36,7 +36,9 @@ def memory_may_go(user: int, root: Path = Path("/")) -> str:
     if (root / "var/lib/systemd/linger" / name).exists():
         return ""
     removes = "yes"
-    for path in _settings_of_logind(root):
+    etc = root / "etc/systemd"
+    settings = [etc / "logind.conf", *sorted(etc.glob("logind.conf.d/*.conf"))]
+    for path in filter(Path.is_file, settings):
         removes = (_REMOVES.findall(path.read_text(errors="replace")) or [removes])[-1]
     if removes.lower() not in ("yes", "true", "on", "1"):
         return ""
@@ -44,12 +46,3 @@ def memory_may_go(user: int, root: Path = Path("/")) -> str:
         f"systemd-logind has RemoveIPC={removes}: it removes what user {name} has in /dev/shm when"
         f" the last login of {name} on this host ends: 'loginctl enable-linger {name}' keeps it"
     )
-
-
-def _settings_of_logind(root: Path) -> list[Path]:
-    """Its files; what stands in a later one counts."""
-    places = [root / "usr/lib/systemd", root / "run/systemd", root / "etc/systemd"]
-    beside = {path.name: path for one in places for path in one.glob("logind.conf.d/*.conf")}
-    files = [place / "logind.conf" for place in places]
-    files += [beside[name] for name in sorted(beside)]
-    return [path for path in files if os.access(path, os.R_OK)]

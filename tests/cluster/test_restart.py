@@ -37,6 +37,24 @@ def kill_everything(run: RunDirectory, launcher: int) -> None:
     assert not posix.wait_gone(pids, 30)
 
 
+def mind_a_notice_and_lose_agents(first: Run) -> None:
+    """A scheduler's notice ends nobody; then all agents are killed together."""
+    agents = [int(first.listing(node)["agent"]) for node in range(3)]
+    everybody = [first.launcher.pid, *cleanup.run_processes(first.run, first.run.read_run().run_id)]
+    for pid in everybody:
+        posix.kill(pid, signal.SIGUSR1)
+    first.wait_iteration(max(e.iteration or 0 for e in first.events(Kind.STEP)) + 5)
+    assert all(posix.is_alive(pid) for pid in everybody)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in agents:
+            posix.kill(pid, number)
+    assert first.launcher.wait(60) == 1
+    said = first.output.read_text()
+    assert "exit status 1: no node is left" in said
+    assert "checkpoint" not in said
+    assert re.search(r"holds \d+\.\d MiB in memory: the same command", said), said
+
+
 def decided(events: list[Event]) -> list[str]:
     """Where each epoch's state came from."""
     return [e.data["restore"] for e in events if e.kind is Kind.EPOCH_DECIDED]
@@ -62,6 +80,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
     "how",
     [
         "everything",
+        "agents",
         "hangup",
         pytest.param("launcher", marks=pytest.mark.full),
     ],
@@ -71,6 +90,8 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
     first.wait_iteration(5)
     if how == "everything":
         kill_everything(first.run, first.launcher.pid)
+    elif how == "agents":
+        mind_a_notice_and_lose_agents(first)
     elif how == "launcher":
         first.launcher.kill()
     else:

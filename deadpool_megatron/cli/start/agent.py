@@ -20,6 +20,7 @@ from deadpool_megatron.cli.common import (
     check_platform,
     check_port,
     coordinator_address,
+    ignore_notices,
     listen,
     parse_address,
     raw,
@@ -199,6 +200,7 @@ class _Settled:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; returns its exit status."""
+    ignore_notices()
     known = _settle(args)
     run, info, place, fixed = known.run, known.info, known.place, known.fixed
     modules = _prepare_members(info, args)

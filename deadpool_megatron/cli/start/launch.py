@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import select
 import signal
@@ -19,14 +20,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cli.common import refusing_system_errors
+from deadpool_megatron.cli.common import EXIT_BAD_INPUT, ignore_notices, refusing_system_errors
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start.preloading import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.process import posix, stacks
-from deadpool_megatron.cluster.process.liveness import Ending, last_line
+from deadpool_megatron.cluster.process.liveness import Ending, last_line, tail
 from deadpool_megatron.cluster.run_directory.cleanup import (
     claim_segments,
     clean_node,
@@ -42,6 +43,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     slots_are_kept,
 )
+from deadpool_megatron.cluster.run_directory.latest import is_there, read_valid
 from deadpool_megatron.preflight.gpus import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 
@@ -50,6 +52,8 @@ EXIT_INTERRUPTED = 130
 _POLL_SECONDS = 0.1
 _STANDBYS = 2
 _LEAVE_SECONDS = 1.0
+_WORDS_SECONDS = 2.0
+_TOGETHER_SECONDS = 1.0
 _FENCE_SECONDS = 5.0
 
 
@@ -95,7 +99,10 @@ class Launcher:
         self._address = ""
         self._held = -1
         self._ending = False
+        self._fallen: dict[int, float] = {}  # node -> when its agent had ended, not long ago
         self._shortage = ""
+        self._look_at, self._said = 0.0, ""
+        self._status = EXIT_FAILED
         self.trouble = ""
         self.run_id = self._info.run_id
 
@@ -116,6 +123,7 @@ class Launcher:
                 self._run.create(self._info)
                 auth.create_secret(self._run.path)
                 self._held = claim_segments(self._run, self._info.run_id)
+            ignore_notices()
             preload_modules(self._info.settings, self._options.modules)
             for node in sorted(self._options.numbers, reverse=True):
                 if not self._signals:
@@ -187,10 +195,15 @@ class Launcher:
 
     def _supervise(self) -> None:
         """Until the run is over and its coordinator has ended, or has had its time to."""
+        orphans = posix.Orphans()
         while True:
+            orphans.reap()
             self._options.look()
             self._reap_agents()
-            if not self._agents:
+            self._look_for_words()
+            if self.trouble:
+                return
+            if not self._agents and not self._unfilled:
                 self._note_trouble()
                 return
             coordinators = coordinator_processes(self._run)
@@ -221,17 +234,30 @@ class Launcher:
         for node in ended:
             del self._agents[node]
             self._hang_up(node)
-            # What the node held is gone with it, as on a real machine.
-            kept = self._keeps_slots() if self._ending else slots_are_kept(self._run)
-            with self._saying_what_fails(f"what node {node} has left"):
-                clean_node(self._run, self._info.run_id, node, keep_slots=kept)
+            self._clean(node, keep_slots=True)
+            self._fallen[node] = time.monotonic()
+        # What a node held is gone with it, as on a real machine. What the last ones held that were
+        # killed together is all that there is.
+        until = time.monotonic() - _TOGETHER_SECONDS
+        for node in [n for n, at in self._fallen.items() if self._agents and at < until]:
+            del self._fallen[node]
+            self._clean(node, keep_slots=slots_are_kept(self._run))
         if self._run.has_final() or self._stop_deadline:
+            return
+        codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
+        if EXIT_BAD_INPUT in codes and self._look_at < math.inf:
+            self._status, self.trouble = EXIT_BAD_INPUT, self._words_of(max(ended))
             return
         for node, status in ended.items():
             self._options.say(f"node {node}: agent {Ending.from_wait_status(status)}")
         self._unfilled = min(self._unfilled + len(ended), self._refills)
-        self._refill()
+        if not self._fallen or not self._agents:  # a spare takes up what it finds on its host
+            self._refill()
         self._appoint()
+
+    def _clean(self, node: int, *, keep_slots: bool) -> None:
+        with self._saying_what_fails(f"what node {node} has left"):
+            clean_node(self._run, self._info.run_id, node, keep_slots=keep_slots)
 
     def _refill(self) -> None:
         """Start what is due. A host that is short of processes has its new spare later."""
@@ -253,10 +279,29 @@ class Launcher:
         if self._stop_deadline or self._run.has_final():
             return
         if self._came_up():
-            self.trouble = "no node is left; the same command goes on from the newest checkpoint"
+            self.trouble = "no node is left"
+            with contextlib.suppress(OSError, ValueError):
+                for newest in filter(is_there, read_valid(self._run.latest)[:1]):
+                    self.trouble += f"; the newest checkpoint is {newest.path}"
             return
-        line = last_line(self._run.log(f"node{min(self._options.numbers)}-agent"))
+        line = self._words_of(min(self._options.numbers))
         self.trouble = f"no node came up: {line}" if line else "no node came up"
+
+    def _words_of(self, node: int) -> str:
+        """Why an agent waits, or has ended, in its own words; else the last line of its log."""
+        log = self._run.log(f"node{node}-agent")
+        said = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
+        return said[-1] if said else last_line(log)
+
+    def _look_for_words(self) -> None:
+        """Before anything was decided: what agents say of the way of the first coordinator."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = math.inf if self._newest_epoch() else time.monotonic() + _WORDS_SECONDS
+        words = self._words_of(max(self._appointed, default=max(self._options.numbers)))
+        if " waits for a coordinator: " in words and words != self._said:
+            self._said = words
+            self._options.say(words)
 
     def _came_up(self) -> bool:
         """Whether an epoch was ever decided; True as well when the journal does not say."""
@@ -272,7 +317,7 @@ class Launcher:
 
     def _exit_status(self) -> int:
         if self.trouble:
-            return EXIT_FAILED
+            return self._status
         try:
             final = self._run.read_final()
         except RunDirectoryError:

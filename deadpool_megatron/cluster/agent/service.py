@@ -48,6 +48,7 @@ from deadpool_megatron.cluster.link.store import StoreRelay
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
+from deadpool_megatron.cluster.process.posix import Orphans
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import StartError, choose_starter
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
@@ -59,11 +60,15 @@ from deadpool_megatron.vault.disk.found import incarnations
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
+# Of an agent whose environment is not fit: as of each command.
+EXIT_BAD_INPUT = 2
 EXIT_FENCED = 69
 # Of an agent whose host is not fit for the run: to come again would not help.
 EXIT_LEFT_OUT = 68
 _FLUSH_SECONDS = 2.0
 _NAMES_SECONDS = 1.0
+# So long a first coordinator takes to come on a busy host.
+_SAID_SECONDS = 10.0
 
 
 class Agent:
@@ -143,7 +148,7 @@ class Agent:
         self._exports = NodeExports(*place, self._vault, self._logs, self._link.send)
         run, run_id = self._options.run, self._options.info.run_id
         self._names = held_names(run, run_id, self._node, self._segments)
-        self._looked = 0.0
+        self._looked, self._began, self._said = 0.0, time.monotonic(), ""
         self._leaving = Leaving(self._options, partial(self._end, "agent got SIGTERM", True))
         try:
             if self._standby is not None:
@@ -371,7 +376,9 @@ class Agent:
         return {"members": self._members.beats(), "vault": self._vault.status}
 
     async def _tick(self) -> None:
+        orphans = Orphans()
         while True:
+            orphans.reap()
             if time.monotonic() - self._looked > _NAMES_SECONDS:
                 self._keep_names()
             self._members.check()
@@ -402,9 +409,25 @@ class Agent:
         silent = self._cut_limit.silent_seconds(now)
         if self._standby is not None:
             self._standby.contact(self._link.connected and silent <= self._link.contact_seconds)
+        self._look_for_coordinator(now)
         verdict = "" if self._options.launcher_fd is not None else self._cut_limit.verdict(now)
         if verdict and self._ending is None:
             self._fence(verdict, keep=True)
+
+    def _look_for_coordinator(self, now: float) -> None:
+        """Until the first one is met: say what is in its way, soon, and end where the node's own
+        standby cannot even make a term, which no other start would mend."""
+        waited, standby = now - self._began, self._standby
+        if self._boot or standby is None or waited < _SAID_SECONDS:
+            return
+        trouble = standby.trouble or (self._link.trouble if standby.address else "")
+        if standby.trouble and standby.address is None and waited > self._settings.connect_seconds:
+            why = f"no coordinator for {self._settings.connect_seconds:g} s: {trouble}"
+            self._fence(why, keep=True, code=EXIT_BAD_INPUT)
+        elif trouble and trouble != self._said:
+            self._said = trouble
+            text = f"agent of node {self._node} waits for a coordinator: {trouble}"
+            print(text, file=sys.stderr, flush=True)
 
     def _run_over(self, kept: bool) -> None:
         """The coordinator wrote the result; its order to stop may have been lost with it."""

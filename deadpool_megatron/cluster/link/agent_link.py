@@ -85,6 +85,11 @@ class CoordinatorLink:
         """Whether the welcome of the current connection has arrived."""
         return self._session is not None
 
+    @property
+    def trouble(self) -> str:
+        """Why the newest attempt to connect came to nothing."""
+        return self._greetings.why
+
     def send(self, message: Mapping[str, Any], *, retain: bool = False) -> None:
         """Report something; it arrives once, in order, now or after a reconnect. ``retain``: told
         again to a coordinator that takes over soon after; it must do no harm to hear it twice.

@@ -5,6 +5,7 @@ Process groups, parent-death signals and pid file descriptors are Linux. Thread-
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_ORPHAN_SECONDS = 10.0
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -94,6 +96,32 @@ def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
         finally:
             os.close(handle)
     return left
+
+
+class Orphans:
+    """Children that this process has inherited as the first one of its container, where nobody else
+    waits for them: workers of killed members, say. Elsewhere there are none."""
+
+    def __init__(self, *, inherits: bool | None = None) -> None:
+        self._inherits = os.getpid() == 1 if inherits is None else inherits
+        self._ended: set[int] = set()
+        self._look_at = 0.0
+
+    def reap(self) -> None:
+        """Reap those that had ended by the last look, some seconds ago, too: whoever has started a
+        child of ours reaps it long before. To be called often."""
+        now = time.monotonic()
+        if not self._inherits or now < self._look_at:
+            return
+        self._look_at = now + _ORPHAN_SECONDS
+        numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        stats = {pid: _stat(pid) for pid in numbers}
+        own = ["Z", str(os.getpid())]
+        ended = {pid for pid, fields in stats.items() if fields and fields[:2] == own}
+        for pid in ended & self._ended:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._ended = ended
 
 
 def close_inherited(keep: Iterable[int]) -> None:

@@ -31,6 +31,8 @@ DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError,
 LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
 RUN_FILE = "run.json"
+# Logs, events and records of a short run.
+_LEAST_ROOM_BYTES = 256 << 10
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
@@ -212,7 +214,8 @@ class RunDirectory:
             (self.path / name).mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
         self._check_owner()
         text = json.dumps(info.to_dict(), indent=1) + "\n"
-        return write_once(self.path / RUN_FILE, text.encode(), _RUN_MODE)
+        # Without room it is better said now than found by each process that has something to write.
+        return write_once(self.path / RUN_FILE, text.encode(), _RUN_MODE, _LEAST_ROOM_BYTES)
 
     def replace_run(self, info: RunInfo) -> None:
         """Have the run start again as ``info`` says. Raises OSError."""
@@ -353,18 +356,20 @@ def write_text(path: Path, text: str, *, lasting: bool = False, mode: int = _FIL
         sync(path.parent)
 
 
-def write_once(path: Path, content: bytes, mode: int) -> bool:
+def write_once(path: Path, content: bytes, mode: int, room_bytes: int = 0) -> bool:
     """Give ``path`` its content unless it exists; False if it does. Never seen in part, nor with
-    other permissions: written aside and linked to its name. Raises OSError, which names ``path``.
+    other permissions: written aside and linked to its name. Raises OSError, which names ``path``,
+    also where there is no room for ``room_bytes``.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
     try:
         with linking(path):
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                file.write(content.ljust(room_bytes))
                 file.flush()
                 os.fsync(file.fileno())
+                file.truncate(len(content))
             os.link(temporary, path)
     except FileExistsError:
         return False

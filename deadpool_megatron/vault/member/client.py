@@ -84,7 +84,7 @@ class VaultClient:
         self._bad: tuple[int, str] | None = None  # epoch, what a person is told
         self._reply: dict[str, Any] | None = None
         self._rehearsed = False
-        self._nameless_since = 0.0  # monotonic seconds; 0 while its socket has its name
+        self._nameless_tries = 0  # since the last connection, to reach a socket without its name
 
     # Registration.
 
@@ -367,12 +367,9 @@ class VaultClient:
                 framing.send(link, {"t": "member", **hello})
             except OSError as error:
                 link.close()
-                if not isinstance(error, FileNotFoundError):
-                    self._nameless_since = 0.0
-                elif not self._nameless_since:
-                    self._nameless_since = time.monotonic()
+                self._nameless_tries += isinstance(error, FileNotFoundError)
                 return
-            self._link, self._nameless_since = link, 0.0
+            self._link, self._nameless_tries = link, 0
 
     def _ask(
         self,
@@ -395,11 +392,10 @@ class VaultClient:
             reply, self._reply = self._reply, None
             if reply is not None and (message is None or reply["t"] != "registered"):
                 return reply
-            since, now = self._nameless_since, time.monotonic()
-            if since and now - since > _NAMELESS_SECONDS:
+            if self._nameless_tries * _RETRY_SECONDS > _NAMELESS_SECONDS:
                 text = f"{self._path} was removed, {LIKELY_CLEANERS}, and not made anew in time"
                 raise VaultError(f"vault: {what}: {text}")
-            left = deadline - now
+            left = deadline - time.monotonic()
             if left <= 0:
                 raise VaultError(f"vault: no answer to {what} on {self._path} in time")
             if self._poll(interrupted, left):

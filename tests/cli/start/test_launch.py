@@ -17,6 +17,7 @@ import pytest
 from deadpool_megatron.cli import main
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
+from deadpool_megatron.cluster.agent import service
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -79,6 +80,27 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
         assert slots.exists() == began
     finally:
         shutil.rmtree(segment_root(run_id), ignore_errors=True)
+
+
+def test_what_keeps_a_first_coordinator_from_coming_is_told_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
+    settings = Settings(connect_seconds=5, spare_timeout_seconds=10)
+    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), settings, f"/dev/shm/deadpool-{run_id}")
+    # After the checks, as a file system that fails when the run has begun.
+    junk = run.journal / "junk"
+    monkeypatch.setattr(launch, "preload_modules", lambda *_: junk.touch())
+    monkeypatch.setattr(service, "_SAID_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "_WORDS_SECONDS", 0.1)
+    said: list[str] = []
+    options = launch.LaunchOptions(run, info, 0, (), 0, said.append, lambda: None, numbers=(0,))
+    launcher = launch.Launcher(options)
+    with capfd.disabled():  # an agent keeps no descriptors but its own
+        assert launcher.run() == 2
+    why = f"{junk} does not belong into a journal"
+    assert said == [f"agent of node 0 waits for a coordinator: {why}"]
+    assert launcher.trouble == f"agent of node 0 ends: no coordinator for 5 s: {why}"
 
 
 def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(

@@ -14,7 +14,13 @@ import pytest
 from deadpool_megatron import file_systems
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal, JournalError
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
-from deadpool_megatron.cluster.run_directory.directory import write_json, write_once
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    write_json,
+    write_once,
+)
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.trainer import corpus
 from deadpool_megatron.wire.auth import create_secret
 
@@ -61,6 +67,24 @@ def test_a_file_system_without_locks_is_not_one_where_somebody_has_it(
     assert [one.host for one in read_bad_nodes(tmp_path)] == ["n1"]
     told = capfd.readouterr().err
     assert f"corpus.lock: no locks here ({os.strerror(number)}), goes on without" in told
+
+
+def test_a_run_directory_without_room_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills it is small at first, so that a start would hang and not say why."""
+    fsync = os.fsync
+
+    def quota(handle: int) -> None:
+        if os.fstat(handle).st_size > 65536:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", quota)
+    info = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    with pytest.raises(OSError, match="quota exceeded"):
+        RunDirectory(tmp_path).create(info)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])

@@ -62,6 +62,7 @@ class StandbyKeeper:
         self._place: int | None = None
         self._was_in_touch = False
         self._closing = False
+        self.trouble = ""  # why the newest look at the journal came to nothing
         self._pause = _RESTART_SECONDS
 
     @property
@@ -175,6 +176,9 @@ class StandbyKeeper:
             self._take(json.loads(line))
 
     def _take(self, line: Mapping[str, Any]) -> None:
+        self.trouble = str(line.get("trouble", ""))
+        if self.trouble:
+            return
         if "over" in line:
             self._on_over(bool(line["kept"]))
         elif "claimed" in line:

@@ -209,6 +209,7 @@ class Standby:
     def _complain(self, text: str) -> None:
         if text != self._trouble:
             self._trouble = text
+            self._report({"trouble": text})
             print(f"standby of node {self._options.node}: {text}", file=sys.stderr, flush=True)
 
     def _report(self, line: Mapping[str, Any]) -> None:
