@@ -50,8 +50,7 @@ def test_a_loss_a_takeover_of_roles_and_the_next_opening_go_far() -> None:
     rig.steps(1)
     rig.feed(ev.NodeLost(2, "connection closed"))
     rig.closed(g(1))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert rig.record.epoch == 2
     assert machine.near > 5 * machine.far, "nearly all inputs are one of many"
 
@@ -65,8 +64,7 @@ def test_a_drain_and_a_second_loss_go_far() -> None:
     rig.steps(order.iteration)
     rig.feed(*(ev.Paused(*rig.seat(r), 1, order.iteration) for r in rig.record.seats))
     rig.closed(g(order.iteration))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(killed(rig, 3))
     assert rig.of(act.CloseEpoch)
 

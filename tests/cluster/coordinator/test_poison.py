@@ -242,8 +242,7 @@ def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(
     tmp_path: Path, loss: str, is_told: bool
 ) -> None:
     """The epoch was closed, and its iteration kept; all that goes on from it is bad."""
-    rig = Rig().run()
-    rig.steps(4)
+    rig = Rig().run(4)
     rig.feed(killed(rig, 0))
     rig.closed(g(5))
     rig.journal()

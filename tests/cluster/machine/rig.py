@@ -139,13 +139,24 @@ class Rig:
             *(ev.Restored(*self.seat(r), record.epoch, record.restore.generation) for r in chosen),
         )
 
-    def run(self) -> Rig:
-        """From nothing to RUNNING epoch 1, with warm spares."""
+    def opening(self) -> Rig:
+        """From nothing to OPENING epoch 1."""
         self.gather()
         self.journal()
-        self.restored()
+        return self
+
+    def opened(self) -> list[act.Action]:
+        """The pending record becomes durable, and all of its members restore."""
+        self.journal()
+        return self.restored()
+
+    def run(self, iteration: int | None = None) -> Rig:
+        """From nothing to RUNNING epoch 1, with warm spares; then up to an iteration."""
+        self.opening().restored()
         self.warm(*range(self.config.nodes, self.config.nodes + self.config.spares))
         assert self.state.phase is Phase.RUNNING
+        if iteration is not None:
+            self.steps(iteration)
         return self
 
     def steps(self, iteration: int) -> list[act.Action]:

@@ -28,17 +28,14 @@ def outcome(rig: Rig, number: int = 1) -> tuple[Stage, str]:
 
 
 def begun() -> Rig:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
-    return rig
+    return Rig(nodes=2, spares=1).run(7)
 
 
 def moved(rig: Rig) -> None:
     """Members stand still, and the next epoch opens."""
     rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, 9) for role in (0, 1)))
     rig.closed(g(9, rig.record.epoch))
-    rig.journal()
-    rig.restored()
+    rig.opened()
 
 
 def with_one_of_two_drained() -> Rig:
@@ -66,8 +63,7 @@ def test_a_drain_is_done_when_its_roles_train_elsewhere() -> None:
 
 
 def test_a_drain_waits_for_a_spare_and_says_so() -> None:
-    rig = Rig(nodes=2, spares=0).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=0).run(7)
     ask(rig, Verb.DRAIN, node=1)
     assert outcome(rig) == (Stage.ASKED, "waits for a spare node")
     rig.join(2)
@@ -154,8 +150,7 @@ def test_a_takeover_goes_on_with_a_drain() -> None:
     pause = rig.of(act.Pause, rig.log)[-1]
     rig.feed(*(ev.Paused(*rig.seat(role), 1, pause.iteration) for role in (0, 1)))
     rig.closed(g(pause.iteration))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.steps(pause.iteration + 1)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
 
@@ -343,8 +338,7 @@ def test_a_node_that_is_killed_is_done_when_its_roles_are_played_elsewhere(part:
     rig.feed(ev.NodeLost(1, "connection closed"))
     assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
     rig.closed(g(7))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert outcome(rig)[0] is Stage.DONE
 
 
@@ -364,8 +358,7 @@ def test_a_vault_that_is_lost_with_its_node_is_waited_for_no_longer() -> None:
     rig.feed(ev.NodeLost(1, "connection closed"))
     assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
     rig.closed(g(7))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert outcome(rig) == (Stage.DONE, "node 1: connection closed")
 
 

@@ -95,8 +95,6 @@ def test_memory_does_not_stand_in_the_way_of_another_cadence() -> None:
 
 
 def test_nothing_is_reckoned_before_all_have_registered() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.journal()
+    rig = Rig().opening()
     assert scene_of(rig.state, rig.settings) is None
     assert memory_refusal(ProtectionPlan(), with_memory(rig, 1), rig.settings) == ""

@@ -125,9 +125,7 @@ def test_a_start_falls_back_as_a_recovery_does() -> None:
 
 
 def test_a_state_that_nobody_can_begin_with_is_given_up_whoever_speaks_first() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.journal()
+    rig = Rig().opening()
     for role in (0, 1, 0):
         fails(rig, role)
     (finish,) = rig.of(act.Finish, rig.log)

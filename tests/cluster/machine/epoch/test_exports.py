@@ -14,8 +14,7 @@ DUMP = Restore("dump", g(7), "step", path="/dump/1-7")
 
 def dumped(nodes: int = 2, **settings: object) -> Rig:
     """Node 1 is lost after iteration 7, no spare comes, the others have dumped."""
-    rig = Rig(nodes=nodes, spares=0, **{**WHERE, **settings}).run()
-    rig.steps(7)
+    rig = Rig(nodes=nodes, spares=0, **{**WHERE, **settings}).run(7)
     rig.feed(ev.NodeLost(1, "connection closed"))
     rig.closed(g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
@@ -85,8 +84,7 @@ def test_the_end_of_another_export_is_passed_over() -> None:
 
 
 def test_a_run_that_had_its_last_export_before_ends_with_the_dump() -> None:
-    rig = Rig(nodes=2, spares=0, **WHERE).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=0, **WHERE).run(7)
     rig.feed(ev.DumpRequested("time is over"))
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
     rig.closed(g(9))
@@ -103,8 +101,7 @@ def test_who_interrupts_the_export_does_not_lose_what_was_dumped() -> None:
 
 
 def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it() -> None:
-    rig = Rig(nodes=2, spares=0, **WHERE).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=0, **WHERE).run(7)
     rig.feed(ev.NodeLost(1, "connection closed"))
     rig.closed(g(7))
     rig.tick(rig.settings.spare_timeout_seconds)

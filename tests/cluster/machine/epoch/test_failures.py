@@ -14,8 +14,7 @@ from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, node
 
 
 def test_lost_node_is_replaced_by_the_spare() -> None:
-    rig = Rig(nodes=2, spares=1, nproc=2).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1, nproc=2).run(7)
     rig.feed(ev.NodeLost(1, "connection closed"))
     assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, "node 1: connection closed")
     assert rig.state.phase is Phase.CLOSING
@@ -29,8 +28,7 @@ def test_lost_node_is_replaced_by_the_spare() -> None:
     assert nodes_of(record) == {0: 0, 1: 0, 2: 2, 3: 2}
     assert set(record.nodes) == {0, 2}
     assert record.fewer_copies == frozenset()
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert rig.state.phase is Phase.RUNNING
 
 
@@ -132,8 +130,7 @@ def test_failed_communication_waits_for_a_better_cause() -> None:
     rig.feed(ev.NodeLost(1, "agent gone"))
     assert rig.one(act.CloseEpoch).cause == "node 1: agent gone"
     rig.closed(g(7))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.steps(8)
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
 
@@ -218,8 +215,7 @@ def test_spare_member_is_restarted_without_anybody_noticing() -> None:
 def test_spare_that_does_not_get_warm_is_restarted() -> None:
     rig = Rig()
     rig.gather()
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.tick(rig.settings.start_seconds + 1)
     assert rig.one(act.KillMember) == act.KillMember(2, 0, 0)
 
@@ -231,8 +227,7 @@ def test_node_with_too_many_restarts_is_put_aside() -> None:
         rig.feed(killed(rig, 1))
         rig.closed(g(iteration, rig.record.epoch))
         if iteration < 3:
-            rig.journal()
-            rig.restored()
+            rig.opened()
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
     assert "2 restarts" in rig.state.fleet.gone[1]
 
@@ -251,8 +246,7 @@ def test_failure_after_some_roles_are_done_reopens() -> None:
     rig.feed(ev.MemberDone(*rig.seat(0), 1))
     rig.feed(killed(rig, 1))
     rig.closed(g(7))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(ev.MemberDone(*rig.seat(0), 2))
     assert not rig.of(act.Finish)
     rig.feed(ev.MemberDone(*rig.seat(1), 2))
@@ -260,9 +254,7 @@ def test_failure_after_some_roles_are_done_reopens() -> None:
 
 
 def test_done_may_overtake_restored_of_others() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.journal()
+    rig = Rig().opening()
     rig.restored(0)
     rig.feed(*(ev.MemberDone(*rig.seat(role), 1) for role in (0, 1)))
     assert not rig.of(act.Finish)
@@ -293,8 +285,7 @@ def test_ends_by_order() -> None:
 
 
 def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     rig.feed(ev.NodeLost(1, "gone"))
     rig.closed(g(6), g(7))
     rig.journal()
@@ -317,8 +308,7 @@ def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
 
 
 def test_hashes_that_differ_twice_give_the_generation_up() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     rig.feed(killed(rig, 1))
     for attempt, generation in ((2, g(7)), (3, g(7)), (4, g(6))):
         rig.closed(g(6), g(7))
@@ -338,12 +328,10 @@ def test_nothing_to_go_on_from_ends_the_run_with_the_reason() -> None:
 
 
 def test_abandoned_lineage_is_not_used_even_if_a_vault_still_shows_it() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     rig.feed(killed(rig, 1))
     rig.closed(g(6))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(killed(rig, 1))
     rig.closed(g(6), g(7))
     assert rig.pending.restore.generation == g(6)
@@ -353,13 +341,11 @@ def test_abandoned_lineage_is_not_used_even_if_a_vault_still_shows_it() -> None:
 
 
 def test_same_death_three_times_without_progress_ends_the_run() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     for _ in range(2):
         rig.feed(killed(rig, 1, 11))
         rig.closed(g(7))
-        rig.journal()
-        rig.restored()
+        rig.opened()
         rig.steps(7)
     rig.feed(killed(rig, 1, 11))
     end = rig.saved_end(g(7))
@@ -374,22 +360,18 @@ def test_progress_or_another_cause_lets_it_go_on() -> None:
         rig.steps(iteration)
         rig.feed(killed(rig, 1))
         rig.closed(g(iteration, rig.record.epoch))
-        rig.journal()
-        rig.restored()
+        rig.opened()
         rig.feed(killed(rig, 0))
         rig.closed(g(iteration, rig.record.epoch - 1))
-        rig.journal()
-        rig.restored()
+        rig.opened()
     assert rig.state.phase is Phase.RUNNING
 
 
 def test_same_exit_twice_at_the_same_step_is_the_users_error() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: bad sample"))
     rig.closed(g(7))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample"))
     end = rig.saved_end(g(7))
     assert end.exit_status == 1
@@ -412,8 +394,7 @@ def test_node_that_joins_in_time_takes_the_roles() -> None:
     rig.tick(1)
     rig.join(5)
     assert nodes_of(rig.pending) == {0: 0, 1: 5}
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert rig.state.phase is Phase.RUNNING
 
 

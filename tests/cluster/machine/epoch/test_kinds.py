@@ -26,8 +26,7 @@ def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
 def recover(rig: Rig, iteration: int) -> None:
     """The way from a closed epoch to the next one, which restores ``iteration``."""
     rig.closed(*(g(iteration, lineage) for lineage in range(1, rig.record.epoch + 1)))
-    rig.journal()
-    rig.restored()
+    rig.opened()
 
 
 def kinds(rig: Rig, kind: Kind) -> list[str]:
@@ -36,8 +35,7 @@ def kinds(rig: Rig, kind: Kind) -> list[str]:
 
 @pytest.mark.parametrize("silent", [FailureKind.NODE_CUT, FailureKind.NODE_FROZEN])
 def test_a_silent_node_is_told_from_one_whose_connection_ended(silent: FailureKind) -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     rig.feed(ev.NodeLost(1, "silent for 5.0 s", 5.0, silent))
     recover(rig, 3)
     rig.steps(4)
@@ -67,8 +65,7 @@ def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
 
 @pytest.mark.parametrize(("line", "kind"), [(CUDA, "device-error"), (FULL, "no-room")])
 def test_second_error_of_a_host_moves_its_roles_to_a_spare(line: str, kind: str) -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     for _ in range(2):
         assert nodes_of(rig.record) == {0: 0, 1: 1}
         rig.feed(ended(rig, 1, line))
@@ -80,8 +77,7 @@ def test_second_error_of_a_host_moves_its_roles_to_a_spare(line: str, kind: str)
 
 def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
     """At the first time, and not as the last spare either, unlike one whose errors were counted."""
-    rig = Rig(spares=1).run()
-    rig.steps(3)
+    rig = Rig(spares=1).run(3)
     rig.feed(ended(rig, 1, XID))
     assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
     (note,) = rig.of(act.NoteWrong, rig.log)
@@ -98,8 +94,7 @@ def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
 
 
 def test_the_roles_of_a_node_with_a_broken_device_wait_for_a_spare() -> None:
-    rig = Rig(spares=0).run()
-    rig.steps(3)
+    rig = Rig(spares=0).run(3)
     rig.feed(ended(rig, 1, XID))
     rig.closed(g(3))
     assert rig.state.phase is Phase.WAITING_SPARE
@@ -108,8 +103,7 @@ def test_the_roles_of_a_node_with_a_broken_device_wait_for_a_spare() -> None:
 
 
 def test_faults_of_the_program_are_no_device_errors() -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     for line in ("CUDA error: an illegal memory access was encountered", "Xid 31"):
         rig.feed(ended(rig, 1, line))
         recover(rig, 3)
@@ -118,8 +112,7 @@ def test_faults_of_the_program_are_no_device_errors() -> None:
 
 
 def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     rig.feed(ended(rig, 1, CUDA))
     recover(rig, 3)
     rig.feed(ended(rig, 0, CUDA))
@@ -129,8 +122,7 @@ def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
 
 
 def test_device_errors_without_a_spare_end_after_three_at_one_step() -> None:
-    rig = Rig(spares=0).run()
-    rig.steps(3)
+    rig = Rig(spares=0).run(3)
     for _ in range(2):
         rig.feed(ended(rig, 1, CUDA))
         recover(rig, 3)
@@ -147,8 +139,7 @@ def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
 
 
 def test_crashes_on_one_node_within_the_window_put_it_aside() -> None:
-    rig = Rig().run()
-    rig.steps(1)
+    rig = Rig().run(1)
     for n in range(1, 4):
         crash_and_go_on(rig, n, pause_seconds=100)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
@@ -157,8 +148,7 @@ def test_crashes_on_one_node_within_the_window_put_it_aside() -> None:
 
 
 def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
-    rig = Rig(restarts_in_place=3).run()
-    rig.steps(1)
+    rig = Rig(restarts_in_place=3).run(1)
     for n in range(1, 9):
         crash_and_go_on(rig, n, pause_seconds=301)
     assert nodes_of(rig.record) == {0: 0, 1: 1}
@@ -166,8 +156,7 @@ def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
 
 
 def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None:
-    rig = Rig(spares=0, restarts_in_place=4).run()
-    rig.steps(1)
+    rig = Rig(spares=0, restarts_in_place=4).run(1)
     for n in range(1, 5):
         crash_and_go_on(rig, n, pause_seconds=1)
     assert 1 in rig.state.fleet.nodes
@@ -176,8 +165,7 @@ def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None
 
 
 def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
-    rig = Rig().run()
-    rig.steps(1)
+    rig = Rig().run(1)
     for n in range(1, 4):
         crash_and_go_on(rig, n, pause_seconds=1)
     for place in sorted(rig.state.fleet.members.killed):  # the members of node 1 begin anew
@@ -192,8 +180,7 @@ def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
 
 
 def test_a_process_that_its_agent_killed_is_no_crash_of_the_node() -> None:
-    rig = Rig().run()
-    rig.steps(1)
+    rig = Rig().run(1)
     for n in range(1, 6):
         rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
         recover(rig, n)
@@ -202,8 +189,7 @@ def test_a_process_that_its_agent_killed_is_no_crash_of_the_node() -> None:
 
 
 def test_the_end_after_a_bug_names_role_node_exit_words_and_log() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
     recover(rig, 7)
     rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
@@ -216,8 +202,7 @@ def test_the_end_after_a_bug_names_role_node_exit_words_and_log() -> None:
 
 
 def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     for n in range(3):
         cause = "no progress of any role for 300.0 s"
         rig.feed(ev.RolesHung(rig.record.epoch, (1,), cause, table_of({})))
@@ -241,8 +226,7 @@ def audited(rig: Rig, *roles: int, certain: bool = True) -> list[act.Action]:
 
 
 def test_a_node_that_computes_wrong_numbers_is_put_aside() -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     audited(rig, 1)
     recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
@@ -252,8 +236,7 @@ def test_a_node_that_computes_wrong_numbers_is_put_aside() -> None:
 
 
 def test_without_a_spare_its_roles_wait_for_one() -> None:
-    rig = Rig(spares=0).run()
-    rig.steps(3)
+    rig = Rig(spares=0).run(3)
     audited(rig, 1)
     assert rig.one(act.DropNode).node == 1
     rig.closed(g(3))
@@ -262,8 +245,7 @@ def test_without_a_spare_its_roles_wait_for_one() -> None:
 
 
 def test_who_is_wrong_of_two_cannot_be_told() -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     audited(rig, 0, 1, certain=False)
     end = rig.saved_end(g(3))
     assert (end.exit_status, end.kind) == (3, "silent-corruption")
@@ -271,8 +253,7 @@ def test_who_is_wrong_of_two_cannot_be_told() -> None:
 
 
 def test_an_accusation_of_a_closed_epoch_is_refused() -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     seat, epoch = rig.seat(0), rig.record.epoch
     audited(rig, 1)
     recover(rig, 3)
@@ -282,13 +263,11 @@ def test_an_accusation_of_a_closed_epoch_is_refused() -> None:
 
 
 def test_what_repeats_on_the_way_back_from_a_checkpoint_has_progress_in_between() -> None:
-    rig = Rig(nodes=2, spares=2).run()
-    rig.steps(100)
+    rig = Rig(nodes=2, spares=2).run(100)
     rig.feed(ev.DurableValid(50, "/saves/iter_50"))
     rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
     rig.closed()
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert rig.record.restore.generation == g(50, 2)
     for iteration in (60, 70, 80):
         rig.steps(iteration)
@@ -310,8 +289,7 @@ def nan(rig: Rig, iteration: int) -> list[act.Action]:
 
 
 def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
-    rig = Rig().run()
-    rig.steps(4)
+    rig = Rig().run(4)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
     nan(rig, 5)
     end = rig.saved_end(g(4), g(5))
@@ -327,8 +305,7 @@ def test_nan_with_ignore_is_a_step_like_any_other() -> None:
 
 
 def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     rig.closed(g(4), g(5), g(6))
     assert rig.pending.restore.generation == g(4)
@@ -345,8 +322,7 @@ def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
 
 
 def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration() -> None:
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     rig.feed(ev.DurableValid(5, "/saves/iter_5"))
     nan(rig, 5)
     rig.closed(g(5))
@@ -354,8 +330,7 @@ def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration() -> None:
 
 
 def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_either() -> None:
-    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run(4)
     rig.feed(ev.DurableValid(5, "/saves/iter_5"))
     nan(rig, 5)
     recover(rig, 4)
@@ -365,8 +340,7 @@ def test_a_checkpoint_of_the_bad_iteration_is_not_taken_after_the_rollback_eithe
 
 
 def test_second_nan_at_the_same_iteration_stops() -> None:
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     recover(rig, 4)
     nan(rig, 5)
@@ -379,8 +353,7 @@ def test_second_nan_at_the_same_iteration_stops() -> None:
 
 def test_second_nan_doubts_the_generation_it_came_from() -> None:
     """Nothing had shown in the iteration that made it; a checkpoint before it is left."""
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(3)
+    rig = Rig(nonfinite="rollback").run(3)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
     rig.steps(4)
     nan(rig, 5)
@@ -389,8 +362,7 @@ def test_second_nan_doubts_the_generation_it_came_from() -> None:
     rig.closed(g(4), g(5, 2))
     assert (rig.pending.restore.kind, rig.pending.restore.path) == ("durable", "/saves/iter_3")
     assert set(rig.pending.history.nonfinite) == {4, 5}
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.steps(4)
     nan(rig, 5)
     end = rig.saved_end(g(3, 3), g(4, 3))
@@ -399,8 +371,7 @@ def test_second_nan_doubts_the_generation_it_came_from() -> None:
 
 
 def test_what_other_roles_say_of_the_same_iteration_changes_nothing() -> None:
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     before = rig.state
     rig.feed(ev.NotFinite(rig.record.epoch, 0, 0, 5, "gradient norm", "nan"))
@@ -411,8 +382,7 @@ def test_what_other_roles_say_of_the_same_iteration_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("epoch", "iteration"), [(1, 5), (2, 0)])
 def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch: int, iteration: int) -> None:
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
     before = rig.state
@@ -424,8 +394,7 @@ def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch: int, iter
 @pytest.mark.parametrize("until", [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.RUNNING])
 def test_nan_that_is_told_after_the_close_is_not_restored(until: Phase) -> None:
     """Another role died at the same time; all roles have committed the iteration by then."""
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     rig.feed(killed(rig, 0))
     if until is not Phase.CLOSING:
         rig.closed(g(4), g(5))
@@ -445,8 +414,7 @@ def test_nan_that_is_told_after_the_close_is_not_restored(until: Phase) -> None:
 
 def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> None:
     """All agents had closed the epoch, and the last to come back is the one that tells again."""
-    old = Rig(nodes=2, spares=0, nonfinite="rollback").run()
-    old.steps(4)
+    old = Rig(nodes=2, spares=0, nonfinite="rollback").run(4)
     nan(old, 5)
     rig = successor(old)
     rejoin(rig, old, 0, 1, closed=1)
@@ -463,8 +431,7 @@ def taken_over(rig: Rig) -> Rig:
 
 
 def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     rig.feed(ended(rig, 1, "ValueError: sample 17"))
     recover(rig, 7)
     assert rig.record.emitted_up_to == 7
@@ -476,8 +443,7 @@ def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
 
 def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_iteration() -> None:
     """It is the one that was made valid last, until the iteration is saved again."""
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     recover(rig, 4)
     records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
@@ -495,8 +461,7 @@ def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_it
 
 
 def test_a_coordinator_that_takes_over_knows_which_iteration_was_thrown_away() -> None:
-    rig = Rig(nonfinite="rollback").run()
-    rig.steps(4)
+    rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
     recover(rig, 4)
     taken_over(rig)

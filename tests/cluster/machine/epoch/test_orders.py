@@ -14,8 +14,7 @@ from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
 def drained() -> Rig:
     """Nodes 0 and 1 train, 2 is a spare; drain of node 1 is asked for after iteration 7."""
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.DrainRequested(1))
     return rig
 
@@ -45,8 +44,7 @@ def test_drain_pauses_closes_moves_the_roles_and_frees_the_node() -> None:
 
 def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
     """A save may be nearer than the newest protected generation, which all hold in memory."""
-    rig = Rig(cadence="10").run()
-    rig.steps(23)
+    rig = Rig(cadence="10").run(23)
     rig.feed(ev.DurableValid(23, "/ck/23", "save"))
     rig.steps(24)
     rig.feed(ev.NodeLost(1, "gone"))
@@ -56,14 +54,12 @@ def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
 
 def test_a_pause_after_a_return_to_an_old_checkpoint_is_of_the_next_iterations() -> None:
     """All copies were lost. What was computed before that is not to be waited for."""
-    rig = Rig(nodes=2, spares=2).run()
-    rig.steps(1000)
+    rig = Rig(nodes=2, spares=2).run(1000)
     rig.feed(ev.DurableValid(100, "/ck/100", "save"))
     rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
     rig.closed()
     assert rig.pending.restore.generation.iteration == 100
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.steps(103)
     assert rig.state.line.newest == 1000, "lines for people are not shown twice"
     rig.feed(ev.DumpRequested("the time is over"))
@@ -128,8 +124,7 @@ def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool
 
 
 def wanted_dump(seconds: float | None = None) -> Rig:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.DumpRequested("time is over", seconds))
     return rig
 
@@ -171,8 +166,7 @@ def test_wanted_dump_that_becomes_urgent_pauses_no_longer() -> None:
 
 
 def test_wanted_dump_without_a_journal_for_the_epoch_under_way() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.NodeLost(1, "connection closed"))
     rig.closed(g(7))
     assert rig.state.phase is Phase.DECIDING
@@ -194,8 +188,7 @@ def test_wanted_dump_joins_a_pause_and_moves_nothing() -> None:
 
 
 def test_wanted_dump_does_not_wait_for_roles_that_just_failed() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.MemberFault(*rig.seat(1), 1, "connection reset"))
     rig.feed(ev.DumpRequested("time is over"))
     assert rig.one(act.CloseEpoch).cause == "time is over"
@@ -228,8 +221,7 @@ def test_a_run_whose_program_has_ended(early: str, durable: str, status: int, re
 
 
 def test_a_last_checkpoint_that_could_not_be_written_is_a_dump() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(9)
+    rig = Rig(nodes=2, spares=1).run(9)
     unsaved = ("", "/K/iter_0000009: No space left on device")
     rig.feed(ev.MemberDone(*rig.seat(0), 1, *unsaved), ev.MemberDone(*rig.seat(1), 1, "", "/K: "))
     assert rig.state.standing_epoch == 1, "it is no failure"
@@ -285,8 +277,7 @@ def test_wanted_dump_before_the_first_record_was_announced() -> None:
 
 
 def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.NodeLost(1, "connection closed"))
     rig.closed(g(7))
     rig.journal()
@@ -296,8 +287,7 @@ def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> N
 
 
 def test_wanted_dump_while_a_spare_is_awaited_waits_no_longer() -> None:
-    rig = Rig(nodes=2, spares=0).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=0).run(7)
     rig.feed(ev.NodeLost(1, "connection closed"))
     rig.closed(g(7))
     assert rig.state.phase is Phase.WAITING_SPARE
@@ -387,8 +377,7 @@ def test_drained_node_is_the_last_choice_as_a_spare() -> None:
 
 
 def test_account_of_a_recovery() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1).run(7)
     rig.now += 10
     rig.feed(ev.NodeLost(1, "silent", silent_seconds=2.0))
     rig.now += 0.5
@@ -431,16 +420,14 @@ def test_account_of_a_recovery() -> None:
 
 
 def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(killed(rig, 1))
     rig.closed(g(7))
     rig.journal()
     rig.now += 3
     rig.feed(killed(rig, 0))
     rig.closed(g(7))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.steps(8)
     (report,) = rig.state.recoveries.finished
     assert report.epoch == 3
@@ -456,8 +443,7 @@ def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_an_interrupt_keeps_what_is_in_memory_where_the_user_may_want_it(keeps: bool) -> None:
-    rig = Rig().run()
-    rig.steps(3)
+    rig = Rig().run(3)
     rig.feed(ev.UserStop(keeps=keeps))
     assert (rig.one(act.Finish).exit_status, rig.one(act.Finish).keeps_slots) == (130, keeps)
     nothing = Rig()

@@ -20,8 +20,7 @@ def bug(rig: Rig) -> None:
     failure = {"exit_code": 1, "last_line": "ValueError: bad sample"}
     rig.feed(ev.MemberLost(*rig.seat(1), **failure))  # type: ignore[arg-type]
     rig.closed(g(7))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(ev.MemberLost(*rig.seat(1), **failure))  # type: ignore[arg-type]
 
 
@@ -70,8 +69,7 @@ causes = pytest.mark.parametrize(("cause", "status"), CAUSES)
 
 def ending(cause: Callable[[Rig], None]) -> Rig:
     """The run until its state is being written."""
-    rig = Rig(nodes=2, spares=0).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=0).run(7)
     cause(rig)
     if rig.state.phase is Phase.CLOSING:
         rig.closed(g(7))
@@ -117,14 +115,12 @@ def test_who_interrupts_it_does_not_lose_it(cause: Callable[[Rig], None], status
 
 
 def test_a_node_with_no_restarts_left_is_not_given_up_before_it_has_written() -> None:
-    rig = Rig(nodes=1, spares=0, restarts_in_place=2).run()
-    rig.steps(7)
+    rig = Rig(nodes=1, spares=0, restarts_in_place=2).run(7)
     for attempt in range(3):
         rig.feed(killed(rig, 0, 11 - attempt))
         if attempt < 2:
             rig.closed(g(7))
-            rig.journal()
-            rig.restored()
+            rig.opened()
     assert not rig.of(act.DropNode)
     assert rig.saved_end(g(7)).exit_status == 1
 

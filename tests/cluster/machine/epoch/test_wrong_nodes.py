@@ -29,8 +29,7 @@ def found_wrong(rig: R, *roles: int) -> R:
 
 def recover(rig: Rig, iteration: int = 3) -> None:
     rig.closed(g(iteration))
-    rig.journal()
-    rig.restored()
+    rig.opened()
 
 
 def reap(rig: Rig) -> None:
@@ -93,8 +92,7 @@ def test_a_wrong_node_is_no_last_resort_either() -> None:
 
 
 def test_a_drained_node_is_one() -> None:
-    rig = Rig(nodes=3, spares=1).run()
-    rig.steps(3)
+    rig = Rig(nodes=3, spares=1).run(3)
     rig.feed(ev.DrainRequested(1))
     pause = rig.one(act.Pause)
     rig.feed(*(ev.Paused(*rig.seat(r), 1, pause.iteration) for r in range(3)))

@@ -124,8 +124,7 @@ def test_shared_memory_that_the_settings_ask_for() -> None:
 def test_a_node_that_joins_later_is_held_against_the_run() -> None:
     rig = Rig(nodes=2, spares=0)
     come(rig)
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(joined(5, OTHER))
     assert (rig.one(act.DropNode).node, rig.one(act.DropNode).left_out) == (5, True)
     assert not rig.of(act.StartMembers)
@@ -139,8 +138,7 @@ def test_a_node_that_joins_later_is_held_against_the_run() -> None:
 def test_who_brings_state_of_the_run_is_not_turned_away() -> None:
     rig = Rig(nodes=2, spares=0)
     come(rig)
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(joined(5, OTHER, found=Inventory(5, 1)))
     assert rig.of(act.Welcome)
 
@@ -148,8 +146,7 @@ def test_who_brings_state_of_the_run_is_not_turned_away() -> None:
 def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> None:
     rig = Rig(nodes=2, spares=2)
     come(rig)
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.warm(2, 3)
     down = dataclasses.replace(GOOD, interface="ib0", interface_up=False)
     rig.feed(ev.FactsTold(2, down))
@@ -177,8 +174,7 @@ def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
     sick = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed"))
     rig = Rig(nodes=2, spares=1)
     come(rig)
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(ev.FactsTold(1, sick))
     assert rig.state.fleet.drains == {1}
     aside = rig.emitted(Kind.NODE_ASIDE)[0]
@@ -191,8 +187,7 @@ def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
 def test_a_node_whose_health_is_gone_trains_on_while_there_is_no_spare() -> None:
     rig = Rig(nodes=2, spares=0)
     come(rig)
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(ev.FactsTold(1, dataclasses.replace(GOOD, health=Answer(Health.OUT, "ECC"))))
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.fleet.drains == {1}
@@ -335,8 +330,7 @@ SICK = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed
 def test_a_drained_node_that_is_not_fit_stays_until_its_state_is_elsewhere() -> None:
     rig = Rig(nodes=2, spares=1, protection="local")
     come(rig)
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.warm(2)
     rig.feed(ev.FactsTold(1, SICK))
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
@@ -356,8 +350,7 @@ def test_a_node_that_comes_back_not_fit_brings_what_it_holds() -> None:
     """Its device may be why its agent ended. It gets no role where another node can have it."""
     rig = Rig(nodes=2, spares=1, protection="local")
     come(rig)
-    rig.journal()
-    rig.restored()
+    rig.opened()
     nodes = rig.state.fleet.nodes
     rig.alter("fleet", nodes=nodes.set(1, dataclasses.replace(nodes[1], returns=True)))
     rig.feed(ev.NodeLost(1, "connection closed"))

@@ -58,8 +58,7 @@ def said(rig: Rig) -> str:
 
 
 def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
-    old = Rig(nodes=2, spares=1).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=1).run(7)
     rig = started_again(old)
     join(rig, 0, 0, 1, generations=(g(6), g(7)))
     assert rig.one(act.StartMembers).slots == {0: 1}, "never an incarnation that has been there"
@@ -85,8 +84,7 @@ def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
 @pytest.mark.parametrize(("begins_anew", "wanted"), [(True, "parity(4)"), (False, "local")])
 def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wanted: str) -> None:
     """Agents that come back by themselves have the command that the run began with."""
-    old = Rig(nodes=2, spares=1, protection="local").run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=1, protection="local").run(7)
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     settings = replace(old.settings, protection="parity")
     config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
@@ -105,8 +103,7 @@ def test_without_the_spare_it_goes_on_after_a_while() -> None:
 
 
 def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     rig.alter("fleet", gone=rig.state.fleet.gone.set(1, "connection closed"))
     join(rig, 0, 0, generations=(g(7),))
@@ -119,8 +116,7 @@ def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
 
 
 def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old, Restore("durable", Generation(0, 5), "save", "/ck/5"))
     for node in range(2):
         join(rig, node, 0, generations=(g(7),))
@@ -133,8 +129,7 @@ def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> N
 
 def test_a_first_epoch_that_is_not_whole_in_memory_is_not_begun_anew() -> None:
     """No record says that it was ever open, and no agent tells its iterations again."""
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 1, generations=())
@@ -156,8 +151,7 @@ def test_a_first_epoch_in_which_nothing_was_computed_is_begun_anew() -> None:
 
 
 def test_an_abandoned_line_in_memory_is_not_taken_up() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     for node in range(2):
         join(rig, node, 0, 1, generations=(g(7), g(9, lineage=5)))
@@ -213,8 +207,7 @@ def test_a_node_that_cannot_write_does_not_hold_up_the_end(how: str) -> None:
 
 def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     """A node whose disk is full, in the epoch in which its slots were found as it came."""
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     rig.alter("line", newest=7)
     join(rig, 0, 0, generations=(g(7),))
@@ -233,8 +226,7 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
 
 
 def test_a_dump_has_what_lay_on_nodes_that_came_under_new_numbers() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     rig.alter("line", newest=7)
     rig.alter("fleet", gone=rig.state.fleet.gone.set(1, "connection closed"))
@@ -251,8 +243,7 @@ def test_a_dump_has_what_lay_on_nodes_that_came_under_new_numbers() -> None:
 
 
 def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     join(rig, 0, 0, generations=(g(7),))
     rig.feed(ev.UserStop("interrupted"))
@@ -263,8 +254,7 @@ def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
 
 @pytest.mark.parametrize("until", ["decided", "open"])
 def test_who_interrupts_a_run_has_done_with_it(until: str) -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     for node in range(2):
         join(rig, node, 0, 1, generations=(g(7),))
@@ -305,8 +295,7 @@ def test_nobody_waits_for_a_node_whose_slots_went_with_its_agent() -> None:
 
 def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing() -> None:
     """It has come under a new number, so that it was not asked for what it holds at the close."""
-    old = Rig(nodes=3, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=3, spares=0).run(7)
     rig = started_again(old)
     rig.alter("line", newest=7)
     join(rig, 0, 0, generations=(g(7),))
@@ -323,8 +312,7 @@ def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing(
 
 def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump() -> None:
     """The coordinator was lost with its node, while the dump became a checkpoint."""
-    old = Rig(nodes=4, spares=0).run()
-    old.steps(7)
+    old = Rig(nodes=4, spares=0).run(7)
     dump = Restore("dump", g(7), "step", path="/dump/1-7")
     rig = started_again(old, dump)
     rig.alter("line", newest=7)

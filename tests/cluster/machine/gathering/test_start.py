@@ -49,9 +49,7 @@ def test_record_is_announced_only_when_it_is_durable() -> None:
 
 
 def test_running_when_all_roles_restored() -> None:
-    rig = Rig(nodes=2, spares=0, nproc=2)
-    rig.gather()
-    rig.journal()
+    rig = Rig(nodes=2, spares=0, nproc=2).opening()
     rig.restored(0, 1, 2)
     assert rig.state.phase is Phase.OPENING
     rig.restored(3)
@@ -138,9 +136,7 @@ def test_start_from_a_checkpoint() -> None:
 
 
 def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.journal()
+    rig = Rig().opening()
     rig.restored(0)
     s = rig.settings
     rig.tick(s.adopt_seconds + s.rebuild_seconds + s.restore_seconds + s.start_seconds)
@@ -156,9 +152,7 @@ def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> Non
 
 
 def test_failure_before_anything_ran_begins_again() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.journal()
+    rig = Rig().opening()
     rig.feed(ev.NodeLost(1, "gone"))
     rig.closed()
     assert rig.pending.restore == Restore("initial", g(0, 2))
@@ -170,9 +164,7 @@ def test_a_run_begins_with_what_all_roles_have_loaded(
     loaded: tuple[int, int], status: int | None
 ) -> None:
     """A program that loads a checkpoint while it is built begins at its iteration."""
-    rig = Rig()
-    rig.gather()
-    rig.journal()
+    rig = Rig().opening()
     for role, iteration in enumerate(loaded):
         rig.feed(ev.Restored(*rig.seat(role), 1, g(iteration)))
     if status is None:
@@ -187,9 +179,7 @@ def test_a_run_begins_with_what_all_roles_have_loaded(
 
 @pytest.mark.parametrize("late", ["epoch", "incarnation", "role"])
 def test_stale_restored_is_refused(late: str) -> None:
-    rig = Rig()
-    rig.gather()
-    rig.journal()
+    rig = Rig().opening()
     before = rig.state
     stale = {
         "epoch": ev.Restored(0, 0, 0, 9, g(0)),

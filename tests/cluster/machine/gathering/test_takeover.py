@@ -80,8 +80,7 @@ def assert_untouched(rig: Rig) -> None:
 
 
 def test_training_goes_on_in_the_same_epoch() -> None:
-    old = Rig(nodes=2, spares=1, nproc=2).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=1, nproc=2).run(7)
     rig = successor(old)
     rejoin(rig, old, 0, 1)
     assert rig.of(act.Welcome, rig.log)[0].record == old.record
@@ -228,8 +227,7 @@ def test_fault_that_the_dead_coordinator_had_heard_is_repeated() -> None:
 @pytest.mark.parametrize("all_had_it", [False, True])
 def test_dead_in_closing(all_had_it: bool) -> None:
     """Some agents or all have closed the epoch by order of the dead coordinator."""
-    old = Rig().run()
-    old.steps(7)
+    old = Rig().run(7)
     old.feed(killed(old, 1))
     assert old.state.phase is Phase.CLOSING
     rig = successor(old)
@@ -293,9 +291,7 @@ def test_dead_between_journal_and_announcement(had_it: tuple[int, ...]) -> None:
 
 
 def test_dead_in_opening_counts_what_was_restored_before_and_after() -> None:
-    old = Rig(nodes=2, spares=0, nproc=2)
-    old.gather()
-    old.journal()
+    old = Rig(nodes=2, spares=0, nproc=2).opening()
     old.restored(0, 1)
     rig = successor(old)
     rejoin(rig, old, 0)
@@ -339,8 +335,7 @@ def test_dead_before_the_first_record_was_announced() -> None:
 @pytest.mark.parametrize("before_all_are_back", [False, True])
 def test_dead_in_pausing(before_all_are_back: bool) -> None:
     """Who stands still by an order of the dead coordinator moves again after a close."""
-    old = Rig(nodes=2, spares=1).run()
-    old.steps(7)
+    old = Rig(nodes=2, spares=1).run(7)
     old.feed(ev.DrainRequested(1))
     assert old.state.phase is Phase.PAUSING
     rig = successor(old)
@@ -491,15 +486,13 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
 
 @pytest.mark.parametrize("progress", [False, True])
 def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> None:
-    rig = Rig(spares=0).run()
-    rig.steps(7)
+    rig = Rig(spares=0).run(7)
     for attempt in range(2):
         rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: x"))
         if attempt == 1:
             break
         rig.closed(g(7))
-        rig.journal()
-        rig.restored()
+        rig.opened()
         old, rig = rig, successor(rig)
         rejoin(rig, old, 0, 1, closed=1)
         assert rig.state.phase is Phase.RUNNING

@@ -24,9 +24,7 @@ CODED = frozenset({"main", "members"})
 
 def begin(spares: int = 3, **settings: object) -> Rig:
     """Three roles in one group; nodes without a role hold the parity."""
-    rig = Rig(nodes=3, spares=spares, protection="parity", parity_group=3, **settings).run()
-    rig.steps(7)
-    return rig
+    return Rig(nodes=3, spares=spares, protection="parity", parity_group=3, **settings).run(7)
 
 
 class World:

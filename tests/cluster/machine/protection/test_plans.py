@@ -20,8 +20,7 @@ EVERY_THIRD = replace(ProtectionPlan(), every=3)
 
 def asked(plan: ProtectionPlan, **settings: object) -> Rig:
     """Nodes 0 and 1 train, 2 is a spare; another plan is asked for after iteration 7."""
-    rig = Rig(nodes=2, spares=1, **settings).run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=1, **settings).run(7)
     rig.feed(ev.ProtectionRequested(plan, "a test"))
     return rig
 
@@ -30,8 +29,7 @@ def changed(rig: Rig, iteration: int) -> None:
     """The pause at ``iteration`` leads to the next epoch, which opens."""
     rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, iteration) for role in (0, 1)))
     rig.closed(g(iteration, rig.record.epoch))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert rig.state.phase is Phase.RUNNING
 
 
@@ -82,9 +80,7 @@ def test_a_failure_takes_the_wanted_plan_along() -> None:
 
 
 def test_a_plan_asked_for_while_an_epoch_opens_follows_it() -> None:
-    rig = Rig(nodes=2, spares=1)
-    rig.gather()
-    rig.journal()
+    rig = Rig(nodes=2, spares=1).opening()
     rig.feed(ev.ProtectionRequested(EVERY_THIRD, "early"))
     assert rig.state.phase is Phase.OPENING
     rig.restored()
@@ -161,8 +157,7 @@ def test_the_cadence_of_a_plan_that_lacks_nodes_can_be_changed() -> None:
     rig = Rig(nodes=2, spares=1, replicas=2).run()
     rig.feed(ev.NodeLost(2, "connection closed"))
     rig.closed(g(0))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.feed(ev.ProtectionRequested(EVERY_THIRD, "the network is slow"))
     assert rig.state.phase is Phase.PAUSING
 

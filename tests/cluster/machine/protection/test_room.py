@@ -56,8 +56,7 @@ class Room(Rig):
         self.gather()
         for _ in range(3):
             if self.state.phase is Phase.DECIDING:
-                self.journal()
-                self.restored()
+                self.opened()
                 self.closed()
         return self
 
@@ -65,8 +64,7 @@ class Room(Rig):
         """All that are left promise a generation; what is decided opens, or all is over."""
         self.closed(g(iteration, self.record.epoch))
         if self.state.phase is Phase.DECIDING:
-            self.journal()
-            self.restored()
+            self.opened()
 
 
 def room(usual: int, **more: object) -> Room:
@@ -104,8 +102,7 @@ def test_what_does_not_fit_is_left_before_anything_is_waited_for() -> None:
     assert rig.pending.restore.kind == "initial"
     assert rig.pending.protection.kind is Scheme.PARITY
     assert "buddy needs more memory than there is" in rig.pending.cause
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert rig.state.phase is Phase.RUNNING
     (told,) = rig.emitted(Kind.PROTECTION)
     assert told.data["why"].startswith("for want of memory: parity(2) fits")
@@ -188,8 +185,7 @@ def test_where_lost_nodes_make_memory_tight_a_node_that_joins_ends_the_wait() ->
     assert "a node to join" in rig.emitted(Kind.WAITING_FOR_SPARE)[-1].data["text"]
     rig.join(5)
     assert rig.state.phase is Phase.DECIDING
-    rig.journal()
-    rig.restored()
+    rig.opened()
     assert rig.record.protection == chosen
     assert needs(rig.state, rig.record.protection, rig) <= rig.usual
 

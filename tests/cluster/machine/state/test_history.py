@@ -20,19 +20,16 @@ def lose(rig: Rig, role: int, *left: tuple[int, int]) -> None:
     """A process dies, and an epoch is opened from what is left."""
     rig.feed(killed(rig, role))
     rig.closed(*(g(iteration, lineage) for lineage, iteration in left))
-    rig.journal()
-    rig.restored()
+    rig.opened()
 
 
 def test_one_record_tells_of_a_run_of_many_epochs() -> None:
-    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run()
-    rig.steps(7)
+    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run(7)
     lose(rig, 0, (1, 7))
     rig.steps(9)
     rig.feed(ev.NotFinite(2, 1, 1, 10, "loss", "nan"))
     rig.closed(g(7), g(9, 2))
-    rig.journal()
-    rig.restored()
+    rig.opened()
     rig.steps(12)
     rig.feed(ev.NodeLost(1, "connection closed"))
     rig.closed(g(11, 3))
@@ -81,8 +78,7 @@ def test_what_grows_with_the_run_is_cut() -> None:
 
 
 def test_a_record_of_an_older_version_keeps_what_was_restored() -> None:
-    rig = Rig().run()
-    rig.steps(7)
+    rig = Rig().run(7)
     lose(rig, 0, (1, 6))
     values = rig.record.to_dict()
     del values["history"]
