@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from deadpool_megatron import ownership
 from tests.common import gpus
 from tests.common.turns import in_turn
 
@@ -104,6 +105,13 @@ def commit() -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""  # always the same order then
+
+
+@pytest.fixture
+def pipes_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named pipe stands for a file of a file system that hangs, also to who opens files alone."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    monkeypatch.setattr(ownership, "open_regular", lambda path: os.open(path, flags))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,9 +26,7 @@ RECORD = rec.EpochRecord(
     protection=ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=4)),
     history=History(kept={2: 7}, recoveries=4),
 )
-LAYOUT = rec.RoleLayout(
-    3, (rec.PartInfo("shard", 8, (3,)),), (3, 4), 3, "hash", stage_class="first"
-)
+LAYOUT = rec.RoleLayout(3, (rec.PartInfo("shard", 8, (3,)),), (3, 4), 3, "hash", meaning="first")
 
 
 def test_nothing_of_a_record_is_lost_on_its_way() -> None:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from deadpool_megatron import ownership
 from deadpool_megatron.events import Event, event_files, parse_line
-from deadpool_megatron.ownership import open_regular
 
 _PIECE_BYTES = 64 << 20
 
@@ -42,7 +42,7 @@ class EventTail:
 
     def _added(self, path: Path, most: int) -> bytes:
         offset = self._offsets.get(path, 0)
-        with os.fdopen(open_regular(path), "rb") as file:
+        with os.fdopen(ownership.open_regular(path), "rb") as file:
             file.seek(offset)
             found = file.read(most)
         self._offsets[path] = offset + found.rfind(b"\n") + 1

@@ -86,6 +86,7 @@ def test_it_is_that_of_the_report_without_an_account_of_a_short_past(tmp_path: P
     assert live_through(path, 2, events[450:], 0).to_dict() == report(path)
 
 
+@pytest.mark.usefixtures("pipes_hang")
 def test_what_its_account_goes_up_to_is_not_opened(tmp_path: Path) -> None:
     path, events = tmp_path / "events.jsonl", history()
     live_through(path, 1, events[:450], 450)
@@ -118,6 +119,7 @@ def test_without_earlier_terms_there_is_none_and_nothing_is_kept_for_it(tmp_path
     assert live._waiting is None
 
 
+@pytest.mark.usefixtures("pipes_hang")
 def test_a_directory_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def made(tmp_path: Path) -> Standby:
     return Standby(options, journal)
 
 
+@pytest.mark.usefixtures("pipes_hang")
 def test_a_result_on_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     """With the journal elsewhere the looks go on; the result is seen once it can be."""
     final = tmp_path / "final.json"
@@ -50,6 +51,7 @@ def test_a_result_on_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path) ->
     assert one._result.look(20.0) == {"slots_kept": True}
 
 
+@pytest.mark.usefixtures("pipes_hang")
 def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
     run, journal = RunDirectory(tmp_path), open_journal(Settings(), "run", tmp_path / "journal")
     os.mkfifo(run.latest)
@@ -62,6 +64,7 @@ def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path)
     assert durable.look(20.0) == (saved,)
 
 
+@pytest.mark.usefixtures("pipes_hang")
 def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_path: Path) -> None:
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
 
