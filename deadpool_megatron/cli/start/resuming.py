@@ -18,7 +18,13 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.cluster.run_directory.latest import as_dict, is_there, read_valid, valid_in
+from deadpool_megatron.cluster.run_directory.latest import (
+    as_dict,
+    found_in,
+    is_there,
+    read_valid,
+    valid_in,
+)
 from deadpool_megatron.layout.decision import is_thrown_away
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import Restore
@@ -115,6 +121,11 @@ def _durable(
         raise CommandError(f"--resume {old.path}: {old.latest}: {error.strerror}") from error
     except ValueError:
         noted, lacking = (), [f"{old.latest} is damaged"]
+    known = {one.path for one in noted}
+    found = [one for one in found_in(old.saves) if one.path not in known]
+    newest = noted[0].generation.iteration if noted else -1
+    newer = [one for one in found if one.generation.iteration > newest]
+    noted = (*newer, *noted, *found[len(newer) :])
     began = [one for one in valid_in(info.restore) if one.path not in {n.path for n in noted}]
     good = list[Restore]()
     for one in (*noted, *began):

@@ -4,7 +4,7 @@ Layout (contract between all processes of a run)::
 
     run.json  secret  coordinator.json  journal/  events.jsonl  account.json  final.json
     latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
-    skeletons/  frozen/  launcher.lock
+    saves.json  skeletons/  frozen/  launcher.lock
 """
 
 from __future__ import annotations
@@ -164,6 +164,11 @@ class RunDirectory:
     def exported(self) -> Path:
         """Which of these there are, for the next one to prune."""
         return self.path / "exported.json"
+
+    @property
+    def saves(self) -> Path:
+        """Names the directory to which the program saves by itself, from before it first does."""
+        return self.path / "saves.json"
 
     @property
     def named(self) -> Path:

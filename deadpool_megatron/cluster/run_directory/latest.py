@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.run_directory.directory import DAMAGE, read_json, write_json
-from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.layout.records import Generation, Restore
 
 # So many are remembered: what was saved long before is found by who looks for it.
 _MOST_VALID = 16
@@ -62,6 +62,25 @@ def is_there(restore: Restore) -> bool:
     # Other formats than torch_dist, of a loop of one's own, have an index of another name or none.
     has_shards = any(name.endswith(".distcp") for name in names)
     return restore.kind == "dump" or _INDEX in names or (bool(names) and not has_shards)
+
+
+def found_in(saves: Path) -> list[Restore]:
+    """Complete checkpoints of Megatron's, the newest first, in the directory that ``saves``
+    names: written since it does, and their index last. Nobody may have been told of them, so the
+    line that they are of is not known.
+    """
+    found = list[Restore]()
+    try:
+        since = saves.stat().st_mtime
+        for path in Path(read_json(saves)["directory"]).glob("iter_[0-9]*"):
+            times = [one.stat().st_mtime for one in path.glob("*.distcp")]
+            is_whole = (path / _INDEX).exists() and (path / "metadata.json").exists()
+            if is_whole and since <= max(times) <= (path / _INDEX).stat().st_mtime:
+                generation = Generation(0, int(path.name.removeprefix("iter_")))
+                found.append(Restore("durable", generation, "save", str(path)))
+    except (OSError, *DAMAGE):
+        pass  # what is noted is there all the same
+    return sorted(found, key=lambda one: one.generation.iteration, reverse=True)
 
 
 def gone(valid: Sequence[Restore]) -> frozenset[str]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import stages
@@ -75,6 +76,7 @@ class PretrainProgram(Program):
             raise NothingToTrain("pretrain() returned without training: is --train-iters above 0?")
         if not build.detached and dist.get_rank() == 0:
             (self._run_directory / _DATA_READY).touch()
+            _note_saves(RunDirectory(self._run_directory).saves)
         return PretrainLoop(build, self._pretrain, self._run_directory, emit)
 
     def serves(self, loop: ProtectedLoop, role: int) -> bool:
@@ -141,6 +143,14 @@ class PretrainProgram(Program):
     def spares_may_build(self) -> bool:
         """Not before role 0 has made the index files: a build without peers only reads them."""
         return (self._run_directory / _DATA_READY).exists()
+
+
+def _note_saves(note: Path) -> None:
+    """Where checkpoints are looked for of which nobody was told; once, for its time counts."""
+    from megatron.training import get_args
+
+    if get_args().save and not note.exists():
+        write_json(note, {"directory": str(Path(get_args().save).absolute())})
 
 
 def _reached(*_args: Any, **_kwargs: Any) -> None:

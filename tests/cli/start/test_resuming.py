@@ -254,3 +254,29 @@ def test_each_checkpoint_is_looked_at_and_the_older_ones_come_along(
         return
     found = valid_in(resume_point(host.old, ARGS))
     assert [one.generation.iteration for one in found] == left
+
+
+@pytest.mark.parametrize(
+    ("shards", "index", "wanted"),
+    [(20, 30, [9, 5]), (20, 20, [9, 5]), (20, 15, [5]), (20, None, [5]), (5, 6, [5])],
+    ids=["whole", "at once", "being written anew", "without its index", "of an earlier run"],
+)
+def test_what_nobody_was_told_of_is_found_by_looking(
+    shards: int,
+    index: int | None,
+    wanted: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program saves from second 10 on."""
+    host, place = Host(tmp_path, monkeypatch), tmp_path / "saves" / "iter_0000009"
+    place.mkdir(parents=True)
+    (place / "metadata.json").touch()
+    write_json(host.old.saves, {"directory": str(place.parent)})
+    os.utime(host.old.saves, (10, 10))
+    for name, seconds in (("__0_0.distcp", shards), (".metadata", index)):
+        if seconds is not None:
+            (place / name).touch()
+            os.utime(place / name, (seconds, seconds))
+    found = valid_in(resume_point(host.old, ARGS))
+    assert [one.generation.iteration for one in found] == wanted
