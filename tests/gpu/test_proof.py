@@ -1,75 +1,141 @@
-"""The proof kit of scripts/gpu: rehearsed on the CPU, and for real where a CUDA device is found."""
+"""The proof kit of scripts/gpu, packed and rehearsed: from a tree without history, under a Python
+that has torch and numpy alone, without a network; and for real where a CUDA device is found."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+import sysconfig
+import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.common import gpus
-
-PROVE = Path(__file__).parents[2] / "scripts" / "gpu" / "prove.sh"
-PARTS = ("seam", "losses", "trainer", "pretrain", "copies", "overhead", "kernels")
-
-
-def prove(out: Path, commit: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the kit as a user does; its results say that they are of this commit."""
-    environment = gpus.shown() | {"DEADPOOL_PROOF_COMMIT": commit}
-    command = [str(PROVE), "--out", str(out), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+ROOT = Path(__file__).parents[2]
+KIT = ROOT / "scripts" / "gpu"
+PARTS = ["smoke", "seam", "trainer", "copies", "overhead", "kernels", "losses", "more"]
+#: torch, numpy, and what they need themselves
+NEEDED = ["torch", "numpy", "typing_extensions", "sympy", "mpmath", "networkx", "Jinja2"]
+NEEDED += ["MarkupSafe", "fsspec", "filelock", "setuptools"]
+#: no network, shared memory of its own, and an end to all processes with the first of them
+ALONE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh"]
+ALONE += ["-c", 'mount -t tmpfs -o size=4g shm /dev/shm && ip link set lo up && exec "$@"', "sh"]
 
 
-def results(out: Path, device: str) -> Mapping[str, Any]:
-    """What each part found, by its name."""
-    paths = out.glob(f"*-{device}.json")
-    return {value["part"]: value for value in (json.loads(path.read_text()) for path in paths)}
+def works(*command: str | Path) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def this_python(folder: Path) -> Path:
+    """That of the tests, with nothing of its packages but torch, numpy and what these need."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [site] = folder.glob("lib/python*/site-packages")
+    for name in NEEDED:
+        tops = {file.parts[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}
+        for top in tops:
+            (site / top).symlink_to(Path(sysconfig.get_path("platlib"), top))
+    return folder / "bin" / "python"
+
+
+class Kit:
+    """The kit, unpacked; it is started alone where there are namespaces."""
+
+    def __init__(self, folder: Path) -> None:
+        # PYTHON312: one with torch and numpy and nothing else, as on the machines it is made for.
+        python = os.environ.get("PYTHON312") or this_python(folder / "bare")
+        asked = (python, "-c", "import sys; print(*sys.version_info[:2], sep='.', end='')")
+        version = subprocess.check_output(asked, text=True)
+        self.environment = os.environ | {"PYTHON": str(python), "https_proxy": "http://127.0.0.1:9"}
+        packed = folder / "packed.tgz"
+        compiled = os.environ | {"PROOF_PYTHON": str(python)}
+        subprocess.run([KIT / "pack.sh", packed, version], env=compiled, check=True)
+        shutil.unpack_archive(packed, folder, filter="data")
+        self.prove = folder / "deadpool-proof" / "scripts" / "gpu" / "prove.sh"
+        self.alone = ALONE if works(*ALONE, "true") else []
+
+    def start(self, out: Path, minutes: float) -> subprocess.Popen[str]:
+        command = [*self.alone, self.prove, "--device", "cpu", "--minutes", str(minutes)]
+        return subprocess.Popen(
+            [*command, "--out", out], env=self.environment, stdout=subprocess.PIPE, text=True
+        )
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    return Kit(tmp_path_factory.mktemp("kit"))
+
+
+def results(out: Path) -> dict[str, Any]:
+    """Every result in the archive, by its name; but for what an end cut off it lies alone."""
+    [archive] = [path for path in out.iterdir() if path.suffix != ".part"]
+    assert archive.stat().st_size < 16 << 20
+    shutil.unpack_archive(archive, out, filter="data")
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("proof/*.json")}
 
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.timeout(900)  # two minutes on two idle cores, more than five on busy ones
-def test_all_parts_pass_in_a_rehearsal_and_are_run_once_for_a_commit(tmp_path: Path) -> None:
-    rehearsal = ("--device", "cpu")
-    done = prove(tmp_path, "one", *rehearsal)
-    found = results(tmp_path, "cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert found.keys() == set(PARTS)
-    # No checkout of Megatron-LM was given: that is said, and another run looks again.
-    assert {name for name, value in found.items() if not value["passed"]} == {"pretrain"}
-    assert "no checkout" in done.stdout
-    assert found["seam"]["facts"]["kills"] == 2
+@pytest.mark.timeout(660)  # one to two minutes on two idle cores
+def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit: Kit, tmp_path: Path) -> None:
+    started = kit.start(tmp_path, 8)
+    said, _ = started.communicate()
+    found = results(tmp_path)
+    assert started.returncode == 0, said
+    assert found["summary"]["finished"] == PARTS, said
+    facts = {part: found[part]["facts"] for part in PARTS}
+    assert facts["seam"]["side by side"]["kills"] == facts["more"]["side by side"]["kills"] == 1
     # Who was lost while communicators were made was replaced in an epoch more.
-    assert found["losses"]["facts"]["rebuild"]["epochs"] == 2
-    assert len(found["trainer"]["facts"]["recoveries"]) == 2
-    overhead = found["overhead"]["facts"]
-    assert overhead["protected"]["runs"][0]["shipped_bytes"] > 0
-    assert (
-        overhead["plain"]["runs"][0]["committed"]
-        <= 4
-        < overhead["protected"]["runs"][0]["committed"]
-    )
-    again = prove(tmp_path, "one", *rehearsal)
-    assert again.stdout.count("there already") == len(PARTS) - 1
-    # A result of another commit proves nothing; one that says why it failed is seen.
-    path = tmp_path / "kernels-cpu.json"
-    failed = found["kernels"] | {"passed": False, "problems": ["other bits"]}
-    path.write_text(json.dumps(failed))
-    seen = prove(tmp_path, "one", *rehearsal, "--part", "kernels")
-    assert seen.returncode == 1
-    assert "other bits" in seen.stdout
-    anew = prove(tmp_path, "two", *rehearsal, "--part", "kernels")
-    assert anew.returncode == 0, anew.stdout + anew.stderr
-    assert results(tmp_path, "cpu")["kernels"]["commit"] == "two"
+    assert facts["losses"]["rebuild"]["epochs"] == 2
+    assert len(facts["trainer"]["pipeline"]["recoveries"]) == 1
+    assert facts["trainer"]["bit-identical to the undisturbed run"]
+    assert facts["overhead"]["protected"]["shipped_bytes"] > 0
 
 
-@pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_all_parts_pass_on_this_machine_s_gpus(tmp_path: Path) -> None:
-    done = prove(tmp_path, "this")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert results(tmp_path, "cuda").keys() == set(PARTS)
+@pytest.mark.full(every_time=True)
+def test_a_part_that_its_limit_ends_is_unfinished_and_not_failed(kit: Kit, tmp_path: Path) -> None:
+    started = kit.start(tmp_path, 0.2)
+    said, _ = started.communicate()
+    summary = results(tmp_path)["summary"]
+    assert started.returncode == 0, said
+    assert summary["unfinished"] == PARTS, said
+    assert {part["state"] for part in summary["parts"].values()} == {"unfinished"}
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("name", "seed"), [("TERM", 1), ("KILL", 2), ("TERM", 3), ("KILL", 4)])
+def test_an_end_at_any_moment_leaves_what_was_seen(
+    kit: Kit, tmp_path: Path, name: str, seed: int
+) -> None:
+    if not kit.alone:
+        pytest.skip("no namespaces here, so nothing ends all processes at once")
+    started = kit.start(tmp_path, 8)
+    assert started.stdout is not None
+    started.stdout.readline()
+    started.stdout.readline()  # the first part has begun
+    time.sleep(random.Random(seed).uniform(0, 20))
+    inside = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    subprocess.run(["kill", f"-{name}", *inside], check=True)
+    started.communicate(timeout=60)
+    summary = results(tmp_path)["summary"]
+    told = [*summary["finished"], *summary["unfinished"], *summary["not started"]]
+    assert told == PARTS
+    assert summary["ended"] == ("by a signal" if name == "TERM" else "not yet")
+
+
+def test_what_is_missing_is_named_before_anything_is_run(kit: Kit, tmp_path: Path) -> None:
+    """Here what is packed is not there, nor what the command names."""
+    command = [KIT / "prove.sh", "--device", "cpu", "--megatron-lm", "/nowhere", "--out", tmp_path]
+    done = subprocess.run(command, env=kit.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    for name in ("xxhash", "immutables", "megatron.core", "a checkout of Megatron-LM"):
+        assert f"missing: {name}" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,117 +1,86 @@
-"""Part copies: what copying state to the host costs the step that runs meanwhile."""
+"""Part copies: what copying state into page-locked shared memory costs the step beside it."""
 
 from __future__ import annotations
 
-import mmap
+import math
+import shutil
 import statistics
 import time
-from pathlib import Path
-from typing import Any
 
-from proof.device import Device, Size
-from proof.result import Findings
+from proof.result import Task
+from proof.slots import slot_of
 
 _WAIT_SECONDS = 60.0
-_STEPS = 10
-#: of the device's free memory, for what an optimizer shard would be, as far as the host has room
-_SHARE = 0.25
-_MOST_BYTES = 16 << 30
-_REHEARSED_BYTES = 8 << 20
+_STEPS, _MOST_ROUNDS = 10, 3
+_MOST_BYTES, _REHEARSED_BYTES = 4 << 30, 8 << 20
+#: seconds of a step for each second of a copy, as in training at the least
+_STEP_SHARE = 2.0
 
 
-def measure(device: Device, size: Size, _checkout: Path | None, _out: Path) -> Findings:
-    """Steps without copies (A) and with them (B) in turns, pageable and registered."""
+def measure(task: Task) -> None:
+    """Steps without copies (A) and with them (B) in turns."""
     import torch
 
-    from deadpool_megatron.platform.base import Platform
-    from deadpool_megatron.platform.cpu import CpuPlatform
-    from deadpool_megatron.platform.cuda import CudaPlatform
+    where = task.device.value
+    shard = torch.arange(_bytes_to_copy(task) // 4, dtype=torch.float32, device=where)
+    side, dtype = (8192, torch.bfloat16) if task.is_on_gpu else (256, torch.float32)
+    matrix = torch.randn(side, side, device=where).to(dtype)
+    with slot_of([shard]) as (slot, register_seconds):
 
-    found = Findings()
-    platform: Platform = CudaPlatform() if device is Device.CUDA else CpuPlatform()
-    where = torch.device(device.value)
-    count_bytes = _bytes_to_copy(device)
-    shard = torch.arange(count_bytes // 4, dtype=torch.float32, device=where)
-    memory = mmap.mmap(-1, count_bytes)
-    host = torch.frombuffer(memory, dtype=torch.float32)
-    host.fill_(0)  # pages are there before anything is measured
-    side = 8192 if device is Device.CUDA else 256
-    matrix = torch.randn(side, side, device=where)
-    if device is Device.CUDA:
-        matrix = matrix.bfloat16()
-    # A step of some seconds where the shard takes one to copy.
-    work = Work(platform, matrix, 100 if device is Device.CUDA else 4)
-    work.step()
-    found.facts["bytes"] = count_bytes
-    for name in ("pageable", "registered"):
-        seconds = 0.0
-        if name == "registered":
+        def copy() -> float:
             began = time.monotonic()
-            platform.register_host_memory(host)
-            seconds = time.monotonic() - began
-        found.facts[name] = work.turns(shard, host, size.rounds) | {"register_seconds": seconds}
-        equal = bool(torch.equal(host, shard.cpu()))
-        found.expect(equal, f"{name}: the copy differs from what was copied")
-    platform.unregister_host_memory(host)
-    return found
+            assert slot.start_copy().wait(_WAIT_SECONDS), "a copy has not ended"
+            return time.monotonic() - began
+
+        def step(products: int) -> float:
+            """Products of matrices, as training would have the device busy."""
+            began = time.monotonic()
+            for _ in range(products):
+                matrix @ matrix
+            assert slot.platform.catch_up(_WAIT_SECONDS), "a step has not ended"
+            return time.monotonic() - began
+
+        alone = min(copy() for _ in range(3))
+        products = math.ceil(_STEP_SHARE * alone / (min(step(20) for _ in range(3)) / 20))
+        nbytes = shard.numel() * shard.element_size()
+        task.facts |= {"bytes": nbytes, "bytes_per_second": nbytes / alone, "products": products}
+        task.facts["register_seconds"] = register_seconds
+        task.save()
+        seen: dict[str, list[float]] = {}
+        for _ in range(_MOST_ROUNDS):
+            began = time.monotonic()
+            seen.setdefault("step_seconds", []).extend(step(products) for _ in range(_STEPS))
+            for _ in range(_STEPS):
+                at = [time.monotonic()]
+                handle = slot.start_copy()
+                at.append(time.monotonic())
+                step(products)
+                at.append(time.monotonic())
+                assert handle.wait(_WAIT_SECONDS), "a copy has not ended"
+                at.append(time.monotonic())
+                seen.setdefault("enqueue_seconds", []).append(at[1] - at[0])
+                seen.setdefault("step_seconds_with_copy", []).append(at[2] - at[0])
+                # What the fence would have waited: the part that a step does not hide.
+                seen.setdefault("left_after_step_seconds", []).append(at[3] - at[2])
+            task.facts |= {name: statistics.median(values) for name, values in seen.items()}
+            task.save()
+            if task.left_seconds < 2 * (time.monotonic() - began):
+                break
+        ratio = task.facts["step_seconds_with_copy"] / task.facts["step_seconds"]
+        task.facts |= {"ratio": ratio, "steps": len(seen["step_seconds"])}
+        task.findings.append(
+            f"steps of {task.facts['step_seconds']:.3f} s with a copy of {nbytes >> 20} MiB beside"
+            f" them take {ratio:.3f} times as long; alone it takes {alone:.3f} s"
+        )
+        copied = torch.frombuffer(slot.bytes, dtype=torch.float32)[: shard.numel()]
+        task.expect(bool(torch.equal(copied, shard.cpu())), "the copy differs from its source")
+        del copied
 
 
-def _bytes_to_copy(device: Device) -> int:
+def _bytes_to_copy(task: Task) -> int:
     import torch
 
-    if device is Device.CPU:
+    if not task.is_on_gpu:
         return _REHEARSED_BYTES
     free, _ = torch.cuda.mem_get_info()
-    pages = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) << 10
-    return min(int(_SHARE * free), pages // 4, _MOST_BYTES) & ~0xFFF
-
-
-class Work:
-    """Products of matrices, as training would have the device busy."""
-
-    def __init__(self, platform: Any, matrix: Any, products: int) -> None:
-        self._platform = platform
-        self._matrix = matrix
-        self._products = products
-
-    def step(self) -> float:
-        """Seconds until the device has done it."""
-        began = time.monotonic()
-        for _ in range(self._products):
-            self._matrix @ self._matrix
-        if not self._platform.catch_up(_WAIT_SECONDS):
-            raise TimeoutError(f"a step was not over after {_WAIT_SECONDS:g} s")
-        return time.monotonic() - began
-
-    def turns(self, shard: Any, host: Any, rounds: int) -> dict[str, Any]:
-        """A B A B; and the rate of a copy with nothing beside it."""
-        plain: list[float] = []
-        copying: list[float] = []
-        enqueueing: list[float] = []
-        waiting: list[float] = []
-        for _ in range(rounds):
-            plain += [self.step() for _ in range(_STEPS)]
-            for _ in range(_STEPS):
-                began = time.monotonic()
-                handle = self._platform.side_copy([host], [shard])
-                enqueueing.append(time.monotonic() - began)
-                copying.append(enqueueing[-1] + self.step())
-                began = time.monotonic()
-                self._await(handle)
-                waiting.append(time.monotonic() - began)
-        began = time.monotonic()
-        self._await(self._platform.side_copy([host], [shard]))
-        alone = time.monotonic() - began
-        return {
-            "step_seconds": statistics.median(plain),
-            "step_seconds_with_copy": statistics.median(copying),
-            "ratio": statistics.median(copying) / statistics.median(plain),
-            "enqueue_seconds": statistics.median(enqueueing),
-            # What the fence would have waited: the part of the copy that a step does not hide.
-            "left_after_step_seconds": statistics.median(waiting),
-            "bytes_per_second": host.numel() * host.element_size() / alone,
-        }
-
-    def _await(self, handle: Any) -> None:
-        if not handle.wait(_WAIT_SECONDS):
-            raise TimeoutError(f"a copy was not over after {_WAIT_SECONDS:g} s")
+    return min(free // 4, shutil.disk_usage("/dev/shm").free // 2, _MOST_BYTES) & ~0xFFF

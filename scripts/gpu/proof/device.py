@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,10 +24,13 @@ class Device(StrEnum):
         Several ranks share a GPU: with a host identity each, NCCL takes them for processes of
         different hosts, and with no path through memory it talks through sockets on loopback.
         """
+        from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
+
         if self is Device.CPU:
-            return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            return {VISIBLE: "", "OMP_NUM_THREADS": "1"}
+        seen = visible_gpus(os.environ)  # dealt out in turns
         return {
-            "CUDA_VISIBLE_DEVICES": _gpu(number, os.environ),
+            VISIBLE: seen[number % len(seen)] if seen else "",
             "NCCL_HOSTID": f"deadpool-proof-{number}",
             "NCCL_P2P_DISABLE": "1",
             "NCCL_SHM_DISABLE": "1",
@@ -38,31 +40,35 @@ class Device(StrEnum):
             "NCCL_ALGO": "Ring",
             "NCCL_PROTO": "Simple",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            # Nothing is compiled at first use: that would take longer than a part has.
+            "TORCHDYNAMO_DISABLE": "1",
         }
 
 
-def _gpu(number: int, environment: Mapping[str, str]) -> str:
-    """The GPU of process ``number``; they are dealt out in turns."""
-    from deadpool_megatron.preflight.gpus import visible_gpus
+def set_up(device: Device) -> None:
+    """The environment of the process of a part: it sees all GPUs, and deals them out."""
+    from deadpool_megatron import nccl_environment
+    from deadpool_megatron.preflight.gpus import VISIBLE
 
-    seen = visible_gpus(environment)
-    return seen[number % len(seen)] if seen else ""
+    given = device.environment(0)
+    if device is Device.CUDA:
+        del given[VISIBLE], given["NCCL_HOSTID"]
+    os.environ.update(given)
+    nccl_environment.complete(os.environ)
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of each thing a part does."""
+    """How much of each thing a part does; the limit of a part may end it before."""
 
-    ranks: int
-    spares: int
-    groups: int
     kills: int
-    iterations: int
     rounds: int
+    groups: int
+    iterations: int
 
-    @classmethod
-    def of(cls, device: Device) -> Size:
-        """The real size on a GPU; on the CPU as little as shows that the kit works."""
-        if device is Device.CUDA:
-            return cls(ranks=4, spares=3, groups=20, kills=50, iterations=30, rounds=3)
-        return cls(ranks=3, spares=1, groups=5, kills=2, iterations=8, rounds=1)
+
+#: the real one on a GPU; on the CPU as little as shows that the kit works
+SIZES = {
+    Device.CUDA: Size(kills=5, rounds=50, groups=12, iterations=12),
+    Device.CPU: Size(kills=1, rounds=1, groups=5, iterations=8),
+}

@@ -1,42 +1,32 @@
-"""The parts of the proof, in the order in which they run: what fails first explains the rest."""
+"""The parts of the proof, in the order of their worth, and how the time is shared out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from proof import copies, kernels, overhead, seam, trainings
-from proof.device import Device, Size
-from proof.result import Findings
-
-_SEAM_SECONDS = 390.0
+from proof import copies, kernels, overhead, seam, smoke, trainings
+from proof.result import Task
 
 
 @dataclass(frozen=True)
 class Part:
-    """``run`` gets the device, the size, a checkout of Megatron-LM if there is one, and a folder
-    for what a person may want to look at afterwards."""
+    """``seconds`` of eight minutes; what a part leaves goes to all behind it."""
 
     name: str
+    seconds: int
     title: str
-    run: Callable[[Device, Size, Path | None, Path], Findings]
+    run: Callable[[Task], None]
 
 
 PARTS = (
-    Part(
-        "seam",
-        "communicators aborted and made anew, over and over",
-        lambda device, size, _checkout, _out: seam.lose_ranks(device, size, _SEAM_SECONDS),
-    ),
-    Part(
-        "losses",
-        "a kill in a batch, in a rebuild; a stopped rank; a device assert",
-        lambda device, size, _checkout, _out: seam.special_losses(device, size),
-    ),
-    Part("trainer", "the embedded trainer loses nodes", trainings.embedded),
-    Part("pretrain", "pretrain_gpt.py loses nodes", trainings.megatron_lm),
-    Part("copies", "steps with and without copies to the host", copies.measure),
-    Part("overhead", "steps of a whole training with and without protection", overhead.measure),
-    Part("kernels", "optimizers and FP8: state put back, the same bits again", kernels.capture),
+    Part("smoke", 70, "versions, streams, memory, futures: each alone", smoke.look),
+    Part("seam", 90, "two ranks: communicators aborted and made anew", seam.first_kills),
+    Part("trainer", 120, "the embedded trainer loses a node", trainings.embedded),
+    Part("copies", 45, "steps with and without copies to the host", copies.measure),
+    Part("overhead", 90, "steps of a training with and without protection", overhead.measure),
+    Part("kernels", 30, "optimizers: state put back, the same bits", kernels.capture),
+    Part("losses", 30, "a kill in a batch, in a rebuild; a stop; an assert", seam.special_losses),
+    Part("pretrain", 120, "pretrain_gpt.py loses a node", trainings.megatron_lm),
+    Part("more", 5, "more kills and more communicators, until time is up", seam.more_kills),
 )

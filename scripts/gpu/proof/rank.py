@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from proof.device import Device
+from proof.smoke import resources
 
-CONNECT_SECONDS = 45.0
-#: what a member has to leave a closed epoch
-CLOSE_SECONDS = 40.0
+CONNECT_SECONDS = 30.0
 
 
 class Fate(StrEnum):
@@ -40,6 +39,8 @@ class Setup:
     spares: int
     groups: int
     folder: str
+    #: whether spares have NCCL load its kernels before they are needed, as those of a run do
+    warm: bool
 
 
 @dataclass(frozen=True)
@@ -62,32 +63,60 @@ def play(setup: Setup, number: int, line: Connection) -> None:
 
     if setup.device is Device.CUDA:
         torch.zeros(1, device="cuda")
+    # What takes long to load is there before it is needed.
+    from deadpool_megatron.comms import Communicators
+    from deadpool_megatron.hooks.process.session import drain_seconds
+    from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+
+    # The limits that a member has.
+    limit_seconds = drain_seconds("nccl", Settings(**NCCL_DEFAULTS))
+    if setup.warm:
+        Communicators(setup.device.communicator).warm()
     line.send(Report("warm", -1))
     try:
-        rank, epoch, fate = line.recv()
-        Rank(setup, rank, line).go_on_from(epoch, fate)
+        rank, epoch, at_once, fate = line.recv()
+        Rank(setup, rank, line, at_once, limit_seconds).go_on_from(epoch, fate)
     except EOFError:
         return  # the conductor has ended
+
+
+class Meeting:
+    """A store of torch behind that of a run: with it communicators may be made side by side."""
+
+    def __init__(self, path: str, ranks: int) -> None:
+        from torch._C._distributed_c10d import FileStore
+
+        self._store: Any = FileStore(path, ranks)
+
+    def set(self, _: int, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def has(self, _: int, keys: Sequence[str]) -> bool:
+        return bool(self._store.check(list(keys)))
+
+    def wait(self, _: int, keys: Sequence[str], deadline_seconds: float) -> None:
+        self._store.wait(list(keys), timedelta(seconds=deadline_seconds))
+
+    def get(self, _: int, key: str, deadline_seconds: float) -> bytes:
+        self.wait(_, [key], deadline_seconds)
+        return bytes(self._store.get(key))
 
 
 class Rank:
     """Communicates in all groups, over and over, until told of the close of the epoch."""
 
-    def __init__(self, setup: Setup, rank: int, line: Connection) -> None:
+    def __init__(
+        self, setup: Setup, rank: int, line: Connection, at_once: int, limit_seconds: float
+    ) -> None:
         import torch
         import torch.distributed as dist
 
         from deadpool_megatron.comms import Communicators
-        from deadpool_megatron.hooks.process.session import drain_seconds
-        from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 
         self._setup, self._rank, self._line = setup, rank, line
-        # The limits that a member has.
-        self._limit_seconds = drain_seconds("nccl", Settings(**NCCL_DEFAULTS))
+        self._limit_seconds = limit_seconds
         self._comms = Communicators(
-            setup.device.communicator,
-            close_wait_seconds=30.0,
-            drain_seconds=self._limit_seconds,
+            setup.device.communicator, drain_seconds=limit_seconds, at_once=at_once
         )
         self._where = torch.device(setup.device.value)
         self._fate = Fate.NONE
@@ -108,7 +137,7 @@ class Rank:
 
     def _obey(self) -> None:
         """What the conductor says while the rank communicates: the number of an epoch that is
-        closed, or a fate."""
+        closed, and how many communicators are made at once in the next one; or a fate."""
         while True:
             try:
                 order = self._line.recv()
@@ -118,25 +147,28 @@ class Rank:
                 self._fate = order
                 continue
             began = time.monotonic()
-            self._comms.interrupt(order)
+            closed, self._comms._at_once = order
+            self._comms.interrupt(closed)
             self._interrupt_seconds = time.monotonic() - began
 
     def go_on_from(self, epoch: int, fate: Fate) -> None:
         """Enter this epoch and those that follow; ends when the process cannot enter another."""
-        from torch._C._distributed_c10d import FileStore
-
         from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+        from deadpool_megatron.comms.store import EpochStore
 
         while True:
             try:
                 if fate is Fate.DIE_IN_REBUILD:
                     os.kill(os.getpid(), signal.SIGKILL)
                 began = time.monotonic()
-                store = FileStore(f"{self._setup.folder}/{epoch}", self._setup.ranks)
+                meeting = Meeting(f"{self._setup.folder}/{epoch}", self._setup.ranks)
+                store = EpochStore(meeting, epoch, CONNECT_SECONDS)
                 self._comms.attach(epoch, store, self._rank, CONNECT_SECONDS)
+                attached = time.monotonic()
                 self._exchange()
-                seconds = time.monotonic() - began
-                self._say("ready", epoch, rebuild_seconds=seconds, **self._resources())
+                first_use = time.monotonic() - attached
+                took = {"attach_seconds": attached - began, "first_use_seconds": first_use}
+                self._say("ready", epoch, **took, **self._resources())
                 while True:
                     self._exchange()
             except (EpochClosed, CommunicatorFault) as error:
@@ -150,35 +182,25 @@ class Rank:
     def _leave(self, epoch: int, error: Exception) -> bool:
         """Come to rest, and say how long that took; False: this process must be replaced."""
         from deadpool_megatron.comms import EpochClosed
+        from deadpool_megatron.platform.cuda import CudaPlatform
 
         if not isinstance(error, EpochClosed):
             self._say("ruined", epoch, reason=str(error))
             return False
         began = time.monotonic()
-        clean = self._comms.drain()
+        reason = "" if self._comms.drain() else self._comms.ruin or "it did not drain"
         drained = time.monotonic()
-        if not clean:
-            self._say("ruined", epoch, reason=self._comms.ruin)
-            return False
         try:
-            self._come_to_rest()
+            if not reason and self._setup.device is Device.CUDA:
+                CudaPlatform().synchronize(self._limit_seconds)
         except (RuntimeError, TimeoutError) as trouble:
-            self._say("ruined", epoch, reason=str(trouble).splitlines()[0])
+            reason = str(trouble).partition("\n")[0]
+        if reason:
+            self._say("ruined", epoch, reason=reason)
             return False
-        self._say(
-            "left",
-            epoch,
-            abort_seconds=self._interrupt_seconds,
-            drain_seconds=drained - began,
-            device_seconds=time.monotonic() - drained,
-        )
+        took = {"abort_seconds": self._interrupt_seconds, "drain_seconds": drained - began}
+        self._say("left", epoch, **took, device_seconds=time.monotonic() - drained)
         return True
-
-    def _come_to_rest(self) -> None:
-        if self._setup.device is Device.CUDA:
-            from deadpool_megatron.platform.cuda import CudaPlatform
-
-            CudaPlatform().synchronize(self._limit_seconds)
 
     def _exchange(self) -> None:
         """A sum in every group and a ring of messages. Raises RuntimeError for a wrong result."""
@@ -194,7 +216,8 @@ class Rank:
                 if found != wanted:
                     raise RuntimeError(f"wrong sum: {found} instead of {wanted}")
         if self._fate is Fate.DEVICE_ASSERT:
-            _assert_on_device(self._where)
+            # An index out of bounds is an assert of a kernel, which ruins the context.
+            torch.zeros(4, device=self._where)[torch.tensor([9], device=self._where)].sum().item()
         if self._fate is Fate.DIE_IN_BATCH:
             _die_in_the_next_send(self._setup.folder)
         after, before = (self._rank + 1) % self._setup.ranks, (self._rank - 1) % self._setup.ranks
@@ -209,29 +232,17 @@ class Rank:
             raise RuntimeError(f"wrong message: {value_received} instead of {before}")
 
     def _resources(self) -> dict[str, int]:
-        used = 0
-        if self._setup.device is Device.CUDA:
-            import torch
+        from deadpool_megatron.comms.nccl.depth import is_left_open
 
-            free, total = torch.cuda.mem_get_info()
-            used = total - free  # of all ranks of the GPU, NCCL's part included
         return {
-            "threads": len(list(Path("/proc/self/task").iterdir())),
-            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-            "device_bytes": used,
+            **resources(self._setup.device is Device.CUDA),
             "reaping": self._comms.reaping,
+            "communicators": sum(self._rank in ranks for ranks, _ in self._groups),
+            "group left open": is_left_open(),
         }
 
     def _say(self, what: str, epoch: int, **values: Any) -> None:
         self._line.send(Report(what, epoch, values))
-
-
-def _assert_on_device(where: Any) -> None:
-    """An index out of bounds: an assert of a kernel, which ruins the context of the process."""
-    import torch
-
-    row = torch.zeros(4, device=where)
-    row[torch.tensor([9], device=where)].sum().item()
 
 
 def _die_in_the_next_send(folder: str) -> None:
@@ -242,4 +253,3 @@ def _die_in_the_next_send(folder: str) -> None:
     plan = Path(folder, f"{os.getpid()}.faults")
     plan.write_text(json.dumps([{**fault, "action": "signal", "target": "self", "signal": "KILL"}]))
     failpoints.load(plan)
-    sys.stdout.flush()

@@ -1,133 +1,117 @@
-"""What a part found: one JSON file, with everything that its figures depend on."""
+"""What a part is given, and what it has found so far: one JSON file, whole at any moment."""
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import platform
-import shlex
 import subprocess
-import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from proof.device import SIZES, Device, Size
+
 ROOT = Path(__file__).parents[3]
-_KNOWN = "DEADPOOL_PROOF_VERSIONS"
+#: written by pack.sh into the tree without history
+_COMMIT_FILE = ROOT / "PROOF_COMMIT"
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "apex", "nvidia-nccl-cu13")
 
 
 @dataclass
-class Findings:
-    """Grows while a part runs. ``problems``: why it failed; none of them: it passed, unless
-    ``not_run`` says why there was nothing to run."""
+class Task:
+    """One part. ``problems`` say why it failed; ``findings`` are answers, good or bad, that are no
+    fault of the kit. ``until`` is the time on the monotonic clock at which it is ended."""
 
+    part: str
+    device: Device
+    folder: Path
+    until: float
+    checkout: Path | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    not_run: str = ""
+    findings: list[str] = field(default_factory=list)
+    finished: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def size(self) -> Size:
+        """How much of each thing is done on this device."""
+        return SIZES[self.device]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """False in a rehearsal."""
+        return self.device is Device.CUDA
+
+    @property
+    def left_seconds(self) -> float:
+        """Until the part is ended."""
+        return self.until - time.monotonic()
 
     def expect(self, holds: bool, problem: str) -> None:
         """Note the problem unless it holds."""
         if not holds:
             self.problems.append(problem)
 
-
-@dataclass(frozen=True)
-class Result:
-    """One part, done. ``commit`` names the tree, changes that are not committed included."""
-
-    part: str
-    device: str
-    commit: str
-    passed: bool
-    problems: list[str]
-    seconds: float
-    command: str
-    time: str
-    versions: dict[str, Any]
-    facts: dict[str, Any]
-    not_run: str = ""
-
-    def write(self, path: Path) -> None:
-        """All of it or nothing."""
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        unfinished.rename(path)
+    def save(self) -> None:
+        """Leave what is known by now."""
+        values = {
+            "part": self.part,
+            "device": self.device,
+            "commit": commit(),
+            "finished": self.finished,
+            "problems": self.problems,
+            "findings": self.findings,
+            "seconds": round(time.monotonic() - self.began, 1),
+            "versions": versions(),
+            "facts": self.facts,
+        }
+        write_json(self.folder / f"{self.part}.json", values)
 
 
-def make_result(part: str, device: str, found: Findings, seconds: float) -> Result:
-    """Put what was found beside what it depends on."""
-    return Result(
-        part=part,
-        device=device,
-        commit=commit(),
-        passed=not found.problems and not found.not_run,
-        problems=found.problems,
-        seconds=round(seconds, 1),
-        command=shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        versions=versions(),
-        facts=found.facts,
-        not_run=found.not_run,
-    )
+def first_line(error: BaseException) -> str:
+    """Its kind and the beginning of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def read_result(path: Path) -> Result | None:
-    """What is there; None for nothing, or for what is no result."""
+def write_json(path: Path, values: object) -> None:
+    """All of it or nothing."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(values, indent=1, default=str) + "\n")
+    unfinished.rename(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What is there; empty for nothing."""
     try:
-        return Result(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return values
 
 
+@functools.cache
 def commit() -> str:
     """The commit, and whether there are changes that are not in it; else "unknown"."""
-    if told := os.environ.get("DEADPOOL_PROOF_COMMIT"):
-        return told  # a copy of the tree without its history
+    if _COMMIT_FILE.exists():
+        return _COMMIT_FILE.read_text().strip()
     try:
-        head = _output("git", "rev-parse", "HEAD")
-        changed = _output("git", "status", "--porcelain")
+        ask = functools.partial(subprocess.check_output, cwd=ROOT, text=True)
+        head = ask(["git", "rev-parse", "HEAD"]).strip()
+        changed = ask(["git", "status", "--porcelain", "--untracked-files=all", ":!*.tgz"])
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{head} with changes" if changed else head
 
 
+@functools.cache
 def versions() -> dict[str, Any]:
-    """Of all that takes part; torch is asked in another process, so that this one holds no GPU.
-
-    Asked once: the processes of the parts inherit the answer.
-    """
-    if _KNOWN not in os.environ:
-        os.environ[_KNOWN] = json.dumps(_ask_versions())
-    known: dict[str, Any] = json.loads(os.environ[_KNOWN])
-    return known
-
-
-def _ask_versions() -> dict[str, Any]:
+    """Of all that takes part; the part ``smoke`` asks torch and the driver for theirs."""
     found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release()}
-    found["cores"] = len(os.sched_getaffinity(0))
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    program = (
-        "import json, torch; on = torch.cuda.is_available(); print(json.dumps({"
-        "'cuda': torch.version.cuda,"
-        "'nccl': '.'.join(map(str, torch.cuda.nccl.version())) if on else None,"
-        "'gpus': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}))"
-    )
-    try:
-        found |= json.loads(_output(sys.executable, "-c", program).splitlines()[-1])
-        query = ("--query-gpu=driver_version", "--format=csv,noheader")
-        found["driver"] = _output("nvidia-smi", *query).splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
-        found.setdefault("driver", None)
-    return found
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    # Of two the one that is found first is the one that is imported.
+    several = reversed([*metadata.distributions()])
+    installed = {one.name.lower().replace("_", "-"): one.version for one in several if one.name}
+    return found | {name: installed.get(name, "not installed") for name in _PACKAGES}

@@ -1,140 +1,102 @@
-"""Parts a and b: communicators aborted and made anew in processes that go on."""
+"""Parts seam, losses and more: communicators aborted and made anew in processes that go on."""
 
 from __future__ import annotations
 
-import math
 import signal
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-from proof.device import Device, Size
-from proof.flock import Flock, FlockError, Player, Recovery, clear
+from proof.flock import Flock, Lose, Player, Recovery
 from proof.rank import Fate, Setup
-from proof.result import Findings
+from proof.result import Task, read_json
 
-#: of the rank that outlives all kills; what is kept for good is seen as growth per kill
-_MOST_THREADS, _MOST_DESCRIPTORS, _MOST_BYTES = 4, 8, 256 << 20
-_MEASURED = ("abort_seconds", "drain_seconds", "device_seconds", "rebuild_seconds")
-_DEATH_SECONDS = 30.0
-#: of kills; a shorter course only shows how long leftovers of a closed epoch live
-_LEAST_THIRD = 5
-
-
-def kill(player: Player) -> None:
-    """As if its node was gone."""
-    player.signal(signal.SIGKILL)
+_HELD = ("threads", "descriptors", "device_bytes", "group left open")
+_REPORTED = [f"{what}_seconds" for what in ("abort", "drain", "device", "attach", "first_use")]
+_EACH = "attach_seconds_per_communicator"
+#: how many communicators are made at once
+_WAYS = {"one after the other": 1, "side by side": 8}
 
 
-def lose_ranks(device: Device, size: Size, limit_seconds: float) -> Findings:
-    """Part a: one rank after the other is killed; rank 0 lives through all of it."""
-    found = Findings()
-    until = time.monotonic() + limit_seconds
-    recoveries: list[Recovery] = []
-    with tempfile.TemporaryDirectory() as folder:
-        setup = Setup(device, size.ranks, size.spares, size.groups, folder)
-        try:
-            with Flock(setup) as flock:
-                while len(recoveries) < size.kills and time.monotonic() < until:
-                    victim = 1 + len(recoveries) % (size.ranks - 1)
-                    recoveries.append(flock.recover(victim, kill, Fate.NONE))
-                    clear(Path(folder), (flock.epoch,))
-        except FlockError as error:
-            found.problems.append(str(error))
-    kills = len(recoveries)
-    found.expect(kills == size.kills, f"{kills} of {size.kills} kills in the time there is")
-    replaced = [reason for one in recoveries for reason in one.replaced.values()]
-    found.expect(not replaced, f"survivors were replaced: {sorted(set(replaced))}")
-    found.facts = {
-        "ranks": size.ranks,
-        "groups": size.groups,
-        "kills": kills,
-        "seconds": {
-            name: _summary([one.longest(name) for one in recoveries]) for name in _MEASURED
-        },
-        "whole_seconds": _summary([one.seconds for one in recoveries]),
-        "replaced": replaced,
-    }
-    _judge_growth(recoveries, found)
+def first_kills(task: Task) -> None:
+    """Part seam: few communicators, made one after the other, then side by side."""
+    _lose_ranks(task, 3, 1, task.size.kills)
+
+
+def more_kills(task: Task) -> None:
+    """Part more: more communicators, in turns, for as long as there is time."""
+    _lose_ranks(task, task.size.groups, task.size.rounds, 1)
+
+
+def _lose_ranks(task: Task, groups: int, rounds: int, kills: int) -> None:
+    """Rank 1 is killed over and over; rank 0 lives through all of it."""
+    known: dict[str, list[dict[str, Any]]] = {}
+    course = task.facts["course"] = []
+    with tempfile.TemporaryDirectory() as folder, Flock(_setup(task, 2, groups, folder)) as flock:
+        for way in [way for _ in range(rounds) for way in _WAYS for _ in range(kills)]:
+            if rounds > 1 and course and task.left_seconds < 4 * course[-1]["seconds"]:
+                break  # it has no end of its own
+            flock.at_once = _WAYS[way]
+            course.append(_told(flock.recover(1, Player.kill, Fate.NONE)))
+            known.setdefault(way, []).append(course[-1])
+            task.facts[way] = _summary(known[way])
+            task.findings = [_answer(way, task.facts[way]) for way in known]
+            task.save()
+    for number, one in enumerate(course):
+        task.expect(not one["replaced"], f"kill {number}: survivors replaced: {one['replaced']}")
+        task.expect(not one["group left open"], f"kill {number}: a group of NCCL was left open")
+
+
+def _answer(way: str, facts: dict[str, Any]) -> str:
+    each, whole = (facts[name]["median"] for name in (_EACH, "seconds"))
+    made = f"{facts['communicators']} communicators made {way}: {each:.3f} s each"
+    return f"{made}, {whole:.2f} s a recovery ({facts['kills']} kills)"
+
+
+def _setup(task: Task, ranks: int, groups: int, folder: str) -> Setup:
+    """What warms up is what was seen to do so: a hang there would cost all of the part."""
+    seen = read_json(task.folder / "smoke.json").get("facts", {}).get("warm", {})
+    is_warm, spares = "held_at_end" in seen, 4 if task.is_on_gpu else 1
+    return Setup(task.device, ranks, spares, groups, folder, is_warm)
+
+
+def _told(recovery: Recovery) -> dict[str, Any]:
+    """Of one recovery: the slowest rank's seconds, and what rank 0 held afterwards."""
+    found: dict[str, Any] = {name: recovery.longest(name) for name in _REPORTED}
+    survivor = dict(recovery.ready[0].values)
+    found["seconds"] = recovery.seconds
+    # Who comes last waits for nobody.
+    last = min((r.values for r in recovery.ready.values()), key=lambda v: v["attach_seconds"])
+    found[_EACH] = last["attach_seconds"] / last["communicators"]
+    found["communicators"] = last["communicators"]
+    found |= {name: survivor[name] for name in _HELD if name in survivor}
+    return found | {"epochs": recovery.epochs, "replaced": recovery.replaced}
+
+
+def special_losses(task: Task) -> None:
+    """Part losses: losses at the moments at which NCCL is in the way."""
+    with tempfile.TemporaryDirectory() as folder, Flock(_setup(task, 3, 3, folder)) as flock:
+
+        def one(name: str, lose: Lose, fate: Fate = Fate.NONE, victim: int = 1) -> None:
+            recovery = flock.recover(victim, lose, fate)
+            # A survivor may be replaced, for a reason that docs/gpu.md lists; it is told here.
+            told = {"epochs": recovery.epochs, "replaced": recovery.replaced}
+            task.facts[name] = {"seconds": round(recovery.seconds, 3), **told}
+            task.save()
+
+        one("batch", lambda player: player.meet(Fate.DIE_IN_BATCH))
+        one("device-assert", lambda player: player.meet(Fate.DEVICE_ASSERT))
+        one("rebuild", Player.kill, Fate.DIE_IN_REBUILD)
+        stopped = flock.players[1]
+        one("stopped", lambda player: player.signal(signal.SIGSTOP))
+        # It wakes in an epoch that is over, and must not get in anybody's way.
+        stopped.signal(signal.SIGCONT)
+        one("after-the-stopped-one-woke", Player.kill, victim=2)
+
+
+def _summary(kills: list[dict[str, Any]]) -> dict[str, Any]:
+    found = {"kills": len(kills), "communicators": kills[0]["communicators"]}
+    for name in (*_REPORTED, "seconds", _EACH):
+        values = [one[name] for one in kills]
+        found[name] = {"median": round(statistics.median(values), 4), "longest": max(values)}
     return found
-
-
-def _judge_growth(recoveries: list[Recovery], found: Findings) -> None:
-    """Rank 0 at the end holds what it held after the first recoveries."""
-    course = [one.ready[0].values for one in recoveries if 0 in one.ready]
-    limits = {
-        "threads": _MOST_THREADS,
-        "descriptors": _MOST_DESCRIPTORS,
-        "device_bytes": _MOST_BYTES,
-    }
-    for name, most in limits.items():
-        values = [int(report[name]) for report in course]
-        third = max(1, len(values) // 3)
-        found.facts[name] = {"first": values[:third], "last": values[-third:]}
-        if len(values) >= 3 * _LEAST_THIRD:
-            growth = max(values[-third:]) - max(values[:third])
-            found.facts[name]["growth"] = growth
-            found.expect(growth <= most, f"{name} grew by {growth} over {len(values)} kills")
-
-
-def special_losses(device: Device, size: Size) -> Findings:
-    """Part b: losses at the moments at which NCCL is in the way."""
-    found = Findings()
-    with tempfile.TemporaryDirectory() as folder:
-        setup = Setup(device, size.ranks, size.spares, size.groups, folder)
-        try:
-            with Flock(setup) as flock:
-                _one(found, flock, "batch", _tell(Fate.DIE_IN_BATCH), Fate.NONE)
-                _one(found, flock, "device-assert", _tell(Fate.DEVICE_ASSERT), Fate.NONE)
-                _one(found, flock, "rebuild", kill, Fate.DIE_IN_REBUILD)
-                stopped = flock.players[1]
-                _one(found, flock, "stopped", lambda p: p.signal(signal.SIGSTOP), Fate.NONE)
-                # It wakes in an epoch that is over, and must not get in anybody's way.
-                stopped.signal(signal.SIGCONT)
-                _one(found, flock, "after-the-stopped-one-woke", kill, Fate.NONE, victim=2)
-        except FlockError as error:
-            found.problems.append(str(error))
-    return found
-
-
-def _tell(fate: Fate) -> Callable[[Player], None]:
-    def lose(player: Player) -> None:
-        player.tell(fate)
-        player.process.join(_DEATH_SECONDS)
-        if player.process.is_alive():
-            player.end()
-            raise FlockError(f"{fate}: the process still lived after {_DEATH_SECONDS:g} s")
-
-    return lose
-
-
-def _one(
-    found: Findings,
-    flock: Flock,
-    name: str,
-    lose: Callable[[Player], None],
-    fate: Fate,
-    victim: int = 1,
-) -> None:
-    recovery = flock.recover(victim, lose, fate)
-    survivors = sorted(set(range(flock.setup.ranks)) - {victim})
-    found.facts[name] = {
-        "seconds": round(recovery.seconds, 3),
-        "epochs": recovery.epochs,
-        "survivors": survivors,
-        # A survivor may be replaced, for a reason that docs/gpu.md lists; it is told here.
-        "replaced": {str(rank): why for rank, why in recovery.replaced.items()},
-    }
-
-
-def _summary(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    ordered = sorted(values)
-    return {
-        "median": round(statistics.median(ordered), 4),
-        "p95": round(ordered[math.ceil(0.95 * (len(ordered) - 1))], 4),
-        "longest": round(ordered[-1], 4),
-    }

@@ -1,4 +1,4 @@
-"""Parts trainer and pretrain: whole jobs that lose role 0's node, one in the middle, the last.
+"""Parts trainer and pretrain: whole jobs that lose a node, and the same job undisturbed.
 
 Each node is an agent of its own, as on a cluster, so that each has a host identity of its own and
 several may share a GPU. What is restored is verified by the job itself: each part against its
@@ -11,187 +11,166 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from proof.device import Device, Size
-from proof.result import ROOT, Findings
+from proof.device import Device
+from proof.result import ROOT, Task, read_json
 
-_JOB_SECONDS = 190.0
-_END_SECONDS = 20.0
+_END_SECONDS = 2.0
 _HASHED = ("--deadpool-hash-interval", "1")
+#: the iteration in which a node is lost
+_LOSS_AT = 3
 
 _MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
     " --global-batch-size 8 --lr 1e-2 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2"
-    " --seed 11 --log-interval 1 --use-distributed-optimizer --pipeline-model-parallel-size 2"
+    " --seed 11 --log-interval 1 --use-distributed-optimizer"
 )
-_LARGER = {"--num-layers": "8", "--hidden-size": "1024", "--num-attention-heads": "16"}
+_LARGER = {"--hidden-size": "512", "--num-attention-heads": "8", "--lr": "1e-3"}
 
 
-def embedded(device: Device, size: Size, _checkout: Path | None, out: Path) -> Findings:
-    """Part trainer."""
+def model(task: Task, sizes: Mapping[str, str]) -> list[str]:
+    """Arguments of the trainer; these sizes are those on a GPU."""
     words = _MODEL.split()
-    if device is Device.CUDA:
-        for flag, value in _LARGER.items():
+    if task.is_on_gpu:
+        for flag, value in sizes.items():
             words[words.index(flag) + 1] = value
         words.append("--bf16")
-    program = ["-m", "deadpool_megatron.trainer", *words, "--train-iters", str(size.iterations)]
-    found = _strike(device, program, device.communicator, out / f"trainer-{device}")
-    _audit(device, program, out / f"trainer-{device}", found)
-    return found
+    return words
 
 
-def megatron_lm(device: Device, size: Size, checkout: Path | None, out: Path) -> Findings:
-    """Part pretrain; where no checkout was given that is what was found."""
-    if checkout is None:
-        return Findings(not_run="no checkout of Megatron-LM was given (--megatron-lm)")
+def embedded(task: Task) -> None:
+    """Part trainer: data parallel 2 loses role 1; the same undisturbed; a pipeline loses role 0."""
+    program = ["-m", "deadpool_megatron.trainer", *model(task, _LARGER)]
+    program += ["--train-iters", str(task.size.iterations)]
+    _strike(task, task.device.communicator, program)
+    pipeline = [*program, "--pipeline-model-parallel-size", "2"]
+    nodes = 4 if task.is_on_gpu else 2
+    _take(task, "pipeline", Job(task.device, task.device.communicator, nodes, pipeline), 0)
+
+
+def megatron_lm(task: Task) -> None:
+    """Part pretrain; without TransformerEngine as on the CPU, but for the backend."""
+    assert task.checkout is not None
     folder = ROOT / "configs" / "megatron-lm"
     words = (folder / "small.args").read_text().split()
-    words += ["--bf16"] if device is Device.CUDA else (folder / "cpu.args").read_text().split()
-    program = [str(checkout / "pretrain_gpt.py"), *words]
-    program += ["--train-iters", str(size.iterations), "--lr-warmup-iters", "2", "--deadpool"]
-    communicator = "nccl" if device is Device.CUDA else "gloo"
-    return _strike(device, program, communicator, out / f"pretrain-{device}")
+    plain = (folder / "cpu.args").read_text().split()
+    if task.is_on_gpu:
+        words.append("--bf16")
+        plain = plain[2:] if find_spec("transformer_engine") is None else []
+    program = [str(task.checkout / "pretrain_gpt.py"), *words, *plain, "--deadpool"]
+    program += ["--train-iters", str(task.size.iterations), "--lr-warmup-iters", "2"]
+    _strike(task, "nccl" if task.is_on_gpu else "gloo", program)
 
 
-def _strike(device: Device, program: Sequence[str], communicator: str, base: Path) -> Findings:
+def _strike(task: Task, communicator: str, program: Sequence[str]) -> None:
+    """First with a loss, then without; the states at the end are compared."""
     from deadpool_megatron.cli.show.compare import compare_results
     from deadpool_megatron.cli.show.run_result import ResultError, read_result
 
-    found = Findings()
-    nodes = 4 if device is Device.CUDA else 2
-    victims = sorted({0, nodes // 2, nodes - 1})
-    moments = {role: 3 + number * 2 for number, role in enumerate(victims)}
-    stamp = time.strftime("%H%M%S")
-    whole = base.with_name(f"{base.name}-{stamp}-whole")
-    struck = base.with_name(f"{base.name}-{stamp}-struck")
-    job = Job(device, communicator, nodes, program)
-    found.facts = {"nodes": nodes, "lost roles": victims, "runs": [str(whole), str(struck)]}
+    job = Job(task.device, communicator, 2, program)
+    struck = _take(task, "struck", job, 1)
+    whole = _take(task, "whole", job)
     try:
-        job.run(whole, 0, [], _HASHED)
-        faults = [_fault(role, at) for role, at in moments.items()]
-        job.run(struck, len(victims), faults, _HASHED)
-        undisturbed, result = read_result(whole), read_result(struck)
-        comparison = compare_results(undisturbed, result)
-    except (ResultError, TimeoutError, subprocess.SubprocessError) as error:
-        found.problems.append(str(error))
-        return found
-    for name, one in (("whole", undisturbed), ("struck", result)):
-        found.expect(one.exit_status == 0, f"{name} run: {one.exit_status}, {one.reason}")
-    lost = len(result.recoveries)
-    found.expect(lost == len(victims), f"{lost} recoveries of {len(victims)} losses")
-    found.facts["recoveries"] = [
-        {
-            "cause": one.cause,
-            "seconds": one.seconds,
-            "phases": dict(one.phases),
-            "steps recomputed": one.steps_recomputed,
-        }
-        for one in result.recoveries
-    ]
-    found.facts["bit-identical to the undisturbed run"] = comparison.identical
-    found.facts["first differences"] = [str(one) for one in comparison.differences[:4]]
-    if device is Device.CPU:
+        comparison = compare_results(read_result(whole), read_result(struck))
+    except ResultError as error:
+        task.problems.append(str(error))
+        return
+    task.facts["bit-identical to the undisturbed run"] = comparison.identical
+    same = "the same bits as" if comparison.identical else "other bits than"
+    task.findings.append(f"struck: {same} the undisturbed run at its end")
+    task.facts["first differences"] = [str(one) for one in comparison.differences[:4]]
+    if not task.is_on_gpu:
         # There sums have one order; on a GPU kernels and NCCL may choose another one.
-        found.expect(comparison.identical, "not bit-identical to the undisturbed run")
-    return found
+        task.expect(comparison.identical, "not bit-identical to the undisturbed run")
 
 
-def _audit(device: Device, program: Sequence[str], base: Path, found: Findings) -> None:
-    """Do peers compute the same bytes? On a GPU nobody has seen it: a finding, no condition."""
+def _take(task: Task, name: str, job: Job, *lost: int) -> Path:
+    """One job, and what it has told by its end, or by ours."""
+    directory = task.folder / f"{task.part}-{name}"
+    try:
+        job.run(directory, len(lost), [_fault(role) for role in lost], _HASHED)
+    finally:
+        facts = task.facts[name] = {"lost roles": lost, **_told(directory)}
+        task.save()
+    status, recoveries = facts["exit_status"], facts["recoveries"]
+    task.expect(status == 0, f"{name}: status {status}, {facts['reason']}")
+    problem = f"{name}: {len(recoveries)} recoveries of {len(lost)} losses"
+    task.expect(len(recoveries) == len(lost), problem)
+    for one in recoveries:
+        equal = "hashes of the state were equal" if status == 0 else f"status {status}"
+        task.findings.append(f"{name}: a recovery in {one['seconds'] or 0:.1f} s, {equal}")
+    task.save()
+    return directory
+
+
+def _told(directory: Path) -> dict[str, Any]:
+    """What the events of a job say, be it over or not."""
     from deadpool_megatron.cluster.run_directory.directory import RunDirectory
     from deadpool_megatron.events import Kind, read_events
 
-    directory = base.with_name(f"{base.name}-{time.strftime('%H%M%S')}-audited")
-    job = Job(device, device.communicator, 4, program)
-    try:
-        job.run(directory, 0, [], (*_HASHED, "--deadpool-audit-interval", "2"))
-    except TimeoutError as error:
-        found.problems.append(str(error))
-        return
-    events = list(read_events(RunDirectory(directory).events))
-    audited = [event for event in events if event.kind is Kind.AUDITED]
-    failed = [dict(event.data) for event in events if event.kind is Kind.AUDIT_FAILED]
-    texts = [str(event.data["text"]) for event in events if event.kind is Kind.LOG]
-    found.facts["audit"] = {
-        "run": str(directory),
-        "iterations without a find": len(audited),
-        "seconds": [event.data["seconds"] for event in audited],
-        "finds": failed,
-        "left out": [text for text in texts if "audits do not" in text],
-    }
-    found.expect(bool(audited or failed), f"{directory}: nothing was audited")
-    if device is Device.CPU:
-        found.expect(not failed, "peers computed other numbers")
-
-
-def _fault(role: int, iteration: int) -> dict[str, object]:
+    events = []
+    with suppress(OSError):
+        events = list(read_events(RunDirectory(directory).events))
+    end = read_json(RunDirectory(directory).final)
     return {
-        "id": f"role-{role}",
-        "point": "forward",  # the embedded trainer and pretrain_gpt.py both have it
-        "match": {"role": role, "iteration": iteration},
-        "action": "signal",
-        "target": "node",
-        "signal": "KILL",
+        "exit_status": end.get("exit_status"),
+        "reason": end.get("reason", "not at its end"),
+        "iterations": max((e.iteration or 0 for e in events if e.kind is Kind.STEP), default=0),
+        "recoveries": [dict(e.data) for e in events if e.kind is Kind.RECOVERED],
     }
 
 
+def _fault(role: int) -> dict[str, object]:
+    # The embedded trainer and pretrain_gpt.py both have this point.
+    where = {"point": "forward", "match": {"role": role, "iteration": _LOSS_AT}}
+    return {"id": f"role-{role}", **where, "action": "signal", "target": "node", "signal": "KILL"}
+
+
+@dataclass(frozen=True)
 class Job:
     """The same training, with agents that are started by hand."""
 
-    def __init__(
-        self, device: Device, communicator: str, nodes: int, program: Sequence[str]
-    ) -> None:
-        self._device = device
-        self._communicator = communicator
-        self._nodes = nodes
-        self._program = program
+    device: Device
+    communicator: str
+    nodes: int
+    program: Sequence[str]
 
     def run(
-        self,
-        directory: Path,
-        spares: int,
-        faults: Sequence[object],
-        settings: Sequence[str] = (),
+        self, directory: Path, spares: int, faults: Sequence[object], settings: Sequence[str]
     ) -> None:
-        """To its end. Raises TimeoutError if it has none in time."""
+        """To its end, or to that of the part."""
         from deadpool_megatron.failpoints import ENVIRONMENT_NAME
 
         plan = directory.with_suffix(".faults")
         plan.write_text(json.dumps(faults))
         shared = {**os.environ, ENVIRONMENT_NAME: str(plan) if faults else ""}
         agents = []
-        for node in range(self._nodes + spares):
+        for node in range(self.nodes + spares):
             command = [
                 *(sys.executable, "-m", "deadpool_megatron", "agent", "--run-dir", str(directory)),
-                *("--node-id", str(node), "--host", "127.0.0.1", "--nodes", str(self._nodes)),
+                *("--node-id", str(node), "--host", "127.0.0.1", "--nodes", str(self.nodes)),
                 *("--spares", str(spares), "--nproc-per-node", "1"),
-                *("--deadpool-communicator", self._communicator),
-                *(*settings, "--", *self._program),
+                *("--deadpool-communicator", self.communicator),
+                *(*settings, "--", *self.program),
             ]
-            environment = shared | self._device.environment(node)
+            environment = shared | self.device.environment(node)
             with open(directory.with_suffix(f".node{node}.log"), "wb") as log:
                 agents.append(
                     subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT)
                 )
-        self._await_end(directory, agents)
-
-    def _await_end(self, directory: Path, agents: Sequence[subprocess.Popen[bytes]]) -> None:
-        until = time.monotonic() + _JOB_SECONDS
         try:
             for agent in agents:
-                agent.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired as late:
-            raise TimeoutError(f"{directory}: no end after {_JOB_SECONDS:g} s") from late
+                agent.wait()
         finally:
             for agent in agents:
                 agent.terminate()
-            until = time.monotonic() + _END_SECONDS
             for agent in agents:
-                try:
-                    agent.wait(max(0.1, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    agent.kill()
-                    agent.wait()
+                # Who does not end is ended with the part.
+                with suppress(subprocess.TimeoutExpired):
+                    agent.wait(_END_SECONDS / len(agents))

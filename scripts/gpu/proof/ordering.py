@@ -1,0 +1,100 @@
+"""Whether a wait for a future orders the current stream behind the operation (C1).
+
+Two ranks add up what takes NCCL far longer than the host needs to go on. Who reads behind the wait
+has the sum if the wait ordered streams, and what was there before if not.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from proof.device import Device
+from proof.result import Task, first_line
+
+_LONGEST_SECONDS = 30.0
+_TIMES, _RANKS = 2, 2
+_BYTES = {Device.CUDA: 256 << 20, Device.CPU: 1 << 16}
+_WORK, _OURS, _TORCHS = "Work.wait", "future of the seam", "future of torch"
+_WAYS = (_WORK, _OURS, _TORCHS)
+
+
+def judge_futures(task: Task) -> dict[str, Any]:
+    """What was seen in each way to wait: as a finding, whatever it is."""
+    seen: dict[str, Any] = {}
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    until = time.monotonic() + min(_LONGEST_SECONDS, task.left_seconds - 2)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(_RANKS):
+            told = (task.device, rank, folder, theirs)
+            ranks.append(context.Process(target=_play, args=told, daemon=True))
+            ranks[-1].start()
+        theirs.close()
+        with suppress(EOFError):
+            while len(seen) < len(_WAYS) and ours.poll(max(0.0, until - time.monotonic())):
+                seen |= dict([ours.recv()])
+                task.facts["futures"] = seen
+                task.save()
+        for process in ranks:
+            process.kill()
+            process.join()
+    task.findings.append(f"C1: {_verdict(seen)}")
+    return {"ways": seen, "bytes": _BYTES[task.device]}
+
+
+def _verdict(seen: dict[str, Any]) -> str:
+    """One sentence."""
+    ours = seen.get(_OURS, "no answer in time")
+    if not isinstance(ours, list):
+        return f"futures of the seam were not judged: {ours}"
+    if all(one["least"] == one["wanted"] for one in ours):
+        return "a wait for a future of the seam orders streams (if it was in flight: see there)"
+    return "a wait for a future of the seam orders no streams: gradients of DDP race"
+
+
+def _play(device: Device, rank: int, folder: str, line: Connection) -> None:
+    os.environ.update(device.environment(rank))
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    from deadpool_megatron.comms import Communicators
+
+    comms = Communicators(device.communicator)
+    comms.install()
+    dist.init_process_group("nccl", rank=rank, world_size=_RANKS)
+    comms.attach(1, FileStore(f"{folder}/store", _RANKS), rank, _LONGEST_SECONDS)
+    for way in _WAYS:
+        try:
+            found: Any = [_one(way, device) for _ in range(_TIMES)]
+        except Exception as error:
+            found = first_line(error)
+        if device is Device.CUDA:
+            torch.cuda.synchronize()
+        if rank == 0:
+            line.send((way, found))
+
+
+def _one(way: str, device: Device) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    value = torch.ones(_BYTES[device] // 4, device=device.value)
+    # To load a kernel at its first use would wait for all that runs; and nothing is to run now.
+    value.min().item()
+    world: Any = dist.group.WORLD
+    torchs = world.inner.backend()
+    is_torchs = way == _TORCHS
+    work = torchs.allreduce([value]) if is_torchs else dist.all_reduce(value, async_op=True)
+    (work if way == _WORK else work.get_future()).wait()
+    least = value.min()
+    # Asked first: to read it waits.
+    in_flight = {"in flight": not work.is_completed()}
+    return in_flight | {"least": least.item(), "wanted": float(_RANKS)}

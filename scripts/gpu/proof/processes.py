@@ -1,0 +1,60 @@
+"""Processes of a part are ended with it, also those that left its session or lost their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_REAP_SECONDS = 3.0
+
+
+class TimeIsUp(BaseException):
+    """The word to end came; no fault of what is under way."""
+
+
+def end_in_order() -> None:
+    """Have the first SIGTERM or SIGINT raise :class:`TimeIsUp`."""
+
+    def told(*_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        raise TimeIsUp
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, told)
+
+
+def end_with_parent() -> None:
+    """SIGTERM, in order, when the conductor is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Have this process be the parent of whoever below it loses its own."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> None:
+    """Kill all children, and theirs as they become ours."""
+    until = time.monotonic() + _REAP_SECONDS
+    while (children := _children()) and time.monotonic() < until:
+        for pid in children:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _children() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, parent, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            if int(parent) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
