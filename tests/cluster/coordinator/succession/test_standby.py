@@ -32,7 +32,7 @@ from tests.cluster.journal.journal_steps import coordinator
 def made(tmp_path: Path) -> Standby:
     run = RunDirectory(tmp_path)
     info = SimpleNamespace(settings=Settings(), nodes=2, spares=1, ended_term=0)
-    options: Any = SimpleNamespace(run=run, info=info, node=2)
+    options: Any = SimpleNamespace(run=run, info=info, node=2, report_fd=1)
     journal: Any = None
     return Standby(options, journal)
 
