@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    read_json,
+    segment_root,
+)
 from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool, send
@@ -379,7 +383,11 @@ def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
         run.wait_iteration(3)
         run.launcher.send_signal(number)
         final = run.wait_end(130)
+        run_id = run.run.read_run().run_id
+        is_kept = segment_root(run_id).exists()
+        cleanup.clean_run(run.run, run_id)
     assert final["reason"] == "interrupted"
+    assert is_kept == (number == signal.SIGINT), "for the same command, where a person is there"
 
 
 @pytest.mark.full

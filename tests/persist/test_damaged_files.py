@@ -75,7 +75,7 @@ def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value
 def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.latest.mkdir()
-    with pytest.raises(CommandError, match=r"latest\.json: is not a file"):
+    with pytest.raises(CommandError, match=r"latest\.json: Is a directory"):
         resuming._durable(run, INFO, None)
 
 

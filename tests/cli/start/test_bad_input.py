@@ -227,7 +227,7 @@ def test_resume_points_that_cannot_be_used(
         assert "damaged" in resume()
     old.latest.unlink()
     old.latest.mkdir()
-    assert f"{old.latest}: is not a file" in resume()
+    assert f"{old.latest}: Is a directory" in resume()
     old.latest.rmdir()
     restore = Restore("durable", Generation(1, 5), path=str(tmp_path / "gone"))
     other = old_run(tmp_path / "other", world_size=4)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.comms.nccl import blocks
 from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.blocks import Blocks
 from tests.comms.ranks import Member, run
@@ -46,7 +47,9 @@ def several_gathers(member: Member) -> None:
 
 
 def closed_in_a_block(member: Member, use: Callable[[Member], None]) -> bool:
-    """The epoch is closed between the start of a block and its first operation."""
+    """The epoch is closed between the start of a block and its first operation; on a busy machine
+    its thread may not run for longer than a block may last."""
+    blocks.LONGEST_SECONDS = SECONDS
     member.init("nccl")
     member.attach(0)
     use(member)
