@@ -258,7 +258,7 @@ def dumping(directory: Path) -> World:
     world.exports.tick()
     assert world.orders() == TAKE
     del world.state.fleet.nodes[1]
-    world.state.phase, world.state.open_epoch = Phase.DUMPING, None
+    world.state.phase, world.state.standing_epoch = Phase.DUMPING, None
     world.exports.carry_out(DUMPED)
     assert world.orders() == DROP, "of the interval"
     world.work()
@@ -304,7 +304,7 @@ def test_a_disk_that_hangs_over_that_word_holds_no_coordinator_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(exports, "write_json", lambda *_, **__: answers.wait(20.0))
+    monkeypatch.setattr(exports, "point_at", lambda *_, **__: answers.wait(20.0))
     monkeypatch.setattr(exports, "_POINT_SECONDS", 0.1)
     world = World(tmp_path, persist_interval=40)
     world.state.phase = Phase.DUMPING

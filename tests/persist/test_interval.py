@@ -40,12 +40,12 @@ def finish(world: World, iteration: int) -> None:
 
 def recover(world: World) -> None:
     """The epoch under way is closed, and the next one trains."""
-    world.state.phase, world.state.open_epoch = Phase.CLOSING, None
+    world.state.phase, world.state.standing_epoch = Phase.CLOSING, None
     world.exports.tick()
     closed = world.state.record.epoch
     world.state.record.epoch = closed + 1
     world.state.line.kept |= {closed: world.state.reached, closed + 1: 1 << 62}
-    world.state.phase, world.state.open_epoch = Phase.RUNNING, world.state.record.epoch
+    world.state.phase, world.state.standing_epoch = Phase.RUNNING, world.state.record.epoch
     world.exports.tick()
     world.work()
 

@@ -47,15 +47,16 @@ def calling(module: str, name: str, argument: str) -> bytes:
 @example("builtins", "eval")
 @example("pathlib", "PosixPath.home")
 def test_only_whole_names_of_the_list_are_let_in(module: str, name: str) -> None:
-    reader = checkpoint_files._IndexReader(io.BytesIO())
+    reader = checkpoint_files._IndexReader(io.BytesIO(), set())
     if (module, name) in {*checkpoint_files._ALLOWED, ("builtins", "getattr")}:
         return
     try:
         found = reader.find_class(module, name)
     except (pickle.UnpicklingError, AttributeError, ValueError):
         return
-    assert module == "torch"
-    assert type(found).__name__ in ("dtype", "layout", "memory_format")
+    if found is not checkpoint_files._StandIn:
+        assert module == "torch"
+        assert type(found).__name__ in ("dtype", "layout", "memory_format")
 
 
 class _Got:
@@ -70,7 +71,9 @@ class _Got:
 
 def test_members_of_an_enum_are_read_as_early_versions_of_python_3_11_write_them() -> None:
     def read(owner: object, name: str) -> object:
-        return checkpoint_files._IndexReader(io.BytesIO(pickle.dumps(_Got(owner, name)))).load()
+        return checkpoint_files._IndexReader(
+            io.BytesIO(pickle.dumps(_Got(owner, name))), set()
+        ).load()
 
     member = "TORCH_CHANNELS_LAST"
     assert read(_MEM_FORMAT_ENCODING, member) is _MEM_FORMAT_ENCODING[member]
@@ -99,5 +102,5 @@ def test_a_planted_index_runs_nothing(
     directory.mkdir()
     (directory / ".metadata").write_bytes(content)
     assert main(["verify", str(directory)]) == 1
-    assert "os.system has no place in it" in capfd.readouterr().out
+    assert "index: cannot be read" in capfd.readouterr().out
     assert not marker.exists()

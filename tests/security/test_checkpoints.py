@@ -71,7 +71,8 @@ def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not
 ) -> None:
     run, folder, thesis = RunDirectory(tmp_path / "run"), tmp_path / "shared", tmp_path / "thesis"
     run.path.mkdir()
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    folder.chmod(0o755)
     thesis.write_text("mine")
     (folder / ".latest_checkpointed_iteration.txt.new").symlink_to(thesis)
     (folder / "latest_checkpointed_iteration.txt").symlink_to(thesis)

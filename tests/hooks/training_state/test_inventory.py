@@ -233,7 +233,7 @@ def test_a_buffer_that_only_one_side_has_is_an_error(loop: Loop) -> None:
         extras.restore(Loop(), kept(loop))
 
 
-def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> None:
+def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_path: Path) -> None:
     """Token counts of an interrupted forward would move the expert bias by a wrong step."""
 
     class Entry(EpochEntry):
@@ -263,7 +263,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> N
     loop.counters["from the dead iteration"] = 1
     loop.scaler.update(True)
     loop.scaler.update(True)
-    restore = Restore("durable", Generation(4, 6), path="somewhere")
+    restore = Restore("durable", Generation(4, 6), path=str(tmp_path))
     record = EpochRecord(4, {0: Seat(0, 0, 0)}, {}, restore)
     entry.restore(record, 0)
     assert loop.model.local_tokens_per_expert.tolist() == [0, 0]
