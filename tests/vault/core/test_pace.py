@@ -29,6 +29,7 @@ from deadpool_megatron.vault.core.pace import (
 from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.net.transport import Sent
+from tests.common.threads import short_of_threads
 from tests.vault.harness import wait_until
 
 
@@ -482,15 +483,7 @@ def test_a_moment_without_threads_costs_a_shipment_its_gaps_and_no_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is sent is sent by a thread that nobody would start anew in this epoch."""
-    start, refused = threading.Thread.start, list[str]()
-
-    def start_or_not(thread: threading.Thread) -> None:
-        if thread.name == "watch-link" and not refused:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    refused = short_of_threads(monkeypatch, "watch-link")
     traffic = Traffic(4 << 20, 0.0, 1e-4, MadeInterface(), fills_gaps=True)
     for iteration in range(6):
         traffic._role(3).window.sealed(Generation(1, iteration), 3600.0 * (iteration - 6))

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.vault.net.links import Link, LinkServer, listening_at
+from tests.common.threads import short_of_threads
 
 SECONDS = 10.0
 
 
-def refuses_once_and_serves_the_next(short: threading.Event, path: Path) -> None:
-    """``short``: set as soon as something has been lacking; ``path``: of the socket."""
+def refuses_once_and_serves_the_next(lacking: list[str], path: Path) -> None:
+    """``lacking``: what has been lacking; ``path``: of the socket."""
     served = threading.Event()
 
     def dialogue(_link: Link, _stopping: threading.Event) -> None:
@@ -29,7 +30,7 @@ def refuses_once_and_serves_the_next(short: threading.Event, path: Path) -> None
             refused.settimeout(SECONDS)
             refused.connect(str(path))
             assert refused.recv(1) == b"", "told at once, to come again"
-        assert short.is_set()
+        assert lacking
         with socket.socket(socket.AF_UNIX) as taken:
             taken.connect(str(path))
             assert served.wait(SECONDS)
@@ -41,31 +42,21 @@ def refuses_once_and_serves_the_next(short: threading.Event, path: Path) -> None
 def test_a_moment_without_threads_does_not_end_the_vault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = threading.Event()
-    start = threading.Thread.start
-
-    def start_or_not(thread: threading.Thread) -> None:
-        if thread.name.startswith("local-") and not short.is_set():
-            short.set()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_not)
-    refuses_once_and_serves_the_next(short, tmp_path / "s")
+    refuses_once_and_serves_the_next(short_of_threads(monkeypatch, "local-"), tmp_path / "s")
 
 
 def test_a_moment_without_descriptors_does_not_end_the_vault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection takes two of them."""
-    short = threading.Event()
+    lacking = list[str]()
     dup = socket.socket.dup
 
     def dup_or_not(connection: socket.socket) -> socket.socket:
-        if not short.is_set():
-            short.set()
+        if not lacking:
+            lacking.append("descriptors")
             raise OSError(errno.EMFILE, "Too many open files")
         return dup(connection)
 
     monkeypatch.setattr(socket.socket, "dup", dup_or_not)
-    refuses_once_and_serves_the_next(short, tmp_path / "s")
+    refuses_once_and_serves_the_next(lacking, tmp_path / "s")

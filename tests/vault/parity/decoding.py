@@ -6,6 +6,7 @@ from pathlib import Path
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
+from deadpool_megatron.layout.places.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Restore, Seat
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
@@ -15,7 +16,7 @@ from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from tests.vault.fake_network import FakeNetwork, FakeTransport
-from tests.vault.parity.coded import EXTRAS, GENERATION, CodedGroup
+from tests.vault.parity.coded import EXTRAS, GENERATION, CodedGroup, seal
 
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)
 
@@ -77,6 +78,18 @@ class Vaults:
         for state in self.states.values():
             state.adopt(record)
         return record
+
+    def opened(self, chosen: Settings = SETTINGS) -> EpochRecord:
+        """The vaults are started, and epoch 2 is open with what the coordinator decides."""
+        self.open(chosen)
+        return self.adopt()
+
+    def put_block(self, members: Members | None = None, **parts: bytes) -> None:
+        """Put a block in the place of parity block 0 that differs from it in this."""
+        coded, (number, *_) = self.coded, self.coded.group.blocks
+        right = {name: coded.parity(0, name) for name in ("shard", "tail")}
+        told = {MEMBERS: (members or coded.members(0)).encode()}
+        seal(self.block(0), coded.layouts[number], None, right | parts | told)
 
     def obtain(self, record: EpochRecord, role: int) -> None:
         """Restore a lost role on the spare, and compare every byte."""

@@ -28,8 +28,9 @@ from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.shm.names import copy_name, dump_name
 from deadpool_megatron.vault.shm.segment import Segment
+from tests.common.threads import short_of_threads
 from tests.vault.harness import wait_until
-from tests.vault.parity.coded import GENERATION, CodedGroup, flip, seal
+from tests.vault.parity.coded import GENERATION, CodedGroup, flip
 from tests.vault.parity.decoding import SETTINGS, Vaults, plan, seats_of
 
 Begin = Callable[..., Vaults]
@@ -57,8 +58,7 @@ def test_lost_roles_come_back_byte_for_byte(
     begin: Begin, data: int, parities: int, lost: set[int]
 ) -> None:
     vaults = begin(data, parities, lost)
-    vaults.open()
-    record = vaults.adopt()
+    record = vaults.opened()
     assert set(record.restore.recipes) == lost
     for role in sorted(lost):
         vaults.obtain(record, role)
@@ -73,8 +73,7 @@ def test_lost_roles_come_back_byte_for_byte(
 def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> None:
     """Shards that differ by more than a piece, and a role without one of the parts."""
     vaults = begin(3, 1, {1}, lacking=2)
-    vaults.open(replace(SETTINGS, chunk_bytes=4096))
-    record = vaults.adopt()
+    record = vaults.opened(replace(SETTINGS, chunk_bytes=4096))
     assert record.restore.recipes[1].decodings["tail"].blocks[2] == ()
     vaults.obtain(record, 1)
     assert vaults.decoded() == [[0, 2, 3]]
@@ -82,16 +81,24 @@ def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> 
 
 
 @pytest.mark.parametrize(
-    ("damaged", "used"), [("data", [2, 3, 4]), ("parity", [1, 2, 4]), ("members", [1, 2, 4])]
+    ("damaged", "used"),
+    [
+        ("data", [2, 3, 4]),
+        ("parity", [1, 2, 4]),
+        ("members", [1, 2, 4]),
+        ("data and members", [2, 3, 4]),
+    ],
 )
 def test_a_damaged_block_is_replaced_by_another(
     begin: Begin, damaged: str, used: list[int]
 ) -> None:
-    """The vault that holds it finds out as well, and does not give it out again."""
+    """The vault that holds it finds out as well, and does not give it out again. One list of
+    members is enough for all blocks."""
     vaults = begin(3, 2, {0})
-    vaults.open()
-    record = vaults.adopt()
-    path = vaults.own(1) if damaged == "data" else vaults.block(0)
+    record = vaults.opened()
+    if damaged == "data and members":
+        flip(vaults.block(0), MEMBERS)
+    path = vaults.own(1) if damaged.startswith("data") else vaults.block(0)
     flip(path, MEMBERS if damaged == "members" else "shard")
     vaults.obtain(record, 0)
     assert vaults.decoded() == [used]
@@ -100,20 +107,9 @@ def test_a_damaged_block_is_replaced_by_another(
     assert any(where.startswith("slot") for where in wheres)
 
 
-def test_one_list_of_members_is_enough(begin: Begin) -> None:
-    vaults = begin(2, 2, {0})
-    vaults.open()
-    record = vaults.adopt()
-    flip(vaults.own(1), "shard")
-    flip(vaults.block(1), MEMBERS)
-    vaults.obtain(record, 0)
-    assert vaults.decoded() == [[2, 3]]
-
-
 def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
     vaults = begin(3, 2, {0})
-    vaults.open()
-    record = vaults.adopt()
+    record = vaults.opened()
     flip(vaults.own(1), "shard")
     flip(vaults.block(0), "shard")
     with pytest.raises(RestoreUnavailable, match="role 1 on node 1: not held") as found:
@@ -129,8 +125,7 @@ def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
 def test_bytes_damaged_on_the_way_are_asked_for_once_more(begin: Begin, tmp_path: Path) -> None:
     """With one parity there is no other block to fall to."""
     vaults = begin(3, 1, {0})
-    vaults.open()
-    record = vaults.adopt()
+    record = vaults.opened()
     faults = tmp_path / "faults.json"
     match = {"role": 2, "part": "shard"}
     entry = {"id": "wire", "point": "vault.chunk", "match": match, "nth": 2, "action": "mark"}
@@ -145,36 +140,13 @@ def test_bytes_damaged_on_the_way_are_asked_for_once_more(begin: Begin, tmp_path
 def test_parity_of_other_bytes_gives_nothing(begin: Begin) -> None:
     """The blocks are intact, but the parity is not theirs: found, reported, never sealed."""
     vaults = begin(3, 2, {0})
-    coded = vaults.coded
-    names = [part.name for part in coded.layouts[coded.group.blocks[0]].parts]
-    parts = {name: coded.parity(0, name) for name in names if name != MEMBERS}
-    parts["shard"] = bytes(reversed(parts["shard"]))
-    parts[MEMBERS] = coded.members(0).encode()
-    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
-    vaults.open()
-    record = vaults.adopt()
+    vaults.put_block(shard=vaults.coded.parity(0, "shard")[::-1])
+    record = vaults.opened()
     vaults.obtain(record, 0)
     assert vaults.decoded() == [[1, 2, 4]]
     (event,) = vaults.corruptions()
     assert event.role == 0
     assert "decoded from role 1 on node 1, role 2 on node 2" in event.data["where"]
-
-
-def test_members_of_other_bytes_refuse_the_data_blocks(begin: Begin) -> None:
-    """A parity block that was computed from something else than what the roles hold now."""
-    vaults = begin(2, 1, {0})
-    coded = vaults.coded
-    told = coded.members(0)
-    nbytes, digest = told.contributions[1]["shard"]
-    other = {**told.contributions[1], "shard": (nbytes, digest ^ 1)}
-    wrong = replace(told, contributions={**told.contributions, 1: other})
-    parts = {name: coded.parity(0, name) for name in ("shard", "tail")}
-    parts[MEMBERS] = wrong.encode()
-    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
-    vaults.open()
-    record = vaults.adopt()
-    with pytest.raises(RestoreUnavailable, match="other bytes than the parity was computed from"):
-        vaults.obtain(record, 0)
 
 
 @pytest.mark.parametrize(
@@ -183,22 +155,20 @@ def test_members_of_other_bytes_refuse_the_data_blocks(begin: Begin) -> None:
         (lambda told, shard: replace(told, group=(0, 2)), "is block 2 of"),
         (lambda told, shard: contributed(told, tail=shard), "was computed without the part"),
         (lambda told, shard: contributed(told, shard=(shard[0] + 1, 0)), "which does not fit"),
+        (lambda told, _: of_other_bytes(told), "other bytes than the parity was computed from"),
     ],
-    ids=["group", "part", "size"],
+    ids=["group", "part", "size", "bytes"],
 )
 def test_members_of_another_group_or_of_other_parts_are_given_up(
     begin: Begin, change: Callable[[Members, tuple[int, int]], Members], why: str
 ) -> None:
     """Before a byte of the part is written; the block of another node could still give it."""
     vaults = begin(2, 1, {0})
-    coded = vaults.coded
-    told = coded.members(0)
-    parts = {name: coded.parity(0, name) for name in ("shard", "tail")}
-    parts[MEMBERS] = change(told, told.contributions[0]["shard"]).encode()
-    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
-    vaults.open()
+    told = vaults.coded.members(0)
+    vaults.put_block(change(told, told.contributions[0]["shard"]))
+    record = vaults.opened()
     with pytest.raises(RestoreUnavailable, match=why):
-        vaults.obtain(vaults.adopt(), 0)
+        vaults.obtain(record, 0)
 
 
 def contributed(told: Members, **parts: tuple[int, int]) -> Members:
@@ -206,23 +176,21 @@ def contributed(told: Members, **parts: tuple[int, int]) -> Members:
     return replace(told, contributions={**told.contributions, 0: parts})
 
 
+def of_other_bytes(told: Members) -> Members:
+    """As if the block was computed from something else than what role 1 holds now."""
+    nbytes, digest = told.contributions[1]["shard"]
+    other = {**told.contributions[1], "shard": (nbytes, digest ^ 1)}
+    return replace(told, contributions={**told.contributions, 1: other})
+
+
 def test_a_moment_without_threads_is_waited_out(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vaults = begin(3, 1, {0})
-    vaults.open()
-    record = vaults.adopt()
-    start, short = threading.Thread.start, [True]
-
-    def start_or_not(thread: threading.Thread) -> None:
-        if thread.name == "block-2-from-2" and short:
-            short.clear()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    record = vaults.opened()
+    refused = short_of_threads(monkeypatch, "block-2-from-2")
     vaults.obtain(record, 0)
-    assert not short
+    assert refused
     assert vaults.decoded() == [[1, 2, 3]]
 
 
@@ -235,11 +203,9 @@ def test_each_place_of_a_block_says_what_it_was_computed_from(begin: Begin) -> N
     whole = vaults.block(0).read_bytes()
     parts = {name: coded.part(0, name) for name in ("shard", "tail")}
     told = coded.members(0)
-    parts[MEMBERS] = replace(told, contributions={0: told.contributions[0]}).encode()
-    seal(vaults.block(0), coded.layouts[number], None, parts)
+    vaults.put_block(replace(told, contributions={0: told.contributions[0]}), **parts)
     vaults.directories[vaults.spare].joinpath(copy_name(number)).write_bytes(whole)
-    vaults.open()
-    record = vaults.adopt()
+    record = vaults.opened()
     places = (Source(2, number), Source(vaults.spare, number))
     assert record.restore.recipes[0].decodings["shard"].blocks[2] == places
     flip(vaults.block(0), "shard")
@@ -255,11 +221,8 @@ def test_a_block_of_other_bytes_falls_to_the_same_block_elsewhere(begin: Begin) 
     vaults.directories[vaults.spare].joinpath(copy_name(number)).write_bytes(
         vaults.block(0).read_bytes()
     )
-    parts = {name: coded.parity(0, name)[::-1] for name in ("shard", "tail")}
-    parts[MEMBERS] = coded.members(0).encode()
-    seal(vaults.block(0), coded.layouts[number], None, parts)
-    vaults.open()
-    vaults.obtain(vaults.adopt(), 0)
+    vaults.put_block(**{name: coded.parity(0, name)[::-1] for name in ("shard", "tail")})
+    vaults.obtain(vaults.opened(), 0)
     assert vaults.decoded() == [[1, 2]]
     wheres = [str(event.data["where"]) for event in vaults.corruptions()]
     assert wheres == [f"decoded from role 1 on node 1, role {number} on node 2"] * 2
@@ -268,8 +231,7 @@ def test_a_block_of_other_bytes_falls_to_the_same_block_elsewhere(begin: Begin) 
 @pytest.mark.slow
 def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin: Begin) -> None:
     vaults = begin(3, 2, {0})
-    vaults.open()
-    record = vaults.adopt()
+    record = vaults.opened()
     vaults.network.cut.add(("fake", 2))
     vaults.obtain(record, 0)
     assert vaults.decoded() == [[1, 3, 4]]
@@ -314,8 +276,7 @@ def test_whatever_is_damaged_what_is_sealed_is_right(
     with tempfile.TemporaryDirectory() as directory:
         vaults = Vaults(Path(directory), CodedGroup(data, parities, nbytes=20_000), {lost})
         try:
-            vaults.open()
-            record = vaults.adopt()
+            record = vaults.opened()
             for number in damaged:
                 path = vaults.own(number) if number < data else vaults.block(number - data)
                 flip(path, "shard")

@@ -38,6 +38,7 @@ from deadpool_megatron.vault.parity.maker import BlockMaker, Makers
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
+from tests.common.threads import short_of_threads
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, wait_until
 from tests.vault.parity.coded import GENERATION, CodedGroup, seal
@@ -449,17 +450,9 @@ def test_a_moment_without_threads_puts_a_block_off(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making = begin()
-    start, short = threading.Thread.start, [True]
-
-    def start_or_not(thread: threading.Thread) -> None:
-        if thread.name.startswith("block-") and short:
-            short.clear()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    refused = short_of_threads(monkeypatch, "block-")
     assert making.announce(0).startswith("early")
-    assert not short
+    assert refused
     making.announce_all([0, 1])
 
 
