@@ -160,12 +160,13 @@ class Rig:
             pinned=PinnedSlots(platform, self.warnings.append),
         )
 
-    def start(self) -> None:
+    def start(self) -> Rig:
         """Enter the epoch and seal generation 0, as a fresh start does."""
         self.protection.enter(EPOCH)
         self.protection.announce(generation(0))
         self.protection.complete(b"0")
         self.protection.owe(generation(0), "step")
+        return self
 
     def step(self, iteration: int, *, skipped: bool = False) -> None:
         """One iteration as the loop and the optimizer hooks go through it."""

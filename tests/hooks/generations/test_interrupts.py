@@ -30,8 +30,7 @@ def test_interrupt_while_the_vault_makes_the_slots(make: Callable[..., Rig]) -> 
 
 
 def test_interrupt_while_waiting_for_a_commit(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.vault.holds_back = True
     thread = rig.close_when(rig.vault.waiting)
     with pytest.raises(EpochClosed, match="commit of iteration 0"):
@@ -42,16 +41,14 @@ def test_interrupt_while_waiting_for_a_commit(make: Callable[..., Rig]) -> None:
 def test_a_commit_that_comes_with_the_close_does_not_open_the_gate(
     make: Callable[..., Rig],
 ) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.closed = EPOCH
     with pytest.raises(EpochClosed):
         rig.protection.gate()
 
 
 def test_interrupt_at_the_end_of_the_run(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.vault.holds_back = True
     thread = rig.close_when(rig.vault.waiting)
     with pytest.raises(EpochClosed):
@@ -60,8 +57,7 @@ def test_interrupt_at_the_end_of_the_run(make: Callable[..., Rig]) -> None:
 
 
 def test_interrupt_before_an_inner_update(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.protection.gate()
     rig.close()
     with pytest.raises(EpochClosed, match="update of the optimizer"):
@@ -70,8 +66,7 @@ def test_interrupt_before_an_inner_update(make: Callable[..., Rig]) -> None:
 
 def test_interrupt_while_a_copy_still_reads(make: Callable[..., Rig]) -> None:
     platform = SlowPlatform()
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     thread = threading.Timer(0.05, rig.close)
     thread.start()
     with pytest.raises(EpochClosed, match="copy of a generation"):
@@ -89,8 +84,7 @@ def test_interrupt_while_a_copy_still_reads(make: Callable[..., Rig]) -> None:
 def test_the_vault_freezes_before_the_member_hears_of_the_close(
     make: Callable[..., Rig], write: str
 ) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.protection.gate()
     rig.vault.frozen = True
     rig.vault.waiting.clear()
@@ -122,8 +116,7 @@ def steps_until_thawed(rig: Rig, wait: Callable[[], object]) -> None:
 
 def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Callable[..., Rig]) -> None:
     """It is told of the last closed epoch before it is told of the open one."""
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.protection.gate()
     rig.vault.frozen = True
     rig.vault.waiting.clear()
@@ -135,8 +128,7 @@ def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(
     make: Callable[..., Rig],
 ) -> None:
     """Told of in time: the role does not wait by its own fault, so that this is no hang of it."""
-    rig = make(close_seconds=0.05, gate_report_seconds=0.2)
-    rig.start()
+    rig = make(close_seconds=0.05, gate_report_seconds=0.2).start()
     rig.protection.gate()
     rig.waits.clear()
     rig.vault.frozen = True
@@ -151,8 +143,7 @@ def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(
     make: Callable[..., Rig],
 ) -> None:
     """And not the process, which has no part in it."""
-    rig = make(close_seconds=0.05, operation_timeout_seconds=0.2)
-    rig.start()
+    rig = make(close_seconds=0.05, operation_timeout_seconds=0.2).start()
     rig.protection.gate()
     rig.vault.frozen = True
     with pytest.raises(VaultError, match=r"frozen for 0\.2 s, though epoch 3 is open") as caught:
@@ -163,8 +154,7 @@ def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(
 @pytest.mark.parametrize("when", ["before the copy ends", "before extras are complete"])
 def test_nothing_is_handed_over_after_a_close(make: Callable[..., Rig], when: str) -> None:
     platform = SlowPlatform()
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     for copy in platform.copies:
         copy.ended.set()
     rig.protection.gate()
@@ -186,8 +176,7 @@ def test_nothing_is_handed_over_after_a_close(make: Callable[..., Rig], when: st
 
 
 def test_quiesce_gives_back_a_slot_that_was_begun(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.protection.gate()
     rig.protection.announce(generation(1))
     rig.protection.updated(0)
@@ -248,8 +237,7 @@ def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(
 
 def test_helper_threads_end_with_their_role(make: Callable[..., Rig]) -> None:
     for _ in range(5):
-        rig = make()
-        rig.start()
+        rig = make().start()
         rig.step(1)
         rig.protection.close()
     names = [thread.name for thread in threading.enumerate()]
@@ -272,8 +260,7 @@ def test_the_thread_that_waits_for_copies_has_the_device_of_its_member(
 ) -> None:
     """It asks for events of CUDA: on the first device of the node that would make a context."""
     platform = Entering()
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     for copy in platform.copies:
         copy.ended.set()
     assert rig.settled() == [generation(0)]

@@ -71,8 +71,7 @@ def test_an_update_waits_for_the_commit_that_lies_the_lag_behind(
     make: Callable[..., Rig], lag: int, wanted: list[int]
 ) -> None:
     """The first update waits for generation 0 whatever the lag: it must exist twice by then."""
-    rig = make(max_lag=lag)
-    rig.start()
+    rig = make(max_lag=lag).start()
     for iteration in (1, 2, 3):
         rig.step(iteration)
     assert [asked[0].iteration for asked in rig.vault.asked] == wanted
@@ -93,8 +92,7 @@ def test_after_a_restore_the_first_update_waits_for_reprotection(
 
 
 def test_the_gate_does_not_open_by_itself(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.vault.holds_back = True
     passed = threading.Event()
 
@@ -132,8 +130,7 @@ def test_a_slot_is_taken_when_the_device_has_heard_from_every_role(
 ) -> None:
     """Where Megatron leaves the gradient norm on the device, nothing else holds the host."""
     platform = DeviceBehind(looks=0)
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     rig.settled()
     rig.protection.announce(generation(1))
     rig.protection.gate()
@@ -154,8 +151,7 @@ def test_a_slot_is_taken_when_the_device_has_heard_from_every_role(
 
 def test_a_device_that_hears_nothing_is_left_at_a_close(make: Callable[..., Rig]) -> None:
     platform = DeviceBehind(looks=0)
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     rig.settled()
     rig.protection.announce(generation(1))
     rig.protection.gate()
@@ -177,8 +173,7 @@ def test_an_abort_lets_the_device_go_on_and_proves_nothing(make: Callable[..., R
             return True
 
     platform = Aborted(looks=0)
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     rig.settled()
     rig.protection.announce(generation(1))
     rig.protection.gate()
@@ -202,8 +197,7 @@ def test_warming_up_protects_nothing(make: Callable[..., Rig]) -> None:
 
 
 def test_a_generation_holds_what_each_update_left(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.step(1)
     wanted = [tensor.clone() for tensor in rig.tensors]
     assert rig.settled() == [generation(0), generation(1)]
@@ -240,8 +234,7 @@ def test_a_second_update_of_one_iteration_is_what_its_generation_holds(
 
 def test_a_skipped_update_makes_a_generation_too(make: Callable[..., Rig]) -> None:
     """Traps, A5: no hook of an inner optimizer fires."""
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.step(1, skipped=True)
     assert rig.settled() == [generation(0), generation(1)]
     assert set(rig.vault.filled[-1].filled) == {"shard0", "shard1", "extras@step"}
@@ -259,8 +252,7 @@ def test_a_role_without_optimizer_state_seals_its_extras(make: Callable[..., Rig
 
 def test_one_generation_at_a_time_even_without_a_gate(make: Callable[..., Rig]) -> None:
     platform = SlowPlatform()
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     handed = threading.Thread(target=lambda: rig.protection.complete(b"again"))
     rig.protection.announce(generation(1))
     handed.start()
@@ -276,8 +268,7 @@ def test_one_generation_at_a_time_even_without_a_gate(make: Callable[..., Rig]) 
 
 
 def test_extras_that_outgrow_their_room_are_refused(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     room = rig.protection.layout.parts[-1].nbytes
     with pytest.raises(ExtrasOutgrown, match="go on with --deadpool-extras-room-mb 1, or more"):
         rig.protection.complete(bytes(room + 1))
@@ -314,8 +305,7 @@ def test_only_due_iterations_take_slots_and_wait_for_commits(
 
 
 def test_it_knows_whether_an_iteration_has_passed_the_gate(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     for iteration in (1, 2):
         rig.protection.announce(generation(iteration))
         assert not rig.protection.is_gated
@@ -371,8 +361,7 @@ def test_an_update_between_due_iterations_waits_for_the_copy(make: Callable[...,
 
 
 def test_the_gate_waits_for_the_last_boundary_that_was_appended(make: Callable[..., Rig]) -> None:
-    rig = make()
-    rig.start()
+    rig = make().start()
     rig.step(1)
     for boundary in ("evaluation", "save"):
         rig.protection.append(generation(1), boundary, boundary.encode())
@@ -395,8 +384,7 @@ def test_boundaries_of_a_restored_generation_follow_in_order(make: Callable[...,
 
 def test_extras_are_appended_after_the_slot_was_handed_over(make: Callable[..., Rig]) -> None:
     platform = SlowPlatform()
-    rig = make(platform)
-    rig.start()
+    rig = make(platform).start()
     thread = threading.Thread(target=rig.protection.append, args=(generation(0), "evaluation", b""))
     thread.start()
     thread.join(0.1)

@@ -270,6 +270,11 @@ class Rig:
         """Close an epoch."""
         self.order("close", epoch=epoch, cause="test")
 
+    def drain(self, epoch: int) -> None:
+        """Close an epoch that then leaves nothing behind."""
+        self.close(epoch)
+        assert self.expect("drained") == drained(epoch)
+
     def expect(self, kind: str) -> dict[str, Any]:
         """The next message of a kind; all others are kept in ``heard``."""
         while True:
@@ -279,6 +284,11 @@ class Rig:
             self.heard.append(message)
             if message["t"] == kind:
                 return message
+
+    def ends_well(self) -> None:
+        """The program has come to its end, and so does the session."""
+        self.expect("done")
+        assert self.end() is None
 
     def end(self) -> BaseException | None:
         """Stop the run; answers what the session raised."""

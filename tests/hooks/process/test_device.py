@@ -143,6 +143,5 @@ def test_the_device_is_set_before_anything_asks_for_the_current_one(
     monkeypatch.setattr(session_module, "select_platform", CpuPlatform)
     with session_rig.session(monkeypatch, tmp_path) as rig:
         rig.record(1)
-        rig.expect("done")
-        assert rig.end() is None
+        rig.ends_well()
     assert seen == [[0]]

@@ -33,12 +33,10 @@ from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained
 
 def goes_on_after_the_close(rig: Rig) -> None:
     """Epoch 1 is closed; the same process plays its role to the end in epoch 2."""
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     rig.entry.loop.acts.clear()
     rig.record(2)
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
 
 
 def test_any_exception_after_a_close_counts_as_the_interrupt(
@@ -171,12 +169,10 @@ def test_failures_that_lead_to_a_new_decision(
     said = rig.expect(kind)
     assert said["epoch"] == 1
     assert {name: said[name] for name in wanted} == wanted
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     del rig.entry.acts[stage]
     rig.record(2)
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     assert len(rig.said("fault") + rig.said("restore-failed")) == 1
 
 
@@ -201,8 +197,7 @@ def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> No
     time.sleep(QUICK.close_seconds)
     assert rig.thread.is_alive()
     assert "quiesce" not in rig.entry.calls, "it has not left before the close"
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     assert rig.end() is None
 
 

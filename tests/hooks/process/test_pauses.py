@@ -14,7 +14,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.checkpoints import durable_saves
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.layout.records import Generation
-from tests.hooks.process.session_rig import ELSEWHERE, SECONDS, Rig, drained
+from tests.hooks.process.session_rig import ELSEWHERE, SECONDS, Rig
 
 # The planned pause.
 
@@ -24,11 +24,9 @@ def test_stands_still_protected_and_leaves_at_the_close(rig: Rig) -> None:
     rig.record(1)
     assert rig.expect("paused") == {"t": "paused", "epoch": 1, "iteration": 2}
     assert rig.entry.calls[-1] == "settle"
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     rig.record(2, generation=Generation(1, 2), boundary="evaluation")
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     assert rig.said("pause-refused") == []
 
 
@@ -57,8 +55,7 @@ def test_refuses_at_once_when_the_next_iteration_has_begun(rig: Rig) -> None:
     rig.expect("drained")
     rig.entry.loop.acts.clear()
     rig.record(2, generation=Generation(1, 1))
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     assert rig.said("paused") == []
 
 
@@ -70,8 +67,7 @@ def test_an_order_of_another_epoch_stops_nobody(rig: Rig) -> None:
     rig.close(1)
     rig.expect("drained")
     rig.record(2, generation=Generation(1, 2), boundary="evaluation")
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     assert rig.said("paused") == rig.said("pause-refused") == []
 
 

@@ -41,8 +41,7 @@ def test_plays_its_role_to_the_end_and_stays_available(rig: Rig) -> None:
     rig.close(1)
     rig.expect("drained")
     rig.record(2, generation=Generation(1, 3))
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     assert rig.said("drained") == [drained(1)]
 
 
@@ -82,8 +81,7 @@ def test_an_iteration_without_an_update_passes_the_gate_with_all_roles(
 def test_a_spare_builds_once_and_stays_warm(rig: Rig) -> None:
     rig.record(1, ELSEWHERE)
     assert rig.expect("warm")["provisional_role"] == 0
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     rig.record(2, ELSEWHERE)
     rig.expect("warm")
     assert rig.entry.calls == ["build", "warm-up"]
@@ -91,8 +89,7 @@ def test_a_spare_builds_once_and_stays_warm(rig: Rig) -> None:
     rig.close(2)
     rig.expect("drained")
     rig.record(3)
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
 
 
 @pytest.mark.parametrize("stage", ["build", "adopt"])
@@ -106,8 +103,7 @@ def test_a_close_does_not_wait_for_a_member_that_builds(rig: Rig, stage: str) ->
     rig.entry.acts[stage] = build
     rig.record(1, ELSEWHERE if stage == "build" else SEAT)
     assert building.wait(SECONDS)
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     del rig.entry.acts[stage]
     rig.record(2, generation=Generation(1, 0))
     go_on.set()
@@ -129,8 +125,7 @@ def test_a_loop_that_reports_while_it_is_built_survives_a_close(rig: Rig) -> Non
     assert rig.expect("drained") == drained(1)
     del rig.entry.acts["adopt"]
     rig.record(2)
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     told = [m["event"] for m in rig.said("event") if m["event"]["kind"] in ("training", "log")]
     assert [(event["kind"], event["epoch"]) for event in told] == [("training", 1)]
 
@@ -144,12 +139,10 @@ def test_a_close_in_each_stage(rig: Rig, stage: str) -> None:
     rig.record(1)
     while stage not in rig.entry.calls:
         time.sleep(0.001)
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     del rig.entry.acts[stage]
     rig.record(2)
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     assert rig.said("drained") == [drained(1)]
     assert rig.said("fault") == []
 
@@ -164,14 +157,12 @@ def test_a_close_in_a_step(rig: Rig) -> None:
     rig.entry.loop.acts[2] = step
     rig.record(1)
     assert began.wait(SECONDS)
-    rig.close(1)
-    assert rig.expect("drained") == drained(1)
+    rig.drain(1)
     assert rig.entry.calls[-1] == "quiesce"
     assert rig.entry.calls.count("complete") == 1, "the interrupted iteration is not sealed"
     rig.entry.loop.acts.clear()
     rig.record(2, generation=Generation(1, 1))
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
 
 
 def test_a_step_that_ends_after_the_close_is_not_sealed(rig: Rig) -> None:
@@ -200,8 +191,7 @@ def test_closes_that_race_with_everything(rig: Rig) -> None:
             pass
         rig.communicators.closed.clear()
     rig.record(60)
-    rig.expect("done")
-    assert rig.end() is None
+    rig.ends_well()
     assert [m["epoch"] for m in rig.said("drained")] == list(range(1, 60)), "each exactly once"
     assert all(m["clean"] for m in rig.said("drained"))
 
