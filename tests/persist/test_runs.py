@@ -44,7 +44,7 @@ def test_an_export_is_what_the_run_saved(text: str, tmp_path: Path) -> None:
     exported = run / "exports" / "iter_0000004"
     assert exported.is_dir(), outcome.story()
     assert differences(saved / "iter_0000004", exported) == []
-    assert (run / "exports" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (run / "exports" / "latest_checkpointed_iteration.txt").read_text() == "8"
     background = [e for e in outcome.of_kind("durable") if e.data.get("background")]
     assert [(e.iteration, e.data["path"]) for e in background] == [(4, str(exported))]
 
