@@ -271,3 +271,13 @@ def test_waits_are_woken_before_an_abort_and_after_it_and_the_grace_begins_once(
     closed_at = epoch.closed_at_seconds
     epoch.close()
     assert epoch.closed_at_seconds == closed_at
+
+
+def test_a_planned_change_ends_the_wait_of_a_thread_whose_operation_failed() -> None:
+    pool: Any = SimpleNamespace()
+    limits = Limits(60.0, 5.0, 5.0, 5.0)
+    epoch = Epoch(1, limits, pool, Progress(), lambda *_: epoch.retire())
+    began = time.monotonic()
+    with pytest.raises(EpochClosed):
+        epoch.fault("group", "all_reduce", "reset")
+    assert time.monotonic() - began < limits.close_wait_seconds

@@ -67,6 +67,29 @@ def test_a_connection_that_was_replaced_is_obeyed_no_more(turns: int) -> None:
     assert [one["of"] for one in obeyed[replaced + 1 :]] == [2]
 
 
+@pytest.mark.parametrize("terms", [(1, 1), (2, 1)])
+def test_a_greeting_that_is_late_brings_no_order_twice_and_no_old_term(
+    terms: tuple[int, int],
+) -> None:
+    """It was made before the order came on the connection that it replaces."""
+    obeyed: list[Mapping[str, Any]] = []
+
+    async def run() -> CoordinatorLink:
+        link = made(lambda: ("h", 1), obeyed)
+        for one in [session(term) for term in terms]:
+            link._begin(one)
+            one.reader.feed_data(framing.encode({"t": "close", "o": 1}))
+            await asyncio.sleep(0.05)
+        assert link._reading is not None
+        link._reading.cancel()
+        return link
+
+    link = asyncio.run(run())
+    assert link._first_message()["term"] == max(terms)
+    orders = sum(one["t"] == "close" for one in obeyed)
+    assert orders == len(set(terms)), "each coordinator's own"
+
+
 class Proxy:
     """Between an agent and the coordinator. Of a direction that is in ``spoiled`` it alters the
     next byte, and tells either side how the other one has ended.

@@ -123,13 +123,21 @@ def test_ended_process_is_not_called_frozen(start) -> None:  # type: ignore[no-u
     assert verdict(FreezeDetector(child.pid, 1.0, 0.0), 0.0, 5) is None
 
 
-def test_child_watch_reports_the_end_and_kills_the_group() -> None:
+def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'])\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), 11)\n"
     )
+
+    kill_group, states = posix.kill_group, []
+
+    def kill(pid: int) -> None:
+        states.append((posix.state_and_cpu_ticks(pid) or ("gone",))[0])
+        kill_group(pid)
+
+    monkeypatch.setattr(posix, "kill_group", kill)
 
     async def watch() -> tuple[Ending | None, int]:
         process = subprocess.Popen(
@@ -145,6 +153,7 @@ def test_child_watch_reports_the_end_and_kills_the_group() -> None:
 
     ending, grandchild = asyncio.run(watch())
     assert ending == Ending(signal_name="SIGSEGV")
+    assert states == ["Z"], "its number may be another group's later"
     wait_for("the grandchild to end", lambda: not posix.is_alive(grandchild))
 
 

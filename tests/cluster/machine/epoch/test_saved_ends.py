@@ -10,8 +10,16 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
+from deadpool_megatron.layout.decision import BadPart, NoRestore, RestoreQuery
+from deadpool_megatron.layout.records import (
+    Generation,
+    Holding,
+    Inventory,
+    Recipe,
+    Replay,
+    Restore,
+)
+from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout
 
 
@@ -205,6 +213,28 @@ def test_what_is_damaged_is_known_when_the_last_node_does_not_answer(lost: bool)
     last = ev.NodeLost(1, "gone") if lost else ev.Dumped(1, g(7), error="disk full")
     rig.feed(last)
     assert rig.one(act.Dump).generation == g(6)
+
+
+def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another node cannot write, so a role recomputes from another generation than at first."""
+    bases, choose = [g(5)], plan.choose_restore
+
+    def recomputed(query: RestoreQuery) -> Restore | NoRestore:
+        found, base = choose(query), bases[-1]
+        assert isinstance(found, Restore)
+        return replace(found, recipes={3: Recipe(replay=Replay(base, (g(7),), {base: {}}))})
+
+    monkeypatch.setattr(plan, "choose_restore", recomputed)
+    rig = Rig(nodes=4, spares=0, replicas=2).run()
+    rig.feed(ev.NodeLost(3, "gone"))
+    rig.closed(g(4), g(5), g(6), g(7))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    bases.append(g(6))
+    rig.feed(ev.Dumped(0, g(7)), ev.Dumped(1, g(7), error="disk full"), ev.NodeLost(0, "gone"))
+    written = {holding.generation for holding in rig.state.memory.held[0].holdings}
+    assert written == {g(5), g(6), g(7)}
 
 
 def test_extras_of_an_earlier_boundary_are_another_try() -> None:
