@@ -56,10 +56,12 @@ class Member:
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def init(self, backend: str = "gloo") -> None:
-        """Install the seam and make WORLD, detached."""
+    def init(self, backend: str = "gloo", epoch: int | None = None) -> None:
+        """Install the seam and make WORLD, detached; then attach in ``epoch``."""
         self.comms.install()
         dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+        if epoch is not None:
+            self.attach(epoch)
 
     def store(self) -> dist.Store:
         """A new client of the store."""

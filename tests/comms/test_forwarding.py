@@ -182,8 +182,7 @@ def everything(rank: int, size: int) -> list[Any]:
 def both(member: Member) -> bool:
     with plain_gloo(member):
         expected = everything(member.rank, member.size)
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     got = everything(member.rank, member.size)
     assert len(got) == len(expected)
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
@@ -255,8 +254,7 @@ def test_uneven_gather_and_reduce_scatter() -> None:
 
 
 def kinds_of_gathers(member: Member) -> bool:
-    member.init()
-    member.attach(1)
+    member.init(epoch=1)
     size = member.size
     plain = dist.all_gather([torch.zeros(2) for _ in range(size)], torch.ones(2), async_op=True)
     kinds = []
@@ -276,8 +274,7 @@ def kinds_of_gathers(member: Member) -> bool:
 
 def scatters_in_modes(member: Member) -> bool:
     """The outputs may be tensors that are written to in the mode of the caller only."""
-    member.init()
-    member.attach(1)
+    member.init(epoch=1)
     world = dist.group.WORLD
     with torch.inference_mode():
         output = torch.zeros(2)
@@ -299,8 +296,7 @@ def test_reduce_scatter_in_inference_mode_and_without_gradients() -> None:
 
 
 def future_of_gathers(member: Member) -> bool:
-    member.init()
-    member.attach(1)
+    member.init(epoch=1)
     outputs = [[torch.zeros(2), torch.zeros(3)] for _ in range(member.size)]
     inputs = [torch.full((n,), float(member.rank)) for n in (2, 3)]
     future = dist.all_gather_coalesced(outputs, inputs, async_op=True)
@@ -321,8 +317,7 @@ def test_coalesced_gathers_have_a_name_that_harms_nobody() -> None:
 
 
 def errors_of_the_caller(member: Member) -> bool:
-    member.init()
-    member.attach(1)
+    member.init(epoch=1)
     with pytest.raises(RuntimeError, match="size"):
         dist.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
     assert not member.faults

@@ -129,8 +129,7 @@ def test_killed_rank_is_replaced(kind: str) -> None:
 
 
 def faulted(member: Member) -> str:
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     member.say(("ready", None))
     if member.rank == 1:
         time.sleep(30)
@@ -155,8 +154,7 @@ def test_fault_without_interrupt_is_reported_once_and_named() -> None:
 
 
 def stopped_receiver(member: Member) -> dict[str, Any]:
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     dist.barrier()
     member.say(("ready", None))
     if member.rank == 1:
@@ -233,8 +231,7 @@ def test_interrupt_during_attach() -> None:
 
 
 def builds_for_long(member: Member) -> None:
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     for is_patient in (True, False):
         member.comms.be_patient(is_patient)
         if member.rank == 1:
@@ -295,8 +292,7 @@ def test_coalescing_leftovers_are_dropped() -> None:
 
 
 def dropped_send(member: Member) -> bool:
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     for _ in range(3):
         if member.rank == 0:
             value = torch.full((MEGABYTE,), 5.0)
@@ -362,8 +358,7 @@ def backward(member: Member) -> bool:
     """EpochClosed comes through the autograd engine and through C++ functional collectives."""
     import torch.distributed._functional_collectives as functional
 
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     parameter = torch.ones(3, requires_grad=True)
 
     def hook(gradient: torch.Tensor) -> None:
@@ -390,8 +385,7 @@ def test_closing_passes_through_autograd_and_cpp() -> None:
 
 def other_thread(member: Member) -> dict[str, Any]:
     """The interrupt of a rank that waits for a living peer which waits for nobody."""
-    member.init()
-    member.attach(3)
+    member.init(epoch=3)
     member.comms.interrupt(2)  # an older epoch: no effect
     dist.barrier()
     member.say(("ready", None))
@@ -417,8 +411,7 @@ def test_interrupt_wakes_a_receive_at_once() -> None:
 
 def without_descriptors(member: Member) -> bool:
     """The script has opened too many files: nothing can be looked at, nor cut, at this moment."""
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     received = torch.zeros(4)
     work = dist.irecv(received, 1 - member.rank)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,8 +17,7 @@ LIMIT_SECONDS = 20.0
 
 
 def makes_a_group_late(member: Member) -> float:
-    member.init()
-    member.attach(0)
+    member.init(epoch=0)
     member.say(("ready", None))
     if member.rank == 0:
         with pytest.raises(EpochClosed):

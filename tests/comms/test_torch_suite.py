@@ -58,8 +58,7 @@ def test_ddp_sends_through_the_communicator_of_the_moment() -> None:
 
 
 def waits_for_a_future(member: Member) -> str:
-    member.init()
-    member.attach(1)
+    member.init(epoch=1)
     if member.rank == 0:
         # As where gloo forgets to wake an operation whose connection went.
         poison.cut_connections = lambda epoll: 0
@@ -82,8 +81,7 @@ def test_a_future_ends_with_its_epoch() -> None:
 
 
 def past_our_methods(member: Member) -> bool:
-    member.init()
-    member.attach(1)
+    member.init(epoch=1)
     tensor = torch.ones(1)
     c10d, add = torch.ops.c10d, torch.classes.c10d.ReduceOp()
     for group in (dist.group.WORLD, dist.new_group([0, 1], backend="nccl")):

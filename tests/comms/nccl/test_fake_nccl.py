@@ -37,8 +37,7 @@ def same_as_gloo(member: Member) -> bool:
     fake_nccl.allow_unbatched = True
     with plain_gloo(member):
         expected = collectives(member)
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     assert dist.get_backend() == "nccl"
     got = collectives(member)
     for one, other in zip(got, expected, strict=True):
@@ -74,8 +73,7 @@ def test_results_are_those_of_gloo() -> None:
 
 
 def traps(member: Member) -> bool:
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     rank = member.rank
     # wait() does not block the host, and data is junk until the stream is joined.
     value = torch.ones(3)
@@ -120,8 +118,7 @@ def test_the_fake_notices_traps() -> None:
 
 def host_points(member: Member) -> bool:
     """What copies a device tensor to the host waits for it; so does what runs beside training."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     reads: list[Callable[[torch.Tensor], float]] = [
         lambda t: float(t.item()),
         lambda t: float(t.cpu().numpy()[0]),
@@ -177,8 +174,7 @@ def test_what_synchronises_the_host() -> None:
 
 def on_the_current_stream(member: Member) -> bool:
     """An operation that is not asynchronous answers no Work; it is counted all the same."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     before = member.comms.progress()
     value = torch.ones(1)
     dist.all_reduce(value)
@@ -209,8 +205,7 @@ def test_operations_without_a_work_are_counted_and_barriers_seen() -> None:
 
 def untouched(member: Member) -> bool:
     """What an operation does not write is good while it runs, and after an abort too."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     rank = member.rank
     whole = torch.full((4,), float(rank))
     own = whole[2 * rank : 2 * rank + 2]
@@ -243,8 +238,7 @@ def test_what_an_operation_does_not_write() -> None:
 def stock_batch(member: Member) -> bool:
     """torch's own batch_isend_irecv does not batch on a Python group: noticed (trap B1)."""
     stock = c10d.batch_isend_irecv
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     value = torch.ones(2)
     peer = 1 - member.rank
     ops = [dist.P2POp(dist.isend, value, peer), dist.P2POp(dist.irecv, torch.zeros(2), peer)]
@@ -264,8 +258,7 @@ def test_batches_are_batches() -> None:
 
 def junk(member: Member) -> bool:
     """Trap A3: after an abort the host reads junk and nothing raises, up to the next call."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     norm = torch.ones(1).clone()  # the first operation that is watched takes long
     dist.barrier()
     member.say(("ready", None))
@@ -288,8 +281,7 @@ def junk(member: Member) -> bool:
 
 
 def dies_then_replaced(member: Member, epoch: int) -> bool:
-    member.init("nccl")
-    member.attach(epoch)
+    member.init("nccl", epoch=epoch)
     if epoch == 0:
         dist.barrier()
         member.say(("ready", None))
@@ -355,8 +347,7 @@ def test_gloo_groups_stay_gloo() -> None:
 
 def waits_in_cpp(member: Member) -> float:
     """DistributedDataParallel waits for the future of an operation, in C++."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     store, value = member.store(), torch.ones(3)
     if member.rank == 1:
         with contextlib.suppress(dist.DistStoreError):  # held until we are there

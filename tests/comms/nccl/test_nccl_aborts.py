@@ -184,8 +184,7 @@ class Clock:
 
 def abort_of_a_deep_queue(member: Member) -> float | None:
     """How long the drain took; None: the process has to be replaced."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     if member.rank == 1:
         member.order("go").wait(DEADLINE_SECONDS)
         return None
@@ -265,8 +264,7 @@ def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None
 
 def peer_dies(member: Member) -> bool:
     """The watchdog sees a dead peer before anybody has closed the epoch."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     dist.barrier()
     value = torch.ones(1)
     member.say(("ready", None))
@@ -301,8 +299,7 @@ def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
     os.environ.pop(fake_nccl.DUMP_MILLISECONDS, None)
     if as_members_do:
         nccl_environment.complete(os.environ)
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     dist.barrier()
     member.say(("ready", None))
     if member.rank == 1:
@@ -374,8 +371,7 @@ def fails(member: Member, operation: Callable[[int], None]) -> bool:
     fake_nccl.FakeNcclFabric._is_left_open = lambda _: False  # type: ignore[method-assign]
     fake_nccl.allow_unbatched = operation is send
     os.environ[fake_nccl.DUMP_MILLISECONDS] = "0"
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     dist.barrier()
     member.say(("ready", None))
     if member.rank == 1:

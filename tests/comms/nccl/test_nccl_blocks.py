@@ -50,8 +50,7 @@ def closed_in_a_block(member: Member, use: Callable[[Member], None]) -> bool:
     """The epoch is closed between the start of a block and its first operation; on a busy machine
     its thread may not run for longer than a block may last."""
     blocks.LONGEST_SECONDS = SECONDS
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     use(member)
     dist.barrier()
     closer = close_after_start(member)
@@ -92,8 +91,7 @@ def test_a_close_within_a_block_leaves_no_block_open(use: Callable[[Member], Non
 
 def stuck_in_a_block(member: Member) -> bool:
     """A thread that does not come to the end of its block is cut: the process is replaced."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     original = fake_nccl.FakeCommunicator._start_coalescing
     communicator: Any = fake_nccl.FakeCommunicator
 
@@ -116,8 +114,7 @@ def test_a_thread_that_is_stuck_in_a_block_costs_its_process() -> None:
 
 def wrong_in_a_block(member: Member) -> bool:
     """A mistake of the caller is told after the end of the block."""
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     peer = 1 - member.rank
     wrong = dist.P2POp(dist.irecv, torch.zeros(1), peer)
     wrong.tensor = None

@@ -99,8 +99,7 @@ def barriers_in_threads_that_entered(member: Member) -> list[str]:
         return forward(self, operation, *args)
 
     monkeypatch.setattr(NcclGroup, "forward", noted)
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     return found
 
 

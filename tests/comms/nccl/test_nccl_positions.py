@@ -87,8 +87,7 @@ def test_a_collective_after_more_messages_is_pending() -> None:
 
 
 def one_does_not_come(member: Member) -> Any:
-    member.init("nccl")
-    member.attach(0)
+    member.init("nccl", epoch=0)
     dist.all_reduce(torch.ones(1))
     dist.barrier()
     work = None
