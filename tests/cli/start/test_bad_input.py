@@ -64,7 +64,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             ("--deadpool-protection", "recompute", "--deadpool-cadence", "2"),
             "--deadpool-cadence must be 1 with --deadpool-protection recompute",
         ),
-        (("--deadpool-domains", "/nonexistent"), "No such file"),
+        (("--deadpool-domains", "/nonexistent/file"), "No such file"),
         (("--deadpool-interface", "nosuch0"), "'nosuch0' is neither an address nor a network"),
         (("--deadpool-interface", "two..dots"), "'two..dots' is neither an address nor a network"),
         (("--deadpool-vault-cpus", "0,9999"), "processors 9999 are not among those"),
@@ -393,10 +393,10 @@ def test_an_agent_on_a_host_without_the_file_of_domains(
     run = old_run(tmp_path / "r")
     auth.create_secret(run.path)
     info = run.read_run()
-    settings = replace(info.settings, domains_file="/nonexistent")
+    settings = replace(info.settings, domains_file="/nonexistent/file")
     write_json(run.path / "run.json", replace(info, settings=settings).to_dict())
     line = complain(capsys, "agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
-    assert "--deadpool-domains /nonexistent: No such file" in line
+    assert "--deadpool-domains /nonexistent/file: No such file" in line
 
 
 @pytest.mark.parametrize(
