@@ -221,6 +221,11 @@ class FakeCommunicator:
     def _launch(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FakeWork | None:
+        self._take_lock_of_watchdog()
+        if self._noticed_at_seconds is not None and not self.aborted:
+            if name in OPENS_A_GROUP:
+                collected.depth += 1  # torch throws between the start and the end of a group
+            raise dist.DistBackendError("a remote process has exited or there was a network error")
         if collected.depth:
             collected.add(self, partial(self._start, name, args, kwargs))
             return None
@@ -233,13 +238,8 @@ class FakeCommunicator:
     def _start(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FakeWork | None:
-        self._take_lock_of_watchdog()
         if self.aborted:
             raise dist.DistBackendError("the communicator was aborted")
-        if self._noticed_at_seconds is not None:
-            if name in OPENS_A_GROUP:
-                collected.depth += 1  # torch throws between the start and the end of a group
-            raise dist.DistBackendError("a remote process has exited or there was a network error")
         waited_for = is_asynchronous(args, kwargs)
         if name == "barrier":
             args, kwargs = (), {}
