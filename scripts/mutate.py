@@ -120,14 +120,15 @@ def missing_tests(slip: Slip) -> list[str]:
 
 
 class _NoShrinking:
-    """Of what hypothesis finds the first example suffices, and it is the same in each run."""
+    """The first example that hypothesis finds suffices. It tries many, the same in each run."""
 
     def pytest_collection(self) -> None:
         from hypothesis import Phase, settings
 
         phases = (Phase.explicit, Phase.generate)
-        few = settings(settings.get_profile("some"), phases=phases, database=None)
-        settings.register_profile("mutate", few)
+        settings.register_profile(
+            "mutate", deadline=None, max_examples=400, phases=phases, database=None
+        )
         settings.load_profile("mutate")
 
 

@@ -386,7 +386,7 @@ def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
         run_id = run.run.read_run().run_id
         is_kept = segment_root(run_id).exists()
         cleanup.clean_run(run.run, run_id)
-    assert final["reason"] == "interrupted"
+    assert final["reason"].startswith("interrupted")
     assert is_kept == (number == signal.SIGINT), "for the same command, where a person is there"
 
 

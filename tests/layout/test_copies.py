@@ -75,6 +75,8 @@ def test_another_domain_is_worth_more_than_a_peer() -> None:
     domains = {0: "a", 1: "a", 2: "b"}
     assert choose_buddies(0, (0, 1), seats, domains, (), 1) == (2,)
     assert choose_buddies(0, (0, 1), seats, domains, (), 2) == (2, 1)
+    domains = {0: "a", 1: "b", 2: "b", 3: "c"}
+    assert set(choose_buddies(0, (0, 1, 2), seats, domains, {3}, 2)) & {1, 2} != {1, 2}
 
 
 def test_a_dead_node_is_never_chosen() -> None:
