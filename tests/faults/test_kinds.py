@@ -70,9 +70,21 @@ def test_gradients_that_are_nan_end_the_run_with_the_state_before_them(tmp_path:
     assert "the gradient norm of iteration 9 is nan" in stopped.final["reason"]
     (dumped,) = stopped.of_kind("dumped")
     assert dumped.data["generation"] == [1, 8]
-    resume = ("--resume", str(tmp_path / "run"))
-    resumed = run_job(tmp_path / "resumed", PP2_DP2, ITERATIONS, arguments=resume)
-    assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
+
+
+def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path: Path) -> None:
+    """Each but the last ends with a NaN, and with the newest state before it that was kept."""
+    settings = "--deadpool-cadence 3 --deadpool-max-lag 1"
+    resume: tuple[str, ...] = ()
+    for number, iteration in enumerate((4, 7, 9, None)):
+        spoiled = [] if iteration is None else [{**SPOILED, "match": {"iteration": iteration}}]
+        directory = tmp_path / str(number)
+        run = run_job(directory, PP2_DP2, ITERATIONS, spoiled, arguments=resume, settings=settings)
+        if iteration is not None:
+            assert run.status == 4, run.story()
+            assert run.of_kind("dumped")[0].data["generation"][1] < iteration
+        resume = ("--resume", str(directory))
+    assert_unnoticed(run, reference(PP2_DP2, ITERATIONS), [])
 
 
 @pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])

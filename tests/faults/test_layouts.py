@@ -79,6 +79,7 @@ SETTINGS = {
 }
 SEVERAL = [
     *COMMON,
+    fault("coordinator", "coordinator.journal", when_epoch=3),
     fault("vault", "vault.seal", when_role=2, when_iteration=12),
     node("communication", "comm", 2, 14, nth=2),
 ]

@@ -35,6 +35,9 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         {
             "pipeline_model_parallel_size": 2,
             "untie_embeddings_and_output_weights": True,
+            "mtp_num_layers": 1,
+            "position_embedding_type": "rope",
+            "no_rope_fusion": True,
             "log_interval": 3,
             "timing_log_level": 2,
             "rerun_mode": "disabled",
@@ -124,7 +127,11 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         [COMMON[0], *COMMON[2:]],
     ),
 }
-#: values that this tag does not have
+#: flags and values that this tag does not have
+if TAG not in ("core_v0.16.1", "core_v0.17.1"):
+    LAYOUTS["bf16, two optimizer instances, full recompute"][0].update(
+        global_batch_size=None, step_batch_size_schedule="0:8 1024:16 3072:24"
+    )
 if TAGS[-1] != TAG:
     del LAYOUTS["experts by quantiles, yarn"]
 
