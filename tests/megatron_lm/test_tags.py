@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cli.storage.checkpoint_files import verify_checkpoint
+from deadpool_megatron.vault.shm.verify import Verdict
 from tests.faults.harness.jobs import restart_kinds, undisturbed
 from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout
 from tests.megatron_lm.harness.runs import BASE, dies, gpt, stock, strike
@@ -30,3 +32,5 @@ def test_nodes_die_and_stock_megatron_computes_the_same(tag: str, tmp_path: Path
     ]
     outcome = strike(tmp_path / "struck", program, plan)
     assert restart_kinds(outcome)[1:] == ["memory"] * len(plan)
+    last = Path(outcome.of_kind("durable")[-1].data["path"])
+    assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
