@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -157,6 +157,16 @@ class Node:
         self.process.kill()
         self.process.wait(10)
 
+    def await_killed(self) -> None:
+        """Until a fault has ended the vault."""
+        assert self.process is not None
+        assert self.process.wait(DEADLINE) == -signal.SIGKILL
+
+    def restart(self, record: EpochRecord) -> None:
+        """Another vault takes over the slots in the epoch of this record."""
+        self.start()
+        self.adopt(record)
+
     def die(self) -> None:
         """The whole node is gone: vault, agent with its sockets, members."""
         self.kill()
@@ -225,18 +235,23 @@ class GateShutError(Exception):
 
 
 class Member:
-    """A member's use of its vault: what the trainer does around one iteration."""
+    """A member's use of its vault: what the trainer does around one iteration. With an ``epoch`` it
+    has registered in it."""
 
-    def __init__(self, node: Node, layout: RoleLayout, incarnation: int = 0, slot: int = 0) -> None:
+    def __init__(
+        self, node: Node, layout: RoleLayout, epoch: int | None = None, incarnation: int = 0
+    ) -> None:
         self.layout = layout
         self.role = layout.role
-        self.seat = Seat(node.number, slot, incarnation)
+        self.seat = Seat(node.number, 0, incarnation)
         self.client = VaultClient(
             node.socket_path, node.directory, self.seat, connect_seconds=DEADLINE
         )
         node.clients.append(self.client)
         self.interrupt = os.eventfd(0, os.EFD_CLOEXEC)
         self.waits: list[float] = []
+        if epoch is not None:
+            self.client.register(layout, epoch)
 
     def write(self, generation: Generation, extras: bool = True) -> None:
         """Fill a slot with the expected bytes of a generation."""
@@ -303,6 +318,15 @@ class Member:
             assert view.readonly
             assert bytes(view) == content(self.role, generation, name, len(view)), name
         parts.close()
+
+
+def train(members: Iterable[Member], *generations: Generation) -> None:
+    """In lock step: all write a generation, and wait at the gate of the next iteration."""
+    for generation in generations:
+        for member in members:
+            member.write(generation)
+        for member in members:
+            assert member.wait(generation) == "committed"
 
 
 class Cluster:
@@ -400,6 +424,15 @@ class Cluster:
             if node.number in record.nodes:
                 node.adopt(record)
 
+    def join(
+        self, layouts: Mapping[int, RoleLayout], record: EpochRecord | None = None
+    ) -> list[Member]:
+        """Open epoch 1, or that of the record, and register a member for each role on the node of
+        its number."""
+        record = record or self.record(1)
+        self.open(record)
+        return [Member(self.nodes[role], one, record.epoch) for role, one in layouts.items()]
+
     def close(self, epoch: int, gone: set[int] | None = None) -> dict[int, Inventory]:
         live = [node for node in self.nodes if node.number not in (gone or set())]
         for node in live:
@@ -429,6 +462,29 @@ def sources_from(
             assert holders, f"nobody holds {name} of role {role} at {generation}"
             found.setdefault(role, {})[name] = tuple(holders)
     return found
+
+
+def memory(
+    inventories: Mapping[int, Inventory],
+    generation: Generation,
+    layouts: Mapping[int, RoleLayout],
+    boundary: str = "step",
+    first: int | None = None,
+) -> Restore:
+    """What is restored from the sources of :func:`sources_from`."""
+    found = sources_from(inventories, generation, layouts, boundary, first)
+    return Restore("memory", generation, boundary, sources=found)
+
+
+def record_of(
+    epoch: int = 1, roles: Collection[int] = (0,), count: int = 2, **more: Any
+) -> EpochRecord:
+    """An epoch that begins with nothing, unless told: each role on the node of its number, the
+    other ones of ``count`` nodes are spares."""
+    nodes = {n: NodeAddress("fake", n, f"rack{n}", n not in roles) for n in range(count)}
+    seats = {role: Seat(role, 0, 0) for role in roles}
+    restore = Restore("initial", Generation(epoch, 0))
+    return EpochRecord(**{"seats": seats, "nodes": nodes, "restore": restore, **more}, epoch=epoch)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
+from deadpool_megatron.layout.records import Generation, Inventory, Seat
 from deadpool_megatron.vault.errors import Frozen, Interrupted
 from deadpool_megatron.vault.shm.segment import Segment, SlotState
-from tests.vault.harness import Member, Node, cluster, make_layout, sources_from, wait_until
+from tests.vault.harness import Member, Node, cluster, make_layout, memory, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin, swap
 
 
@@ -76,8 +76,7 @@ def test_closing_races_with_a_busy_member(tmp_path: Path) -> None:
             for member in members:
                 os.eventfd_read(member.interrupt)
             kept = newest_common(inventories, len(members))
-            found = sources_from(inventories, kept, layouts)
-            record = running.record(epoch + 1, Restore("memory", kept, sources=found))
+            record = running.record(epoch + 1, memory(inventories, kept, layouts))
             running.open(record)
             for member in members:
                 member.check(record)
@@ -109,8 +108,7 @@ def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
         record = swap(running, inventories, FIRST)
         running.nodes[0].send_signal(signal.SIGSTOP)
         running.nodes[2].adopt(record)
-        fresh = Member(running.nodes[2], LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
+        fresh = Member(running.nodes[2], LAYOUTS[1], 2)
         timer = threading.Timer(0.3, os.eventfd_write, (fresh.interrupt, 1))
         timer.start()
         with pytest.raises(Interrupted):
@@ -122,9 +120,7 @@ def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
         running.nodes[0].send_signal(signal.SIGCONT)
         running.nodes[0].close_epoch(2)
         inventories = {0: running.nodes[0].inventory(), 2: running.nodes[2].inventory()}
-        found = sources_from(inventories, FIRST, LAYOUTS)
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
-        record = running.record(3, Restore("memory", FIRST, sources=found), seats, gone={1})
+        record = swap(running, inventories, FIRST, epoch=3)
         running.open(record)
         fresh.check(record)
 
@@ -136,12 +132,7 @@ def test_a_member_stopped_while_it_takes_a_slot_sees_the_epoch_that_came_meanwhi
     the member's store and its second look: the slot is not the member's."""
     layouts = {role: make_layout(role) for role in range(2)}
     with cluster(tmp_path, 2) as running:
-        members = begin(running, layouts)
-        for iteration in (1, 2):
-            for member in members:
-                member.write(Generation(1, iteration))
-            for member in members:
-                assert member.wait(Generation(1, iteration)) == "committed"
+        members = begin(running, layouts, last=2)
         mark_writing = Segment.mark_writing
         marked: list[tuple[Segment, int]] = []
 
@@ -155,8 +146,7 @@ def test_a_member_stopped_while_it_takes_a_slot_sees_the_epoch_that_came_meanwhi
                 mark_writing(segment, slot)
                 held = inventories[0].holdings
                 kept = min(h.generation for h in held if h.role == 0)
-                sources = sources_from(inventories, kept, layouts)
-                running.open(running.record(2, Restore("memory", kept, sources=sources)))
+                running.open(running.record(2, memory(inventories, kept, layouts)))
             return before
 
         monkeypatch.setattr(Segment, "mark_writing", stopped)

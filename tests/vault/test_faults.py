@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import Generation, Restore, Seat
+from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net.links import listening_at
 from deadpool_megatron.vault.shm.names import copy_name, own_name
@@ -21,12 +21,13 @@ from tests.vault.harness import (
     cluster,
     content,
     make_layout,
-    sources_from,
+    memory,
+    train,
     wait_until,
 )
-from tests.vault.protected import FIRST, LAYOUTS, begin, flip
+from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
 
-BIG = 12 << 20
+BIG, PIECES = 12 << 20, {"chunk_bytes": 1 << 20}
 
 
 # Names that somebody else removes.
@@ -43,16 +44,11 @@ def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) 
         assert "were removed, by RemoveIPC" in told[0].data["text"]
         assert "made anew" in told[0].data["text"]
         newest = Generation(1, 1)
-        for member in members:
-            member.write(newest)
-        for member in members:
-            assert member.wait(newest) == "committed"
+        train(members, newest)
         # One member has lived, another one comes in its place on the node that was cleaned.
         for epoch, seat in ((2, Seat(0, 0, 0)), (3, Seat(0, 0, 1))):
-            found = sources_from(running.close(epoch - 1), newest, LAYOUTS)
-            record = running.record(
-                epoch, Restore("memory", newest, sources=found), {0: seat, 1: Seat(1, 0, 0)}
-            )
+            restore = memory(running.close(epoch - 1), newest, LAYOUTS)
+            record = running.record(epoch, restore, {0: seat, 1: Seat(1, 0, 0)})
             running.open(record)
             member = members[0] if epoch == 2 else Member(node, LAYOUTS[0], incarnation=1)
             member.client.register(LAYOUTS[0], epoch)
@@ -69,22 +65,12 @@ def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) 
 
 def test_buddy_killed_while_it_receives(tmp_path: Path) -> None:
     """The owner ships again to the restarted buddy; the member only sees a longer wait."""
-    layouts = {role: make_layout(role, BIG) for role in range(2)}
-    fault = {
-        "id": "cut",
-        "point": "vault.received",
-        "match": {"role": 0, "node": 1},
-        "nth": 3,
-    }
-    with cluster(tmp_path, 2, faults=[fault], chunk_bytes=1 << 20) as running:
-        running.open(running.record(1))
-        member = Member(running.nodes[0], layouts[0])
-        member.client.register(layouts[0], 1)
+    at = {"point": "vault.received", "match": {"role": 0, "node": 1}}
+    with cluster(tmp_path, 2, faults=[{"id": "cut", "nth": 3, **at}], **PIECES) as running:
+        (member,) = running.join({0: make_layout(0, BIG)})
         member.write(FIRST)
-        process = running.nodes[1].process
-        assert process is not None
         # Its third part arrives, and it dies before it can acknowledge any.
-        assert process.wait(20) == -signal.SIGKILL
+        running.nodes[1].await_killed()
         running.nodes[1].start()
         wait_until(
             lambda: len(running.nodes[1].seen(Kind.VAULT_STARTED)) == 2, "the second start is told"
@@ -96,22 +82,14 @@ def test_buddy_killed_while_it_receives(tmp_path: Path) -> None:
 
 def test_owner_vault_killed_while_it_ships(tmp_path: Path) -> None:
     """A new vault finds the sealed slot by its header and ships it, without the member."""
-    layouts = {role: make_layout(role, BIG) for role in range(2)}
     fault = {"id": "cut", "point": "vault.chunk", "match": {"role": 0}, "nth": 9}
-    with cluster(tmp_path, 2, faults=[fault], chunk_bytes=1 << 20) as running:
-        record = running.record(1)
-        running.open(record)
-        member = Member(running.nodes[0], layouts[0])
-        member.client.register(layouts[0], 1)
+    with cluster(tmp_path, 2, faults=[fault], **PIECES) as running:
+        (member,) = running.join({0: make_layout(0, BIG)})
         member.write(FIRST)
-        process = running.nodes[0].process
-        assert process is not None
-        assert process.wait(20) == -signal.SIGKILL
-        running.nodes[0].start()
-        running.nodes[0].adopt(record)
+        running.nodes[0].await_killed()
+        running.nodes[0].restart(running.record(1))
         assert member.wait(FIRST) == "committed"
-        member.write(Generation(1, 1))
-        assert member.wait(Generation(1, 1)) == "committed"
+        train([member], Generation(1, 1))
 
 
 def test_owner_vault_killed_before_it_seals(tmp_path: Path) -> None:
@@ -120,11 +98,8 @@ def test_owner_vault_killed_before_it_seals(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, faults=[fault]) as running:
         members = begin(running)
         members[0].write(Generation(1, 1))
-        process = running.nodes[0].process
-        assert process is not None
-        assert process.wait(20) == -signal.SIGKILL
-        running.nodes[0].start()
-        running.nodes[0].adopt(running.record(1))
+        running.nodes[0].await_killed()
+        running.nodes[0].restart(running.record(1))
         # No member has connected to the new vault yet.
         wait_until(
             lambda: any(
@@ -172,18 +147,10 @@ def test_damage_in_the_own_slot_before_it_is_shipped_is_told(tmp_path: Path) -> 
         "signal": "STOP",
         "resume_after_seconds": 0.3,
     }
-    damage = {
-        "id": "damage",
-        "point": "vault.sealed",
-        "match": {"role": 0, "iteration": 2},
-        "action": "mark",
-    }
-    with cluster(tmp_path, 2, faults=[fault, damage]) as running:
+    at = {"point": "vault.sealed", "match": {"role": 0, "iteration": 2}}
+    with cluster(tmp_path, 2, faults=[fault, {"id": "damage", "action": "mark", **at}]) as running:
         members = begin(running)
-        for member in members:  # a vault stopped and continued in the middle of sealing
-            member.write(Generation(1, 1))
-        for member in members:
-            assert member.wait(Generation(1, 1)) == "committed"
+        train(members, Generation(1, 1))  # a vault stopped and continued in the middle of sealing
         members[0].write(Generation(1, 2))
         with pytest.raises(VaultError, match="damaged"):
             members[0].wait(Generation(1, 2))
@@ -201,8 +168,7 @@ def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path: 
             member.write(Generation(1, 2))
         running.nodes[0].told(Kind.CORRUPTION)
         kept = Generation(1, 1)
-        found = sources_from(running.close(1), kept, LAYOUTS)
-        record = running.record(2, Restore("memory", kept, sources=found))
+        record = running.record(2, memory(running.close(1), kept, LAYOUTS))
         running.open(record)
         members[0].check(record)
         running.nodes[1].send_signal(signal.SIGSTOP)
@@ -214,22 +180,15 @@ def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path: 
 
 def test_a_copy_damaged_after_it_was_received(tmp_path: Path) -> None:
     """The buddy's memory goes bad after its acknowledgement; the owner's node is alive as well."""
-    fault = {
-        "id": "damage",
-        "point": "vault.received",
-        "match": {"role": 1, "node": 0},
-        "action": "mark",
-    }
-    with cluster(tmp_path, 3, roles=2, faults=[fault]) as running:
+    at = {"point": "vault.received", "match": {"role": 1, "node": 0}}
+    with cluster(
+        tmp_path, 3, roles=2, faults=[{"id": "damage", "action": "mark", **at}]
+    ) as running:
         begin(running)
-        inventories = running.close(1)
         # Node 1 is drained, not dead: it is the second source for its role.
-        found = sources_from(inventories, FIRST, LAYOUTS, first=0)
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
-        record = running.record(2, Restore("memory", FIRST, sources=found), seats)
+        record = swap(running, running.close(1), FIRST, gone=frozenset(), first=0)
         running.open(record)
-        fresh = Member(running.nodes[2], LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
+        fresh = Member(running.nodes[2], LAYOUTS[1], 2)
         fresh.check(record)
         running.nodes[0].told(Kind.CORRUPTION)  # found at its home
         assert fresh.wait(FIRST) == "committed"  # the damaged copy has been replaced
@@ -247,13 +206,10 @@ def test_a_restored_part_that_rots_is_fetched_again(tmp_path: Path) -> None:
         # Node 1 is drained, not dead. Node 0 lacks a part of its copy.
         copy = Segment.open(running.nodes[0].directory / copy_name(1))
         copy.invalidate_part(0, "shard", PartState.BAD)
-        found = sources_from(inventories, FIRST, LAYOUTS, first=1)
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
-        record = running.record(2, Restore("memory", FIRST, sources=found), seats)
+        record = swap(running, inventories, FIRST, gone=frozenset(), first=1)
         for node in running.nodes[1:]:
             node.adopt(record)
-        fresh = Member(running.nodes[2], LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
+        fresh = Member(running.nodes[2], LAYOUTS[1], 2)
         fresh.check(record)
         flip(running.nodes[2], own_name(1, fresh.seat), FIRST, "shard")
         running.nodes[0].adopt(record)  # nothing is sent there before
@@ -275,9 +231,7 @@ def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(
         tmp_path, 2, segment_dir=lambda n: tight_memory / "node1" if n == 1 else roomy
     ) as running:
         (tight_memory / "ballast").write_bytes(bytes(2 << 20))
-        running.open(running.record(1))
-        member = Member(running.nodes[0], layouts[0])
-        member.client.register(layouts[0], 1)
+        (member,) = running.join({0: layouts[0]})
         with pytest.raises(VaultError, match="bytes needed"):
             Member(running.nodes[1], layouts[0]).client.register(make_layout(1, 1 << 20), 1)
         member.write(FIRST)
@@ -288,13 +242,3 @@ def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(
         assert member.wait(FIRST) == "committed"
         running.nodes[1].shutdown(remove=True)
         assert list(tight_memory.iterdir()) == []
-
-
-def test_content_is_what_the_member_wrote(tmp_path: Path) -> None:
-    """The buddy's file, read with nothing but the format: no byte is transformed on the way."""
-    with cluster(tmp_path, 2) as running:
-        begin(running)
-        running.close(1)
-        copy = Segment.open(running.nodes[1].directory / copy_name(0))
-        entry = copy.entry(0, "shard")
-        assert bytes(copy.data(0, "shard", entry.nbytes)) == content(0, FIRST, "shard", 64 << 10)

@@ -10,8 +10,17 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Holding, Restore, Seat, Source
 from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
-from tests.vault.harness import Member, cluster, content, make_layout, sources_from, wait_until
-from tests.vault.protected import begin
+from tests.vault.harness import (
+    Member,
+    cluster,
+    content,
+    make_layout,
+    memory,
+    sources_from,
+    train,
+    wait_until,
+)
+from tests.vault.protected import begin, swap
 
 SHARD = {"shard", "tail", "extras@step"}
 
@@ -38,23 +47,14 @@ def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
         held = {(h.role, h.generation): h.parts for h in inventories[0].holdings}
         assert held[0, kept] == SHARD
         assert held[1, kept] == SHARD
-        restore = Restore(
-            "memory", kept, sources=sources_from(inventories, kept, layouts), boundary="step"
-        )
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
-        record = running.record(2, restore, seats, gone={1})
+        record = swap(running, inventories, kept, layouts)
         running.open(record)
-        members[1] = Member(running.nodes[2], layouts[1])
-        members[1].client.register(layouts[1], 2)
+        members[1] = Member(running.nodes[2], layouts[1], 2)
         for member in members:
             member.check(record)
         for member in members:
             assert member.wait(kept) == "committed"
-        for iteration in range(4, 8):
-            for member in members:
-                member.write(Generation(2, iteration))
-            for member in members:
-                assert member.wait(Generation(2, iteration)) == "committed"
+        train(members, *(Generation(2, iteration) for iteration in range(4, 8)))
         # Only the copy of role 0 had died with node 1.
         assert {event.role for event in running.nodes[0].told(Kind.EXPOSED)} == {0}
         assert running.nodes[2].seen(Kind.EXPOSED) == []
@@ -74,13 +74,7 @@ def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
     """Rules 5 and 11: late fills, and a member that lost its seat."""
     layouts = {role: make_layout(role) for role in range(2)}
     with cluster(tmp_path, 2) as running:
-        running.open(running.record(1))
-        members = [Member(node, layouts[node.number]) for node in running.nodes]
-        for member in members:
-            member.client.register(member.layout, 1)
-            member.write(Generation(1, 0))
-        for member in members:
-            assert member.wait(Generation(1, 0)) == "committed"
+        members = begin(running, layouts)
         late = members[0].client.begin(Generation(1, 1), 1)
         leftover = members[1].client.begin(Generation(1, 1), 1)
         inventories = running.close(1)
@@ -89,18 +83,13 @@ def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
         with pytest.raises(Frozen):
             members[0].client.begin(Generation(1, 2), 1)
         assert running.nodes[0].inventory() == inventories[0]
-        restore = Restore(
-            "memory",
-            Generation(1, 0),
-            sources=sources_from(inventories, Generation(1, 0), layouts),
-        )
+        restore = memory(inventories, Generation(1, 0), layouts)
         # The member of role 0 is replaced on its node: incarnation 1.
         record = running.record(2, restore, {0: Seat(0, 0, 1), 1: Seat(1, 0, 0)})
         running.open(record)
         with pytest.raises(Frozen):
             members[0].client.begin(Generation(2, 1), 2)
-        fresh = Member(running.nodes[0], layouts[0], incarnation=1)
-        fresh.client.register(layouts[0], 2)
+        fresh = Member(running.nodes[0], layouts[0], 2, incarnation=1)
         fresh.check(record)
         members[1].check(record)
         # A helper thread of the survivor wakes up late: its slot belongs to somebody else by now.
@@ -122,18 +111,12 @@ def test_the_gate_needs_the_wanted_copies(tmp_path: Path) -> None:
     """Alone, a role waits and reports; a record that releases it opens the gate."""
     layout = make_layout(0)
     with cluster(tmp_path, 1) as running:
-        running.open(running.record(1))
-        member = Member(running.nodes[0], layout)
-        member.client.register(layout, 1)
+        (member,) = running.join({0: layout})
         member.write(Generation(1, 0))
         assert member.wait(Generation(1, 0), seconds=0.5) == "shut"
         assert len(member.waits) >= 2
         inventories = running.close(1)
-        restore = Restore(
-            "memory",
-            Generation(1, 0),
-            sources=sources_from(inventories, Generation(1, 0), {0: layout}),
-        )
+        restore = memory(inventories, Generation(1, 0), {0: layout})
         record = running.record(2, restore, fewer=frozenset({0}))
         running.open(record)
         member.check(record)
@@ -151,11 +134,8 @@ def test_appended_extras_commit_and_restore_by_boundary(tmp_path: Path) -> None:
     """Extras of an evaluation; the resume point decides whether they survive."""
     layouts = {role: make_layout(role) for role in range(2)}
     with cluster(tmp_path, 3, roles=2) as running:
-        running.open(running.record(1))
-        members = [Member(running.nodes[r], layouts[r]) for r in range(2)]
-        kept = Generation(1, 0)
+        members, kept = running.join(layouts), Generation(1, 0)
         for member in members:
-            member.client.register(member.layout, 1)
             member.write(kept)
             member.append(kept, "evaluation")
         for member in members:
@@ -164,13 +144,9 @@ def test_appended_extras_commit_and_restore_by_boundary(tmp_path: Path) -> None:
                 member.append(kept, "evaluation")
         running.nodes[1].die()
         inventories = running.close(1, gone={1})
-        found = sources_from(inventories, kept, layouts, "evaluation")
-        restore = Restore("memory", kept, "evaluation", sources=found)
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
-        record = running.record(2, restore, seats, gone={1})
+        record = swap(running, inventories, kept, layouts, boundary="evaluation")
         running.open(record)
-        members[1] = Member(running.nodes[2], layouts[1])
-        members[1].client.register(layouts[1], 2)
+        members[1] = Member(running.nodes[2], layouts[1], 2)
         for member in members:
             member.check(record)
             assert member.wait(kept, "evaluation") == "committed"
@@ -185,9 +161,7 @@ def test_appended_extras_commit_and_restore_by_boundary(tmp_path: Path) -> None:
         for inventory in inventories.values():
             for holding in inventory.holdings:
                 assert "extras@save" in holding.parts
-        found = sources_from(inventories, kept, layouts, "evaluation")
-        restore = Restore("memory", kept, "evaluation", sources=found)
-        record = running.record(3, restore, seats, gone={1})
+        record = swap(running, inventories, kept, layouts, epoch=3, boundary="evaluation")
         running.open(record)
         for member in members:
             member.check(record)
@@ -206,11 +180,8 @@ def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path, apart: 
     size = 1 << 20
     layouts = {r: make_layout(r, size, replicas=(0, 1)) for r in range(2)}
     with cluster(tmp_path, 3, roles=2) as running:
-        running.open(running.record(1))
-        members = [Member(running.nodes[r], layouts[r]) for r in range(2)]
-        kept = Generation(1, 0)
+        members, kept = running.join(layouts), Generation(1, 0)
         for member in members:
-            member.client.register(member.layout, 1)
             writer = member.client.begin(kept, 1)
             for name, count in (("shard", size), ("tail", 1000)):
                 # Identical on both, or nearly.
@@ -233,8 +204,7 @@ def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path, apart: 
         seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
         record = running.record(2, Restore("memory", kept, sources=found), seats, gone={1})
         running.open(record)
-        fresh = Member(running.nodes[2], layouts[1])
-        fresh.client.register(layouts[1], 2)
+        fresh = Member(running.nodes[2], layouts[1], 2)
         if apart:
             with pytest.raises(RestoreUnavailable, match=r"tail.*not the bytes that the role had"):
                 fresh.restore(record)
@@ -253,36 +223,22 @@ def test_dump_and_restore_in_another_run(tmp_path: Path) -> None:
     first.mkdir()
     second.mkdir()
     dump = tmp_path / "dump"
-    kept = Generation(1, 5)
+    kept = Generation(1, 1)
     with cluster(first, 2) as running:
-        running.open(running.record(1))
-        members = [Member(node, layouts[node.number]) for node in running.nodes]
-        for member in members:
-            member.client.register(member.layout, 1)
-            member.write(Generation(1, 4))
-        for member in members:
-            assert member.wait(Generation(1, 4)) == "committed"
-            member.write(kept)
-        for member in members:
-            assert member.wait(kept) == "committed"
+        begin(running, layouts, last=1)
         running.nodes[1].die()
         running.close(1, gone={1})
         written = running.nodes[0].dump(dump, kept, "step")
         assert sorted(written) == [str(dump / f"dump-{role}-0.seg") for role in range(2)]
         assert sorted(path.name for path in dump.iterdir()) == ["dump-0-0.seg", "dump-1-0.seg"]
-    restore = Restore("dump", Generation(1, 5), path=str(dump))
     with cluster(second, 2) as running:
-        record = running.record(1, restore)
-        running.open(record)
-        members = [Member(node, layouts[node.number]) for node in running.nodes]
+        record = running.record(1, Restore("dump", kept, path=str(dump)))
+        members = running.join(layouts, record)
         for member in members:
-            member.client.register(member.layout, 1)
             member.check(record, written_as=kept)
         for member in members:
             assert member.wait(kept) == "committed"
-            member.write(Generation(1, 6))
-        for member in members:
-            assert member.wait(Generation(1, 6)) == "committed"
+        train(members, Generation(1, 2))
         inventories = running.close(1)
         assert Holding(1, kept, frozenset(SHARD)) in inventories[0].holdings
 
@@ -290,9 +246,7 @@ def test_dump_and_restore_in_another_run(tmp_path: Path) -> None:
 def test_ends_without_an_agent_and_leaves_its_slots(tmp_path: Path) -> None:
     with cluster(tmp_path, 1, restore_seconds=0.5) as running:
         node = running.nodes[0]
-        running.open(running.record(1, fewer=frozenset({0})))
-        member = Member(node, make_layout(0))
-        member.client.register(member.layout, 1)
+        (member,) = running.join({0: make_layout(0)}, running.record(1, fewer=frozenset({0})))
         member.write(Generation(1, 0))
         assert member.wait(Generation(1, 0)) == "released"
         assert node.control is not None

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import socket
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,11 +39,10 @@ from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
-from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm.segment import PartState, Segment
-from tests.vault.fake_network import FakeNetwork, QuickListener
-from tests.vault.harness import Member, content, make_layout
+from tests.vault.fake_network import FakeNetwork
+from tests.vault.harness import Member, content, make_layout, record_of
+from tests.vault.local_node import LocalNode
 
 SHARDS = ("shard", "tail")
 SEATED, SPARES = 4, 2
@@ -73,52 +69,17 @@ def _one_process() -> Iterator[None]:
         yield
 
 
-class LocalNode:
-    """A vault in this process. Its slots outlive it, as those of a vault process do."""
-
-    def __init__(self, network: FakeNetwork, number: int, directory: Path) -> None:
-        self.network, self.number, self.directory = network, number, directory
-        self.clients: list[VaultClient] = []
-        self.starts = 0
-        self.start()
-
-    def start(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.starts += 1
-        self.socket_path = str(self.directory.parent / f"vault{self.number}-{self.starts}.sock")
-        self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(self.socket_path)
-        self.listener.listen()
-        transport = self.network.transport("fake", self.number, 5.0)
-        self.vault = Vault(self.number, self.directory, SETTINGS, transport, self.listener)
-        self.vault.start()
-        self.end = threading.Thread(target=self.vault.wait, name=f"vault{self.number}")
-        self.end.start()
-
-    def stop(self) -> None:
-        """The vault's process is gone, and with it every member's connection."""
-        for client in self.clients:
-            client.close()
-        self.clients.clear()
-        self.vault.stop()
-        self.end.join(10)
-        self.listener.close()
-
-    def die(self) -> None:
-        self.stop()
-        shutil.rmtree(self.directory)
-
-    def seals(self) -> list[tuple[Segment, int, str]]:
-        """All sealed shard parts, steps included, in a fixed order."""
-        found = []
-        for path in sorted(self.directory.glob("*.seg")):
-            segment = Segment.open(path)
-            names = [part.name for part in segment.layout.parts if "extras" not in part.name]
-            for slot, name in itertools.product(range(segment.layout.slots), names):
-                entry = segment.entry(slot, name)
-                if entry.state is PartState.SEALED and entry.nbytes:
-                    found.append((segment, slot, name))
-        return found
+def seals(node: LocalNode) -> list[tuple[Segment, int, str]]:
+    """All sealed shard parts of a node, steps included, in a fixed order."""
+    found = []
+    for path in sorted(node.directory.glob("*.seg")):
+        segment = Segment.open(path)
+        names = [part.name for part in segment.layout.parts if "extras" not in part.name]
+        for slot, name in itertools.product(range(segment.layout.slots), names):
+            entry = segment.entry(slot, name)
+            if entry.state is PartState.SEALED and entry.nbytes:
+                found.append((segment, slot, name))
+    return found
 
 
 class RoleMember(Member):
@@ -126,8 +87,7 @@ class RoleMember(Member):
 
     def __init__(self, node: LocalNode, layout: RoleLayout, seat: Seat, epoch: int) -> None:
         self.layout, self.role, self.seat = layout, layout.role, seat
-        self.client = VaultClient(node.socket_path, node.directory, seat, connect_seconds=5.0)
-        node.clients.append(self.client)
+        self.client = node.client(seat)
         self.interrupt = os.eventfd(0, os.EFD_CLOEXEC)
         self.waits = []
         self.client.register(layout, epoch)
@@ -240,7 +200,7 @@ class Nodes:
         self.plan, self.replicas = SCHEMES[case.scheme]
         self.network = FakeNetwork()
         self.live = {
-            number: LocalNode(self.network, number, directory / f"node{number}")
+            number: LocalNode(self.network, number, directory / f"node{number}", SETTINGS)
             for number in range(SEATED + SPARES)
         }
         roles = range(len(case.seats))
@@ -266,8 +226,8 @@ class Nodes:
         domains = {number: f"rack{self.case.racks[number]}" for number in self.live}
         used = {seat.node for seat in self.seats.values()}
         at = {role: seat.node for role, seat in self.seats.items()}
-        return EpochRecord(
-            epoch=epoch,
+        return record_of(
+            epoch,
             seats=self.seats,
             nodes={n: NodeAddress("fake", n, domains[n], n not in used) for n in self.live},
             restore=restore,
@@ -381,8 +341,8 @@ def strike(nodes: Nodes) -> None:
     nodes.lose(case.lost)
     for which, number in case.damaged:
         node = sorted(nodes.live)[which % len(nodes.live)]
-        if seals := nodes.live[node].seals():
-            segment, slot, name = seals[number % len(seals)]
+        if found := seals(nodes.live[node]):
+            segment, slot, name = found[number % len(found)]
             segment.data(slot, name)[0] ^= 0x20
 
 
@@ -453,7 +413,7 @@ def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, whi
         strike(nodes)
         newest = Generation(1, case.iterations - 1)
         for node in nodes.live.values():
-            for segment, slot, name in node.seals():
+            for segment, slot, name in seals(node):
                 one = segment.layout.role, segment.generation(slot)
                 if one == (which % len(case.seats), newest):
                     segment.data(slot, name)[0] ^= 0x20

@@ -32,6 +32,7 @@ from tests.vault.harness import (
     cluster,
     content,
     make_layout,
+    train,
     wait_until,
 )
 
@@ -57,8 +58,7 @@ class Stepper(Member):
     """A member that keeps the step to each generation, and trusts its replays."""
 
     def __init__(self, node: Node, epoch: int, role: int) -> None:
-        super().__init__(node, LAYOUTS[role])
-        self.client.register(self.layout, epoch)
+        super().__init__(node, LAYOUTS[role], epoch)
         self.client.rehearsed(True)
 
     def write(self, generation: Generation, extras: bool = True) -> None:
@@ -86,12 +86,8 @@ def opened(running: Cluster, **options: object) -> EpochRecord:
     return record
 
 
-def train(members: list[Stepper], lineage: int, iterations: range) -> None:
-    for iteration in iterations:
-        for member in members:
-            member.write(Generation(lineage, iteration))
-        for member in members:
-            assert member.wait(Generation(lineage, iteration)) == "committed"
+def go_on(members: list[Stepper], lineage: int, iterations: range) -> None:
+    train(members, *(Generation(lineage, iteration) for iteration in iterations))
 
 
 def planned(inventories: Mapping[int, Inventory], seats: Mapping[int, Seat]) -> Restore:
@@ -134,7 +130,7 @@ def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> N
     with cluster(tmp_path, 3, roles=2, full_every=EVERY) as running:
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
-        train(members, 1, range(7))
+        go_on(members, 1, range(7))
         shipped = running.nodes[0].status()["counters"]["bytes shipped"]
         whole = sum(part.nbytes for part in LAYOUTS[0].parts if part.name in SHARDS)
         assert shipped < 2 * whole + 5 * (whole // 3 + 2000), "two whole copies, five steps"
@@ -163,7 +159,7 @@ def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> N
         again.recompute(kept, 2)
         assert again.wait(kept) == members[0].wait(kept) == "committed"
         members[1] = again
-        train(members, 2, range(7, 9))
+        go_on(members, 2, range(7, 9))
         inventories = running.close(2, gone={1})
         found = held(inventories[0], 1)
         assert found[6] >= set(SHARDS), "restored, so a whole copy"
@@ -175,7 +171,7 @@ def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path)
     with cluster(tmp_path, 2, full_every=EVERY) as running:
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
-        train(members, 1, range(7))
+        go_on(members, 1, range(7))
         seats, kept = {role: Seat(role, 0, 0) for role in range(2)}, Generation(1, 6)
         own = Segment.open(running.nodes[1].directory / own_name(1, seats[1]))
         (slot,) = (number for number in range(own.slots) if own.generation(number) == kept)
@@ -214,13 +210,12 @@ def test_a_buddy_that_lost_the_base_gets_a_whole_copy(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, full_every=EVERY) as running:
         record = opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
-        train(members, 1, range(2))
+        go_on(members, 1, range(2))
         running.nodes[1].kill()
         for name in (copy_name(0), steps_name(0)):
             (running.nodes[1].directory / name).unlink()
-        running.nodes[1].start()
-        running.nodes[1].adopt(record)
-        train(members, 1, range(2, 4))
+        running.nodes[1].restart(record)
+        go_on(members, 1, range(2, 4))
         inventories = running.close(1)
         found = held(inventories[1], 0)
         assert set(found) == {2, 3}, "what was lost there is not sent again"
@@ -237,7 +232,7 @@ def test_chains_are_dumped_and_go_on_in_another_run(tmp_path: Path) -> None:
     with cluster(first, 2, full_every=EVERY) as running:
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
-        train(members, 1, range(3))
+        go_on(members, 1, range(3))
         running.nodes[1].die()
         running.close(1, gone={1})
         assert len(running.nodes[0].dump(dump, kept, "step")) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from tests.vault.harness import (
     cluster,
     content,
     make_layout,
-    sources_from,
+    memory,
+    train,
     wait_until,
 )
 from tests.vault.protected import FIRST, flip
@@ -38,9 +38,7 @@ def doubled(running: Cluster, epoch: int = 1, restore: Restore | None = None) ->
 
 def enter(running: Cluster, record: EpochRecord) -> Member:
     running.open(record)
-    member = Member(running.nodes[0], LAYOUT, incarnation=record.epoch - 1)
-    member.client.register(LAYOUT, record.epoch)
-    return member
+    return Member(running.nodes[0], LAYOUT, record.epoch, incarnation=record.epoch - 1)
 
 
 def second_copy(running: Cluster, generation: Generation) -> dict[str, bytes]:
@@ -66,14 +64,12 @@ def test_a_damaged_slot_is_repaired_from_the_second_copy(tmp_path: Path) -> None
     newest = Generation(1, 2)
     with cluster(tmp_path, 1) as running:
         member = enter(running, doubled(running))
-        for iteration in range(3):
-            member.step(Generation(1, iteration))
+        train([member], *(Generation(1, iteration) for iteration in range(3)))
         assert second_copy(running, newest) == written(newest)
         member.client.close()
         inventories = running.close(1)
         flip(running.nodes[0], own_name(0, member.seat), newest, "shard")
-        sources = sources_from(inventories, newest, {0: LAYOUT})
-        record = doubled(running, 2, Restore("memory", newest, sources=sources))
+        record = doubled(running, 2, memory(inventories, newest, {0: LAYOUT}))
         successor = enter(running, record)
         successor.check(record)
         (found,) = running.nodes[0].told(EventKind.CORRUPTION)
@@ -92,12 +88,9 @@ def test_a_vault_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
         record = doubled(running)
         member = enter(running, record)
         member.write(FIRST)
-        process = running.nodes[0].process
-        assert process is not None
-        assert process.wait(20) == -signal.SIGKILL
+        running.nodes[0].await_killed()
         assert set(second_copy(running, FIRST)) == {"shard"}, "killed too early or too late"
-        running.nodes[0].start()
-        running.nodes[0].adopt(record)
+        running.nodes[0].restart(record)
         assert member.wait(FIRST) == "committed"
         assert second_copy(running, FIRST) == written(FIRST)
         assert running.nodes[0].count("bytes doubled") == 1777, "what was there was copied again"
@@ -105,13 +98,8 @@ def test_a_vault_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
 
 def test_damage_before_it_is_doubled_is_told(tmp_path: Path) -> None:
     """It can never be there twice: the member must hear of it, or the gate stays shut for ever."""
-    fault = {
-        "id": "damage",
-        "point": "vault.sealed",
-        "match": {"role": 0, "iteration": 1},
-        "action": "mark",
-    }
-    with cluster(tmp_path, 1, faults=[fault]) as running:
+    at = {"point": "vault.sealed", "match": {"role": 0, "iteration": 1}}
+    with cluster(tmp_path, 1, faults=[{"id": "damage", "action": "mark", **at}]) as running:
         member = enter(running, doubled(running))
         member.step(FIRST)
         member.write(Generation(1, 1))

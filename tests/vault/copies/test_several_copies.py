@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
+from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.service import Vault
-from tests.vault.fake_network import FakeNetwork, QuickListener
-from tests.vault.harness import content, make_layout, wait_until
+from tests.vault.fake_network import FakeNetwork
+from tests.vault.harness import content, make_layout, record_of, wait_until
+from tests.vault.local_node import LocalNode
 
 SETTINGS = Settings(connect_seconds=5.0, chunk_bytes=4096)
 LAYOUT = make_layout(0, nbytes=256 << 10)
@@ -28,41 +27,18 @@ class Nodes:
 
     def __init__(self, directory: Path, count: int) -> None:
         self.network = FakeNetwork()
-        self.vaults: list[Vault] = []
-        self._threads: list[threading.Thread] = []
-        self._listeners: list[socket.socket] = []
-        self._replicas = count - 1
+        self.nodes: list[LocalNode] = []
         for number in range(count):
             place = directory / "deadpool-copies" / f"node{number}"
-            place.mkdir(parents=True)
-            listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(str(place / "vault.sock"))
-            listener.listen()
-            transport = self.network.transport("fake", number, deadline_seconds=5.0)
-            vault = Vault(number, place, SETTINGS, transport, listener)
-            vault.start()
-            self.vaults.append(vault)
-            self._listeners.append(listener)
-            self._threads.append(threading.Thread(target=vault.wait))
-            self._threads[-1].start()
-        place = directory / "deadpool-copies" / "node0"
-        self.client = VaultClient(
-            str(place / "vault.sock"), place, Seat(0, 0, 0), connect_seconds=5.0
-        )
+            self.nodes.append(LocalNode(self.network, number, place, SETTINGS))
+        self.vaults = [node.vault for node in self.nodes]
+        self.client = self.nodes[0].client(Seat(0, 0, 0))
         self.interrupt = socket.socketpair()
 
-    def record(self) -> EpochRecord:
-        return EpochRecord(
-            epoch=1,
-            seats={0: Seat(0, 0, 0)},
-            nodes={n: NodeAddress("fake", n, f"rack{n}", n > 0) for n in range(len(self.vaults))},
-            restore=Restore("initial", Generation(1, 0)),
-            replicas=self._replicas,
-        )
-
     def adopt(self, *numbers: int) -> None:
-        for number in numbers or range(len(self.vaults)):
-            self.vaults[number].adopt(self.record())
+        count = len(self.vaults)
+        for number in numbers or range(count):
+            self.vaults[number].adopt(record_of(count=count, replicas=count - 1))
 
     def step(self, iteration: int) -> None:
         """Fill a generation and wait until it is committed."""
@@ -105,13 +81,10 @@ class Nodes:
             assert not vault._state.table.writers
 
     def stop(self) -> None:
-        self.client.close()
-        for vault in self.vaults:
-            vault.stop(remove=True)
-        for thread in self._threads:
-            thread.join(10)
-        for listener in (*self._listeners, *self.interrupt):
-            listener.close()
+        for node in self.nodes:
+            node.stop()
+        for end in self.interrupt:
+            end.close()
 
 
 @pytest.fixture
@@ -133,38 +106,40 @@ def test_each_buddy_is_sent_its_own_copy(nodes: Nodes) -> None:
     wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")
 
 
-def test_a_buddy_that_has_not_heard_of_the_epoch_yet_holds_no_other_up(nodes: Nodes) -> None:
-    nodes.adopt(0, 1, 3)
+@pytest.mark.parametrize("trouble", ["has not heard", "out of reach", "hangs on its way"])
+def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """It has not heard of the epoch yet, a route to it is cut, or a piece stands still."""
+    going = threading.Event()
+
+    def hit(point: str, **facts: object) -> None:
+        if point == "vault.chunk" and facts["part"] == "shard" and facts["to"] == 2:
+            going.wait(20)
+
+    if trouble == "hangs on its way":
+        monkeypatch.setattr(failpoints, "hit", hit)
+    elif trouble == "out of reach":
+        nodes.network.cut_routes.add((("fake", 0), ("fake", 2)))
+    nodes.adopt(*((0, 1, 3) if trouble == "has not heard" else ()))
     nodes.client.register(LAYOUT, 1)
     stepping = threading.Thread(target=nodes.step, args=(0,), daemon=True)
     stepping.start()
     for number in (1, 3):
         there = partial(nodes.has_received, number, BYTES)
         wait_until(there, f"node {number} has its copy")
-    assert nodes.counter(2, "bytes received") == 0
     assert stepping.is_alive(), "committed is what every buddy has"
     nodes.adopt(2)
+    nodes.network.cut_routes.clear()
+    going.set()
     stepping.join(20)
     assert not stepping.is_alive()
     nodes.step(1)
     nodes.check(1)
     assert nodes.counter(0, "bytes shipped") == 3 * 2 * BYTES
-
-
-def test_a_buddy_that_cannot_be_reached_holds_no_other_up(nodes: Nodes) -> None:
-    nodes.network.cut_routes.add((("fake", 0), ("fake", 2)))
-    nodes.adopt()
-    nodes.client.register(LAYOUT, 1)
-    stepping = threading.Thread(target=nodes.step, args=(0,), daemon=True)
-    stepping.start()
-    for number in (1, 3):
-        there = partial(nodes.has_received, number, BYTES)
-        wait_until(there, f"node {number} has its copy")
-    assert stepping.is_alive(), "committed is what every buddy has"
-    nodes.network.cut_routes.clear()
-    stepping.join(20)
-    assert not stepping.is_alive()
-    nodes.check(0)
+    counters = nodes.vaults[2].status()["counters"]
+    assert not any("refused" in name for name in counters), "early is no offence"
+    wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")
 
 
 def test_bytes_damaged_on_the_way_to_one_buddy_are_sent_to_it_again(
@@ -187,28 +162,3 @@ def test_bytes_damaged_on_the_way_to_one_buddy_are_sent_to_it_again(
     nodes.check(2)
     assert [nodes.counter(n, "corruption") for n in (1, 2, 3)] == [0, 1, 0]
     assert nodes.counter(0, "bytes shipped") == 3 * 3 * BYTES + (256 << 10)
-
-
-def test_a_copy_that_hangs_on_its_way_holds_no_other_up(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes.adopt()
-    going = threading.Event()
-
-    def hit(point: str, **facts: object) -> None:
-        if point == "vault.chunk" and facts["part"] == "shard" and facts["to"] == 2:
-            going.wait(20)
-
-    monkeypatch.setattr(failpoints, "hit", hit)
-    nodes.client.register(LAYOUT, 1)
-    stepping = threading.Thread(target=nodes.step, args=(0,), daemon=True)
-    stepping.start()
-    for number in (1, 3):
-        there = partial(nodes.has_received, number, BYTES)
-        wait_until(there, f"node {number} has its copy")
-    assert stepping.is_alive(), "committed is what every buddy has"
-    going.set()
-    stepping.join(20)
-    assert not stepping.is_alive()
-    nodes.check(0)
-    wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    Restore,
-    RoleLayout,
-    Seat,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.vault.core.commit import Ledger
-from tests.vault.harness import make_layout
+from tests.vault.harness import make_layout, record_of
 
 G = Generation(1, 4)
 SHARD = ["shard", "tail", "extras@step"]
@@ -23,14 +16,7 @@ SHARD = ["shard", "tail", "extras@step"]
 def record(
     nodes: int, roles: int, replicas: int = 1, fewer: frozenset[int] = frozenset()
 ) -> EpochRecord:
-    return EpochRecord(
-        epoch=1,
-        seats={role: Seat(role, 0, 0) for role in range(roles)},
-        nodes={n: NodeAddress("h", 1, f"rack{n}", n >= roles) for n in range(nodes)},
-        restore=Restore("initial", Generation(1, 0)),
-        replicas=replicas,
-        fewer_copies=fewer,
-    )
+    return record_of(1, range(roles), nodes, replicas=replicas, fewer_copies=fewer)
 
 
 def acknowledge(ledger: Ledger, layout: RoleLayout, names: list[str]) -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.layout.reckoning.footprint import copy_bytes
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    Restore,
-    RoleLayout,
-    Seat,
-)
+from deadpool_megatron.layout.records import Generation, Restore, RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
@@ -23,7 +17,7 @@ from deadpool_megatron.vault.memory.budget import allocated_bytes
 from deadpool_megatron.vault.memory.usable import usable_bytes
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
-from tests.vault.harness import make_layout
+from tests.vault.harness import make_layout, record_of
 
 NBYTES = 256 << 10
 OLD, NEW = 0, 1  # roles whose copies this node keeps in epoch 1 and in epoch 2
@@ -52,13 +46,8 @@ class Keeper:
 
     def adopt(self, epoch: int, restore: Restore, kept: int) -> None:
         """The one role with a seat has no other buddy; of any other role node 2 is none."""
-        record = EpochRecord(
-            epoch=epoch,
-            seats={kept: Seat(kept, 0, 0)},
-            nodes={n: NodeAddress("h", n, f"rack{n}", n == 2) for n in (kept, 2)},
-            restore=restore,
-        )
-        self.state.adopt(record)
+        whole = record_of(epoch, (kept,), 3, restore=restore)
+        self.state.adopt(replace(whole, nodes={n: whole.nodes[n] for n in (kept, 2)}))
 
     def put(self, segment: Segment, generation: Generation, epoch: int) -> None:
         slot = self.state.claim(segment, generation, epoch)

@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.events import Event
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    Restore,
-    RoleLayout,
-    Seat,
-    Source,
-)
+from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat, Source
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room as making_room
 from deadpool_megatron.vault.core.state import VaultState
@@ -29,8 +21,9 @@ from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.names import own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
+from tests.common.threads import short_of_threads
 from tests.vault.fake_network import FakeNetwork
-from tests.vault.harness import make_layout
+from tests.vault.harness import make_layout, record_of
 
 LAYOUT = make_layout(0, nbytes=100)
 NAMES = ["shard", "tail", "extras@step"]
@@ -50,15 +43,7 @@ def sealed(segment: Segment, slot: int, generation: Generation) -> None:
 def state(tmp_path: Path) -> VaultState:
     """Of node 0 in epoch 1, with generations 4 and 5 of role 0; node 1 is the buddy."""
     state = VaultState(0, tmp_path, Settings(), lambda _: None)
-    state.adopt(
-        EpochRecord(
-            epoch=1,
-            seats={0: Seat(0, 0, 0)},
-            nodes={n: NodeAddress("h", 1, f"rack{n}", n > 0) for n in range(2)},
-            restore=Restore("initial", Generation(1, 0)),
-            replicas=1,
-        )
-    )
+    state.adopt(record_of())
     path = tmp_path / own_name(0, Seat(0, 0, 0))
     segment = Segment.create(path, LAYOUT, Seat(0, 0, 0), NAMES)
     state.table.segments[path.name] = segment
@@ -171,15 +156,9 @@ def test_a_moment_without_threads_puts_off_who_ships(
 ) -> None:
     """Nobody else would begin to within the epoch, and the gate would stay shut."""
     assert state.record is not None
-    begun, refused = list[str](), list[str]()
-
-    def start_or_not(thread: threading.Thread) -> None:
-        if not refused:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        begun.append(thread.name)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    begun = list[str]()
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: begun.append(thread.name))
+    refused = short_of_threads(monkeypatch, "ship-")
     transport = FakeNetwork().transport("a", 1, 1.0)
     worker = RoleWorker(state, transport, state.record, 0, Seat(0, 0, 0))
     worker._start_shippers(LAYOUT)
@@ -333,7 +312,7 @@ def test_what_is_copied_on_the_node_is_given_up_with_its_epoch(
 
 def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path: Path) -> None:
     network = FakeNetwork()
-    theirs = network.transport("h", 1, 10.0)
+    theirs = network.transport("fake", 1, 10.0)
     assert state.record is not None
     sources = {0: {"extras@step": (Source(1, 0),)}}
     restore = Restore("memory", RESTORED, sources=sources)

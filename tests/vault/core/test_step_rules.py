@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,6 @@ from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_p
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
-    NodeAddress,
     PartInfo,
     Restore,
     RoleLayout,
@@ -39,6 +39,7 @@ from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from tests.vault.fake_network import FakeNetwork
+from tests.vault.harness import record_of
 
 EVERY = 4
 EXTRAS = extras_part("step")
@@ -61,15 +62,9 @@ def make_layout(slots: int = 2, nbytes: int = 64, covered: bool = False) -> Role
     return RoleLayout(0, parts, (0, 1), slots, "hash")
 
 
-def record(every: int = EVERY, restore: Restore | None = None) -> EpochRecord:
+def record(every: int = EVERY, **more: Any) -> EpochRecord:
     plan = ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=every))
-    return EpochRecord(
-        epoch=1,
-        seats={0: Seat(0, 0, 0), 1: Seat(1, 0, 0)},
-        nodes={node: NodeAddress("h", 1, f"rack{node}", False) for node in range(2)},
-        restore=restore or Restore("initial", g(0)),
-        protection=plan,
-    )
+    return record_of(1, range(2), protection=plan, **more)
 
 
 def ways(chains: Steps, layout: RoleLayout, count: int, first: int = 0) -> list[bool]:
@@ -79,9 +74,9 @@ def ways(chains: Steps, layout: RoleLayout, count: int, first: int = 0) -> list[
     return [chains.follows(0, g(it)) is not None for it in range(first, first + count)]
 
 
-def begun(**options: object) -> Steps:
+def begun(**options: Any) -> Steps:
     chains = Steps()
-    chains.begin(record(**options))  # type: ignore[arg-type]
+    chains.begin(record(**options))
     chains.trust(0, True)
     return chains
 
@@ -153,9 +148,8 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
 def test_steps_never_go_into_parity_blocks() -> None:
     """Slots have room for steps whatever the plan is now."""
     layout, chains = make_layout(), Steps()
-    nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 1) for node in range(3)}
     plan = ProtectionPlan(Scheme(Kind.PARITY, group=2))
-    ledger = Ledger(replace(record(), protection=plan, nodes=nodes), chains)
+    ledger = Ledger(record_of(1, range(2), 3, protection=plan), chains)
     chains.trust(0, True)
     for iteration in (0, 1):
         chains.decide(layout, g(iteration), has_step=True)
@@ -169,7 +163,7 @@ def test_steps_never_go_into_parity_blocks() -> None:
     assert ledger.boundary(layout, g(1), ALL) == "step"
 
 
-def test_sums_and_their_garbage() -> None:
+def test_sums_come_back() -> None:
     sums = {"shard0": (1 << 40, (1 << 64) - 1), "shard1": (0, 7)}
     assert unpack_sums(pack_sums(sums)) == sums
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump
@@ -18,17 +18,12 @@ from deadpool_megatron.vault.shm.names import own_name
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.fake_network import FakeNetwork
-from tests.vault.harness import make_layout
+from tests.vault.harness import make_layout, record_of
 
 LAYOUT = make_layout(0, nbytes=100)
 NAMES = ["shard", "tail", "extras@step"]
 GENERATION = Generation(1, 4)
 SEAT = Seat(0, 0, 0)
-
-
-def _record(epoch: int, restore: Restore) -> EpochRecord:
-    nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 0) for node in range(2)}
-    return EpochRecord(epoch, {0: SEAT}, nodes, restore, replicas=1)
 
 
 def _vault(directory: Path, record: EpochRecord) -> VaultState:
@@ -45,7 +40,7 @@ def _obtainer(state: VaultState, record: EpochRecord) -> Obtainer:
 @pytest.fixture
 def writer(tmp_path: Path) -> VaultState:
     """A vault of a closed epoch that holds the generation."""
-    state = _vault(tmp_path / "before", _record(1, Restore("initial", Generation(1, 0))))
+    state = _vault(tmp_path / "before", record_of())
     path = tmp_path / "before" / own_name(0, SEAT)
     segment = Segment.create(path, LAYOUT, SEAT, NAMES)
     state.table.segments[path.name] = segment
@@ -65,11 +60,11 @@ def _from_dump(writer: VaultState, tmp_path: Path) -> Restore:
 def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) -> None:
     """A thread of the epoch before stands in a read of a slow disk, and has the slot."""
     restore = _from_dump(writer, tmp_path)
-    record = _record(2, restore)
+    record = record_of(2, restore=restore)
     state = _vault(tmp_path / "after", record)
     with _obtainer(state, record)._target(LAYOUT):
         state.close(2)
-        record = _record(3, restore)
+        record = record_of(3, restore=restore)
         state.adopt(record)
         found: list[dict[str, Place]] = []
         obtainer = _obtainer(state, record)
@@ -85,7 +80,7 @@ def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) 
 def test_a_file_system_that_is_away_costs_a_restore_and_no_vault(
     writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = _record(2, _from_dump(writer, tmp_path))
+    record = record_of(2, restore=_from_dump(writer, tmp_path))
     state = _vault(tmp_path / "after", record)
 
     def stale(*_: object) -> None:
@@ -101,7 +96,7 @@ def test_a_moment_without_descriptors_is_waited_for(
     writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The disk is well, and no other place has the parts."""
-    record = _record(2, _from_dump(writer, tmp_path))
+    record = record_of(2, restore=_from_dump(writer, tmp_path))
     state = _vault(tmp_path / "after", record)
     there, calls = getattr(Segment, what), [0]
 
@@ -120,7 +115,7 @@ def test_a_moment_without_descriptors_is_waited_for(
 def test_a_shortage_that_lasts_is_told_at_the_deadline(
     writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = _record(2, _from_dump(writer, tmp_path))
+    record = record_of(2, restore=_from_dump(writer, tmp_path))
     state = _vault(tmp_path / "after", record)
     state.settings = Settings(restore_seconds=0.01)
 

@@ -27,6 +27,7 @@ from tests.vault.harness import (
     cluster,
     content,
     make_layout,
+    train,
     wait_until,
 )
 
@@ -40,20 +41,11 @@ def order(node: Node, iteration: int, seconds: float = DEADLINE) -> Future[list[
 
 def two_members(running: Cluster) -> list[Member]:
     """The members of two roles, in epoch 1."""
-    running.open(running.record(1))
-    members = [Member(running.nodes[role], make_layout(role)) for role in range(2)]
-    for member in members:
-        member.client.register(member.layout, 1)
-    return members
+    return running.join({role: make_layout(role) for role in range(2)})
 
 
 def steps(members: list[Member], iterations: range) -> None:
-    """Iterations in lock step."""
-    for iteration in iterations:
-        for member in members:
-            member.write(Generation(1, iteration))
-        for member in members:
-            assert member.wait(Generation(1, iteration)) == "committed"
+    train(members, *(Generation(1, iteration) for iteration in iterations))
 
 
 def read(taken: Taken) -> Mapping[str, bytes]:

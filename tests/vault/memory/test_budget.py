@@ -165,8 +165,7 @@ def test_a_copy_without_room_is_refused_and_counted(tmp_path: Path) -> None:
     with cluster(tmp_path, 2, memory_gb=0.00025) as running:
         running.open(running.record(1))
         for role in range(2):
-            member = HarnessMember(running.nodes[role], make_layout(role, peers=(0, 1)))
-            member.client.register(member.layout, 1)
+            member = HarnessMember(running.nodes[role], make_layout(role, peers=(0, 1)), 1)
             member.write(Generation(1, 0))
         big = make_layout(0, nbytes=64 << 10, peers=(0, 1))
         wait_until(lambda: running.nodes[1].status()["holdings"], "role 1 is sealed")

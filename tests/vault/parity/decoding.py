@@ -7,25 +7,18 @@ from pathlib import Path
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
 from deadpool_megatron.layout.places.parity import MEMBERS, Members
-from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Restore, Seat
+from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from tests.vault.fake_network import FakeNetwork, FakeTransport
+from tests.vault.harness import record_of
 from tests.vault.parity.coded import EXTRAS, GENERATION, CodedGroup, seal
 
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)
-
-
-class QuickTransport(FakeTransport):
-    """Looks more often whether it is to end."""
-
-    def accept(self, seconds: float) -> Channel | None:
-        return super().accept(min(seconds, 0.02))
 
 
 class Vaults:
@@ -61,9 +54,7 @@ class Vaults:
             state.table.scan()
             state.close(1)
             self.states[node] = state
-            self.network.transport("fake", node, chosen.connect_seconds)
-            transport = QuickTransport(self.network, ("fake", node), chosen.connect_seconds)
-            self.transports[node] = transport
+            self.transports[node] = self.network.transport("fake", node, chosen.connect_seconds)
             self.servers.append(Server(state, self.transports[node]))
             self.servers[-1].start()
 
@@ -73,8 +64,7 @@ class Vaults:
         if restore is None:
             inventories = {node: state.inventory() for node, state in self.states.items()}
             restore = plan(inventories, seats, self.coded.data)
-        addresses = {node: NodeAddress("fake", node, f"rack{node}") for node in self.nodes}
-        record = EpochRecord(2, seats, addresses, restore)
+        record = record_of(2, self.nodes, self.spare + 1, seats=seats, restore=restore)
         for state in self.states.values():
             state.adopt(record)
         return record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,12 +42,8 @@ def test_a_source_killed_while_it_sends_is_replaced(tmp_path: Path) -> None:
     running, record = begin_processes(tmp_path, coded, [fault])
     try:
         running.open(record)
-        member = Member(running.nodes[4], coded.layouts[0])
-        member.client.register(coded.layouts[0], 2)
-        member.check(record, GENERATION)
-        process = running.nodes[1].process
-        assert process is not None
-        assert process.wait(10) == -signal.SIGKILL
+        Member(running.nodes[4], coded.layouts[0], 2).check(record, GENERATION)
+        running.nodes[1].await_killed()
         (event,) = running.nodes[4].told(Kind.DECODED, part="shard")
         assert sorted(event.data["blocks"]) == ["2", "3"]
     finally:

@@ -40,9 +40,8 @@ from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
 from tests.common.threads import short_of_threads
 from tests.vault.fake_network import FakeNetwork
-from tests.vault.harness import make_layout, wait_until
+from tests.vault.harness import make_layout, record_of, wait_until
 from tests.vault.parity.coded import GENERATION, CodedGroup, seal
-from tests.vault.parity.decoding import QuickTransport
 
 SETTINGS = Settings(connect_seconds=0.8, chunk_bytes=4096)
 OLDER, NEWER = Generation(1, 2), Generation(1, 4)
@@ -65,7 +64,8 @@ class Makings:
         self.events: list[Event] = []
         self.network = FakeNetwork()
         self.servers: list[Server] = []
-        self.transports = [self._transport(node) for node in range(len(layouts) + parities)]
+        nodes = range(len(layouts) + parities)
+        self.transports = [self.network.transport("fake", node, 5.0) for node in nodes]
         self.held: dict[int, dict[str, bytes]] = {}
         self.states: dict[int, VaultState] = {}
         self.record = self.recorded(1, Restore("initial", Generation(1, 0)))
@@ -77,19 +77,15 @@ class Makings:
         self.state = self.states[self.holder]
         self.makers = Makers(self.state, self.transports[self.holder])
 
-    def _transport(self, node: int) -> QuickTransport:
-        self.network.transport("fake", node, 5.0)
-        return QuickTransport(self.network, ("fake", node), 5.0)
-
     def _state(self, node: int) -> VaultState:
         return VaultState(node, self.directory / f"node{node}", SETTINGS, self.events.append)
 
     def recorded(self, epoch: int, restore: Restore, first_rack: str = "rack0") -> EpochRecord:
         racks = {n: f"rack{n}" for n in range(len(self.layouts) + self.parities)}
         racks[0] = first_rack
-        return EpochRecord(
-            epoch=epoch,
-            seats={role: Seat(role, 0, 0) for role in self.layouts},
+        return record_of(
+            epoch,
+            self.layouts,
             nodes={n: NodeAddress("fake", n, r, n >= len(self.layouts)) for n, r in racks.items()},
             restore=restore,
             replicas=self.parities,
@@ -397,7 +393,7 @@ def test_who_has_less_of_a_part_may_wait_for_who_has_more(
         sized = [replace(p, nbytes=len(parts.get(p.name, b"extras"))) for p in layout.parts]
         layouts[role] = replace(layout, parts=tuple(sized))
     making = Makings(tmp_path, layouts)
-    making.transports[0] = QuickTransport(making.network, ("fake", 0), 0.1)
+    making.transports[0] = making.network.transport("fake", 0, 0.1)
     pieces = Flow.pieces
 
     def slow(self: Flow, view: memoryview, going: Callable[[], bool]) -> Iterator[memoryview]:

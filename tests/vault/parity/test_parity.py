@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,17 @@ import zfec
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement, is_parity_role
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Holding,
-    Restore,
-    RoleLayout,
-)
+from deadpool_megatron.layout.records import EpochRecord, Generation, Holding, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
 from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from tests.vault.harness import (
     Cluster,
-    Member,
     cluster,
     content,
     make_layout,
-    sources_from,
+    memory,
+    train,
     wait_until,
 )
 
@@ -47,24 +40,6 @@ def with_parity(record: EpochRecord, group: int = 3) -> EpochRecord:
 
 def layouts_of(sizes: dict[int, int], slots: int = 2) -> dict[int, RoleLayout]:
     return {role: make_layout(role, nbytes, slots) for role, nbytes in sizes.items()}
-
-
-def begin(
-    running: Cluster, layouts: dict[int, RoleLayout], record: EpochRecord | None = None
-) -> list[Member]:
-    """Open epoch 1 and register a member for each role."""
-    running.open(record or with_parity(running.record(1)))
-    members = [Member(running.nodes[role], layout) for role, layout in layouts.items()]
-    for member in members:
-        member.client.register(member.layout, 1)
-    return members
-
-
-def step(members: list[Member], generation: Generation) -> None:
-    for member in members:
-        member.write(generation)
-    for member in members:
-        assert member.wait(generation) == "committed"
 
 
 def block_of(running: Cluster, record: EpochRecord, number: int) -> tuple[Any, int, Segment]:
@@ -129,9 +104,8 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
     layouts = layouts_of(SIZES, slots=1 + parities)
     with cluster(tmp_path, 3 + parities, roles=3, chunk_bytes=16384) as running:
         record = with_parity(running.record(1, replicas=parities))
-        members = begin(running, layouts, record)
-        for iteration in range(6):
-            step(members, Generation(1, iteration))
+        members = running.join(layouts, record)
+        train(members, *(Generation(1, iteration) for iteration in range(6)))
         newest = Generation(1, 5)
         check_blocks(running, record, newest, layouts)
         held = {
@@ -174,14 +148,14 @@ def test_a_lost_holder_is_replaced_and_the_restored_generation_encoded_again(
     layouts = layouts_of({0: 50_000, 1: 50_000})
     with cluster(tmp_path, 4, roles=2) as running:
         record = with_parity(running.record(1), group=2)
-        members = begin(running, layouts, record)
-        step(members, FIRST)
+        members = running.join(layouts, record)
+        train(members, FIRST)
         (group,) = ParityPlacement.of_record(record).groups
         (holder,) = group.holders
         gone = {holder}
         running.nodes[holder].die()
         inventories = running.close(1, gone=gone)
-        restore = Restore("memory", FIRST, sources=sources_from(inventories, FIRST, layouts))
+        restore = memory(inventories, FIRST, layouts)
         record = with_parity(running.record(2, restore, gone=gone), group=2)
         running.open(record)
         for member in members:
@@ -192,7 +166,7 @@ def test_a_lost_holder_is_replaced_and_the_restored_generation_encoded_again(
             lambda: {e.role for node in running.nodes for e in node.seen(Kind.EXPOSED)} == {0, 1},
             "both roles to report their exposure",
         )
-        step(members, Generation(2, 1))
+        train(members, Generation(2, 1))
         check_blocks(running, record, Generation(2, 1), layouts)
 
 
@@ -201,9 +175,8 @@ def test_groups_of_one_when_few_nodes_are_left(tmp_path: Path) -> None:
     layouts = layouts_of({0: 20_000, 1: 30_000})
     with cluster(tmp_path, 2) as running:
         record = with_parity(running.record(1), group=4)
-        members = begin(running, layouts, record)
-        for iteration in range(3):
-            step(members, Generation(1, iteration))
+        members = running.join(layouts, record)
+        train(members, *(Generation(1, iteration) for iteration in range(3)))
         check_blocks(running, record, Generation(1, 2), layouts)
 
 
@@ -216,8 +189,8 @@ def test_covered_parts_are_in_no_block(tmp_path: Path) -> None:
     }
     with cluster(tmp_path, 4, roles=3) as running:
         record = with_parity(running.record(1))
-        members = begin(running, layouts, record)
-        step(members, FIRST)
+        members = running.join(layouts, record)
+        train(members, FIRST)
         (group,) = ParityPlacement.of_record(record).groups
         _, _, segment = block_of(running, record, group.blocks[0])
         entry = segment.entry(0, MEMBERS)
@@ -244,18 +217,15 @@ def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None
     victims = {1: 3, 2: 1}
     with cluster(tmp_path, 4, roles=3, faults=plan, chunk_bytes=1 << 20) as running:
         record = with_parity(running.record(1))
-        members = begin(running, layouts, record)
-        step(members, FIRST)
+        members = running.join(layouts, record)
+        train(members, FIRST)
         for iteration, name in enumerate(["holder", "owner", "stopped", "wire"], 1):
             generation = Generation(1, iteration)
             for member in members:
                 member.write(generation)
             if iteration in victims:
-                victim = running.nodes[victims[iteration]]
-                assert victim.process is not None
-                assert victim.process.wait(20) == -signal.SIGKILL
-                victim.start()
-                victim.adopt(record)
+                running.nodes[victims[iteration]].await_killed()
+                running.nodes[victims[iteration]].restart(record)
             for member in members:
                 assert member.wait(generation) == "committed"
             assert (tmp_path / "faults.json.fired" / name).exists()
@@ -277,7 +247,7 @@ def test_too_little_memory_at_the_holder_holds_the_gate_and_says_why(
     ) as running:
         (tight_memory / "ballast").write_bytes(bytes(2 << 20))
         record = with_parity(running.record(1), group=2)
-        members = begin(running, layouts, record)
+        members = running.join(layouts, record)
         for member in members:
             member.write(FIRST)
         assert members[0].wait(FIRST, seconds=0.5) == "shut"

@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    NodeAddress,
-    Restore,
-    RoleLayout,
-    Seat,
-)
+from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
@@ -32,9 +25,24 @@ from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
-from tests.vault.harness import make_layout
+from tests.vault.harness import make_layout, record_of
 
 LAYOUT = make_layout(3, nbytes=100)
+
+
+def greeted(
+    state: VaultState,
+    members: Members,
+    seat: Seat,
+    *,
+    has_slots: bool = False,
+    memory_node: int | None = None,
+) -> tuple[MemberDialogue, socket.socket]:
+    """A member has said who it is; also its end of the connection."""
+    ours, theirs = socket.socketpair()
+    told = {"has_slots": has_slots, "memory_node": memory_node, "rehearsed": False}
+    hello = {"layout": LAYOUT.to_dict(), "seat": seat.to_list(), **told}
+    return MemberDialogue(state, members, Link(ours), hello), theirs
 
 
 def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched(
@@ -49,15 +57,7 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     segment.seal_part(slot, "shard", 10, checksum(segment.data(slot, "shard", 10)), 1)
     state.table.release(segment, slot)
     places = {"shard": state.table.find(3, Generation(1, 4), "shard")[0]}
-    ours, theirs = socket.socketpair()
-    hello = {
-        "layout": LAYOUT.to_dict(),
-        "seat": Seat(0, 0, 0).to_list(),
-        "rehearsed": False,
-        "has_slots": True,
-        "memory_node": None,
-    }
-    dialogue = MemberDialogue(state, Members(state), Link(ours), hello)
+    dialogue, theirs = greeted(state, Members(state), Seat(0, 0, 0), has_slots=True)
     dialogue._answer(1, places)
     assert state.table.pins[places["shard"].key] == 1, "its member has not released it yet"
     theirs.close()
@@ -81,15 +81,7 @@ def test_slots_made_before_a_process_has_come_lie_beside_the_device_of_its_place
 
     monkeypatch.setattr(own_slots, "memory_near", memory_near)
     state = VaultState(0, tmp_path, Settings(), lambda _: None)
-    hello = {
-        "layout": LAYOUT.to_dict(),
-        "seat": Seat(0, 2, 0).to_list(),
-        "rehearsed": False,
-        "has_slots": False,
-        "memory_node": 1,
-    }
-    ours, theirs = socket.socketpair()
-    MemberDialogue(state, Members(state), Link(ours), hello)
+    _, theirs = greeted(state, Members(state), Seat(0, 2, 0), memory_node=1)
     theirs.close()
     room.ensure_own(state, LAYOUT, Seat(0, 2, 1))
     room.ensure_own(state, make_layout(4, nbytes=100), Seat(0, 3, 0))
@@ -100,28 +92,14 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path
     """It would come into the slots of its successor, which has not asked and may be writing."""
     state = VaultState(0, tmp_path, Settings(), lambda _: None)
     restored = Generation(1, 4)
-    record = EpochRecord(
-        epoch=2,
-        seats={3: Seat(0, 0, 1)},
-        nodes={0: NodeAddress("h", 1, "rack0", False)},
-        restore=Restore("memory", restored),
-        replicas=1,
-    )
-    state.adopt(record)
+    restore = Restore("memory", restored)
+    state.adopt(record_of(2, count=1, seats={3: Seat(0, 0, 1)}, restore=restore))
     members, asked = Members(state), list[RoleLayout]()
     worker: Any = SimpleNamespace(epoch=2, want=lambda layout, answer: asked.append(layout))
     members.set_workers({3: worker})
     wish = {"t": "restore", "epoch": 2, "generation": restored.to_list(), "boundary": "step"}
     for incarnation in range(2):
-        ours, theirs = socket.socketpair()
-        hello = {
-            "layout": LAYOUT.to_dict(),
-            "seat": Seat(0, 0, incarnation).to_list(),
-            "rehearsed": False,
-            "has_slots": True,
-            "memory_node": None,
-        }
-        dialogue = MemberDialogue(state, members, Link(ours), hello)
+        dialogue, theirs = greeted(state, members, Seat(0, 0, incarnation), has_slots=True)
         dialogue._handle(wish)
         if incarnation == 0:
             assert framing.receive(theirs)["t"] == "failed"
@@ -192,16 +170,8 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     state = VaultState(0, tmp_path, Settings(), lambda _: None)
     members = Members(state)
     state.on_bad(1, 3, Generation(1, 4), "shard")
-    hello = {
-        "layout": LAYOUT.to_dict(),
-        "seat": Seat(0, 0, 0).to_list(),
-        "rehearsed": False,
-        "has_slots": False,
-        "memory_node": None,
-    }
-    ours, theirs = socket.socketpair()
+    dialogue, theirs = greeted(state, members, Seat(0, 0, 0))
     theirs.shutdown(socket.SHUT_WR)
-    dialogue = MemberDialogue(state, members, Link(ours), hello)
     with pytest.raises(ConnectionClosed):
         dialogue.run(threading.Event())
     dialogue.link.close()

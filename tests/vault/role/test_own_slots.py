@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Generation,
-    Inventory,
-    NodeAddress,
-    Restore,
-    Seat,
-)
+from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom
@@ -35,7 +28,8 @@ from tests.vault.harness import (
     Node,
     cluster,
     make_layout,
-    sources_from,
+    memory,
+    record_of,
     wait_until,
 )
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
@@ -124,10 +118,8 @@ def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(
         _restored(spare)
         sent = _sent(source)
         spare.kill()
-        spare.start()
-        spare.adopt(record)
-        fresh = Member(spare, LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
+        spare.restart(record)
+        fresh = Member(spare, LAYOUTS[1], 2)
         fresh.check(record)
         assert _sent(source) == sent > 0
         assert fresh.wait(FIRST) == "committed"
@@ -144,9 +136,7 @@ def test_a_vault_killed_while_it_restores_goes_on_in_the_same_slot(tmp_path: Pat
         left = Segment.create(path, LAYOUTS[1], seat, ["shard"])
         left.open_slot(1, FIRST, 2)
         running.open(record)
-        fresh = Member(spare, LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 2)
-        fresh.check(record)
+        Member(spare, LAYOUTS[1], 2).check(record)
         assert left.state(0) is SlotState.EMPTY
         assert left.generation(1) == FIRST
 
@@ -159,15 +149,11 @@ def test_the_next_process_on_the_place_gets_it_from_the_slots_of_the_last(tmp_pa
         _restored(spare)
         sent = _sent(source)
         inventories = running.close(2, gone={1})
-        found = sources_from(inventories, FIRST, LAYOUTS)
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 1)}
-        restore = Restore("memory", FIRST, sources=found)
-        record = running.record(3, restore, seats, gone={1})
+        record = swap(running, inventories, FIRST, epoch=3, to=Seat(2, 0, 1))
         running.open(record)
         survivor = source.clients[0]
         survivor.register(LAYOUTS[0], 3)
-        fresh = Member(spare, LAYOUTS[1], incarnation=1)
-        fresh.client.register(LAYOUTS[1], 3)
+        fresh = Member(spare, LAYOUTS[1], 3, incarnation=1)
         fresh.check(record)
         assert _sent(source) == sent, "all of it was on the node"
         assert fresh.wait(FIRST) == "committed"
@@ -184,16 +170,11 @@ def test_slots_of_a_role_that_has_gone_elsewhere_are_taken_away(tmp_path: Path) 
         running.open(swap(running, _lose_one(running), FIRST))
         _restored(first)
         inventories = running.close(2, gone={1})
-        found = sources_from(inventories, FIRST, LAYOUTS)
-        seats = {0: Seat(0, 0, 0), 1: Seat(3, 0, 0)}
-        record = running.record(3, Restore("memory", FIRST, sources=found), seats, gone={1})
+        record = swap(running, inventories, FIRST, epoch=3, to=Seat(3, 0, 0))
         running.open(record)
-        fresh = Member(second, LAYOUTS[1])
-        fresh.client.register(LAYOUTS[1], 3)
-        fresh.check(record)
+        Member(second, LAYOUTS[1], 3).check(record)
         running.close(3, gone={1})
-        start = Restore("initial", Generation(4, 0))
-        running.open(running.record(4, start, seats, gone={1}))
+        running.open(running.record(4, seats=record.seats, gone={1}))
         assert not (first.directory / own_name(1, Seat(2, 0, 0))).exists()
 
 
@@ -203,8 +184,7 @@ def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path: Path) -
         inventories = running.close(1)
         node, name = running.nodes[0], own_name(0, Seat(0, 0, 0))
         flip(node, name, FIRST, "shard")
-        restore = Restore("memory", FIRST, sources=sources_from(inventories, FIRST, LAYOUTS))
-        record = running.record(2, restore)
+        record = running.record(2, memory(inventories, FIRST, LAYOUTS))
         running.open(record)
         for member in members:
             member.check(record)
@@ -232,13 +212,11 @@ def test_slots_of_another_model_say_nothing_of_what_is_restored(tmp_path: Path) 
         own.rename(node.directory / own_name(0, Seat(0, 1, 0)))
         node.start()
         node.close_epoch(1)
-        restore = Restore("memory", FIRST, sources=sources_from(inventories, FIRST, LAYOUTS))
+        restore = memory(inventories, FIRST, LAYOUTS)
         record = running.record(2, restore, {0: Seat(0, 0, 10), 1: Seat(1, 0, 0)})
         running.open(record)
         wait_until((node.directory / own_name(0, Seat(0, 0, 10))).exists, "slots of the next one")
-        fresh = Member(node, LAYOUTS[0], incarnation=10)
-        fresh.client.register(LAYOUTS[0], 2)
-        fresh.check(record)
+        Member(node, LAYOUTS[0], 2, incarnation=10).check(record)
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.9, False), (1.1, True)])
@@ -255,26 +233,20 @@ def test_the_own_slots_are_all_that_a_restore_needs(
         spare.start()
         begin(running, layouts)
         running.nodes[1].die()
-        inventories = running.close(1, gone={1})
-        found = sources_from(inventories, FIRST, layouts)
-        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
-        record = running.record(2, Restore("memory", FIRST, sources=found), seats, gone={1})
+        record = swap(running, running.close(1, gone={1}), FIRST, layouts)
         running.open(record)
-        fresh = Member(spare, layouts[1])
         if fits:
-            fresh.client.register(layouts[1], 2)
-            fresh.check(record)
+            Member(spare, layouts[1], 2).check(record)
         else:
             with pytest.raises(NoRoom, match="raise --deadpool-memory-gb"):
-                fresh.client.register(layouts[1], 2)
+                Member(spare, layouts[1], 2)
 
 
 def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Path) -> None:
     """A chain of steps lies in other files; while anybody holds it, its memory is not free."""
     state = VaultState(0, tmp_path, Settings(), lambda _: None)
     seat = Seat(0, 0, 0)
-    nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 0) for node in range(2)}
-    record = EpochRecord(2, {0: seat}, nodes, Restore("memory", FIRST), replicas=1)
+    record = record_of(2, restore=Restore("memory", FIRST))
     state.adopt(record)
     layout = LAYOUTS[0]
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))

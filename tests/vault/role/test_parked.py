@@ -10,7 +10,7 @@ from deadpool_megatron.vault.memory.budget import Budget, allocated_bytes
 from deadpool_megatron.vault.shm.names import own_name
 from deadpool_megatron.vault.shm.own_slots import make_own, park
 from deadpool_megatron.vault.shm.segment import Segment
-from tests.vault.harness import Member, cluster, make_layout
+from tests.vault.harness import Member, cluster, make_layout, train
 
 NBYTES = 3 << 20
 
@@ -27,17 +27,13 @@ def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_pa
         (made,) = _parked(spare.directory)
         taken = allocated_bytes(spare.directory)
         assert taken > 2 * NBYTES, "their memory is there"
-        other = Member(running.nodes[1], make_layout(1, nbytes=NBYTES, peers=(0, 1)))
         known = made.stat()
         running.open(running.record(1))
-        for one in (member, other):
-            one.client.register(one.layout, 1)
+        member.client.register(member.layout, 1)
+        other = Member(running.nodes[1], make_layout(1, nbytes=NBYTES, peers=(0, 1)), 1)
         assert (spare.directory / own_name(0, member.seat)).stat().st_ino == known.st_ino
         assert _parked(spare.directory) == []
-        for one in (member, other):
-            one.write(Generation(1, 0))
-        for one in (member, other):
-            assert one.wait(Generation(1, 0)) == "committed"
+        train([member, other], Generation(1, 0))
         found = Segment.open(spare.directory / own_name(0, member.seat), writable=False)
         assert found.layout == member.layout
 

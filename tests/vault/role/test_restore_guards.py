@@ -11,14 +11,11 @@ import pytest
 
 from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.records import (
-    EpochRecord,
     Generation,
-    NodeAddress,
     Recipe,
     Replay,
     Restore,
     RoleLayout,
-    Seat,
     Source,
 )
 from deadpool_megatron.layout.replaying import key, step_parts
@@ -30,12 +27,11 @@ from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from tests.vault.fake_network import FakeNetwork
-from tests.vault.harness import content, make_layout
+from tests.vault.harness import content, make_layout, record_of
 
 LAYOUT = make_layout(0, nbytes=5000, replicas=(0, 1))
 EXTRAS, SHARDS = ["extras@step"], ["shard", "tail"]
 BASE, RESTORED = Generation(1, 3), Generation(1, 4)
-NODES = {node: NodeAddress("h", node, f"rack{node}") for node in range(3)}
 
 
 def keep(
@@ -57,12 +53,12 @@ class House:
     def __init__(self, directory: Path) -> None:
         self.network = FakeNetwork()
         self.states, self.servers = list[VaultState](), list[Server]()
-        for node in NODES:
+        for node in range(3):
             folder = directory / f"node{node}"
             folder.mkdir()
             settings = Settings(restore_seconds=5.0, chunk_bytes=4096)
             self.states.append(VaultState(node, folder, settings, lambda _: None))
-            transport = self.network.transport("h", node, 5.0)
+            transport = self.network.transport("fake", node, 5.0)
             self.servers.append(Server(self.states[node], transport))
             self.servers[node].start()
 
@@ -75,12 +71,12 @@ class House:
         places = (Source(1, 0), Source(1, 1), Source(2, 0))
         listed = dict.fromkeys((*EXTRAS, *SHARDS), places)
         restore = restore or Restore("memory", RESTORED, sources={0: listed})
-        record = EpochRecord(2, {0: Seat(0, 0, 0)}, NODES, restore)
+        record = record_of(2, count=3, restore=restore)
         for state in self.states:
             state.close(1)
         for state in self.states[: 1 if late else 3]:
             state.adopt(record)
-        transport = self.network.transport("h", 7, 5.0)
+        transport = self.network.transport("fake", 7, 5.0)
         obtainer = Obtainer(self.states[0], transport, record, 0)
         if late:
             pause = obtainer._pause
@@ -139,7 +135,7 @@ def test_a_source_that_fails_falls_to_the_next(house: House, fault: str, left: b
     if fault == "damaged":
         copy.data(0, "shard")[5] ^= 1
     else:
-        house.network.cut.add(("h", 1))
+        house.network.cut.add(("fake", 1))
     if left:
         house.obtain()
     else:

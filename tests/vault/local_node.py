@@ -1,0 +1,59 @@
+"""A whole vault in the process of the test, on the network of :mod:`tests.vault.fake_network`."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+from deadpool_megatron.layout.records import Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.service import Vault
+from tests.vault.fake_network import FakeNetwork, QuickListener
+
+
+class LocalNode:
+    """Its slots outlive the vault, as those of a vault process do."""
+
+    def __init__(
+        self, network: FakeNetwork, number: int, directory: Path, settings: Settings
+    ) -> None:
+        self.network, self.number, self.directory = network, number, directory
+        self.settings = settings
+        self.clients: list[VaultClient] = []
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.starts += 1
+        self.socket_path = str(self.directory.parent / f"vault{self.number}-{self.starts}.sock")
+        self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(self.socket_path)
+        self.listener.listen()
+        transport = self.network.transport("fake", self.number, 5.0)
+        self.vault = Vault(self.number, self.directory, self.settings, transport, self.listener)
+        self.vault.start()
+        self.end = threading.Thread(target=self.vault.wait, name=f"vault{self.number}")
+        self.end.start()
+
+    def client(self, seat: Seat) -> VaultClient:
+        """The connection of a member."""
+        made = VaultClient(self.socket_path, self.directory, seat, connect_seconds=5.0)
+        self.clients.append(made)
+        return made
+
+    def stop(self) -> None:
+        """The vault's process is gone, and with it every member's connection."""
+        for client in self.clients:
+            client.close()
+        self.clients.clear()
+        self.vault.stop()
+        self.end.join(10)
+        self.listener.close()
+
+    def die(self) -> None:
+        self.stop()
+        shutil.rmtree(self.directory)
