@@ -44,7 +44,9 @@ def order(kind: str, name: str) -> dict[str, Any]:
     return {"t": f"export-{kind}", "name": name, "iteration": 4}
 
 
-def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path: Path) -> None:
+async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(
+    tmp_path: Path,
+) -> None:
     said: list[dict[str, Any]] = []
     vault = SlowVault(tmp_path)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
@@ -52,45 +54,41 @@ def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path
     exports = NodeExports(
         0, run, info, tmp_path, vault, logs_of(tmp_path), lambda m: said.append(dict(m))
     )
+    exports.order(order("take", "1.1"))
+    await until(lambda: "1.1" in vault.answers)
+    vault.answers["1.1"].set_result(taken(tmp_path))
+    await until(lambda: said)
+    assert said.pop() == {
+        "t": "export",
+        "name": "1.1",
+        "step": "taken",
+        "roles": {"0": [[1, 4], "step"]},
+    }
+    exports.order(order("drop", "0.9"))
+    assert list(tmp_path.glob("taken-*")), "another one is to be dropped"
+    exports.order(order("drop", "1.1"))
+    assert not list(tmp_path.glob("taken-*"))
 
-    async def story() -> None:
-        exports.order(order("take", "1.1"))
-        await until(lambda: "1.1" in vault.answers)
-        vault.answers["1.1"].set_result(taken(tmp_path))
-        await until(lambda: said)
-        assert said.pop() == {
-            "t": "export",
-            "name": "1.1",
-            "step": "taken",
-            "roles": {"0": [[1, 4], "step"]},
-        }
-        exports.order(order("drop", "0.9"))
-        assert list(tmp_path.glob("taken-*")), "another one is to be dropped"
-        exports.order(order("drop", "1.1"))
-        assert not list(tmp_path.glob("taken-*"))
-
-        exports.order(order("take", "1.2"))
-        await until(lambda: "1.2" in vault.answers)
-        exports.order(order("take", "1.3"))
-        await until(lambda: "1.3" in vault.answers)
-        (tmp_path / "taken-1.2-0").touch()  # as a vault that came to it only now
-        vault.answers["1.2"].set_result(taken(tmp_path))
-        await until(lambda: not (tmp_path / "taken-1.2-0").exists())
-        assert (tmp_path / "taken-1.3-0").exists()
-        vault.answers["1.3"].set_exception(VaultError("no room"))
-        await until(lambda: said)
-        failed = {
-            "t": "export",
-            "name": "1.3",
-            "step": "failed",
-            "text": "no room",
-            "code": "failed",
-        }
-        assert said == [failed]
-        assert not list(tmp_path.glob("taken-*"))
-        await exports.close()
-
-    asyncio.run(story())
+    exports.order(order("take", "1.2"))
+    await until(lambda: "1.2" in vault.answers)
+    exports.order(order("take", "1.3"))
+    await until(lambda: "1.3" in vault.answers)
+    (tmp_path / "taken-1.2-0").touch()  # as a vault that came to it only now
+    vault.answers["1.2"].set_result(taken(tmp_path))
+    await until(lambda: not (tmp_path / "taken-1.2-0").exists())
+    assert (tmp_path / "taken-1.3-0").exists()
+    vault.answers["1.3"].set_exception(VaultError("no room"))
+    await until(lambda: said)
+    failed = {
+        "t": "export",
+        "name": "1.3",
+        "step": "failed",
+        "text": "no room",
+        "code": "failed",
+    }
+    assert said == [failed]
+    assert not list(tmp_path.glob("taken-*"))
+    await exports.close()
 
 
 def logs_of(directory: Path) -> LocalLogs:
@@ -101,7 +99,7 @@ def no_processes(*_: Any) -> Any:
     raise OSError("no more processes")
 
 
-def test_an_exporter_that_cannot_be_started_ends_its_export_only(
+async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that got out of an order would end the connection, and with it the node."""
@@ -115,49 +113,41 @@ def test_an_exporter_that_cannot_be_started_ends_its_export_only(
         0, run, info, tmp_path, vault, logs_of(tmp_path), lambda m: said.append(dict(m))
     )
     assert not list(tmp_path.glob("taken-*"))
-
-    async def story() -> None:
-        exports.order(order("take", "1.1"))
-        await until(lambda: "1.1" in vault.answers)
-        vault.answers["1.1"].set_result(taken(tmp_path))
-        await until(lambda: said)
-        exports.order({**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1")})
-        assert [message["step"] for message in said] == ["taken", "failed"]
-        assert "no more processes" in said[-1]["text"]
-        assert not list(tmp_path.glob("taken-*"))
-
-    asyncio.run(story())
+    exports.order(order("take", "1.1"))
+    await until(lambda: "1.1" in vault.answers)
+    vault.answers["1.1"].set_result(taken(tmp_path))
+    await until(lambda: said)
+    exports.order({**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1")})
+    assert [message["step"] for message in said] == ["taken", "failed"]
+    assert "no more processes" in said[-1]["text"]
+    assert not list(tmp_path.glob("taken-*"))
 
 
-def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path) -> None:
+async def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path) -> None:
     """The coordinator has removed the directory by then, and may be gone itself."""
     vault = SlowVault(tmp_path)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path / "run")
     (run.path / "logs").mkdir(parents=True)
     unfinished = tmp_path / ".export-id-1.1"
-
-    async def story() -> None:
-        threads = set(Path("/proc/self/task").iterdir())
-        exports = NodeExports(0, run, info, tmp_path, vault, logs_of(tmp_path), lambda _: None)
-        exports.order(order("take", "1.1"))
-        await until(lambda: "1.1" in vault.answers)
-        vault.answers["1.1"].set_result(taken(tmp_path))
-        await asyncio.sleep(0)
-        exports.order({**order("write", "1.1"), "directory": str(unfinished)})
-        exports.order(order("drop", "1.1"))
-        unfinished.mkdir()
-        (unfinished / "part").touch()
-        await exports.close()
-        assert not unfinished.exists()
-        # Those of earlier tests may end meanwhile.
-        more = set(Path("/proc/self/task").iterdir()) - threads
-        assert not more, "an agent with two threads could start no member"
-
-    asyncio.run(story())
+    threads = set(Path("/proc/self/task").iterdir())
+    exports = NodeExports(0, run, info, tmp_path, vault, logs_of(tmp_path), lambda _: None)
+    exports.order(order("take", "1.1"))
+    await until(lambda: "1.1" in vault.answers)
+    vault.answers["1.1"].set_result(taken(tmp_path))
+    await asyncio.sleep(0)
+    exports.order({**order("write", "1.1"), "directory": str(unfinished)})
+    exports.order(order("drop", "1.1"))
+    unfinished.mkdir()
+    (unfinished / "part").touch()
+    await exports.close()
+    assert not unfinished.exists()
+    # Those of earlier tests may end meanwhile.
+    more = set(Path("/proc/self/task").iterdir()) - threads
+    assert not more, "an agent with two threads could start no member"
 
 
-def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
+async def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_exports, "start_child", no_processes)
@@ -165,23 +155,19 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path / "away")
     vault = SlowVault(tmp_path)
-
-    async def story() -> None:
-        exports = NodeExports(
-            0,
-            run,
-            info,
-            tmp_path,
-            vault,
-            logs_of(tmp_path),
-            lambda m: said.append(dict(m)),
-        )
-        dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
-        exports.order(
-            {**order("dump", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "dump": dump}
-        )
-
-    asyncio.run(story())
+    exports = NodeExports(
+        0,
+        run,
+        info,
+        tmp_path,
+        vault,
+        logs_of(tmp_path),
+        lambda m: said.append(dict(m)),
+    )
+    dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
+    exports.order(
+        {**order("dump", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "dump": dump}
+    )
     (failed,) = said
     assert (failed["name"], failed["step"]) == ("1.1", "failed")
     assert "no more processes" in failed["text"]
@@ -190,18 +176,14 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     assert (job["dump"]["roles"], job["joins"], job["taken"]) == ([0], True, [])
 
 
-def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Path) -> None:
+async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     logs = logs_of(tmp_path)
     logs.log("node0-persist").write_text("ValueError: no room\n")
-
-    async def story() -> None:
-        place = (0, RunDirectory(tmp_path), info, tmp_path, SlowVault(tmp_path), logs)
-        exports = NodeExports(*place, lambda m: said.append(dict(m)))
-        exports._name = "1.1"
-        exports._written("1.1", tmp_path, Ending(exit_code=1))
-
-    asyncio.run(story())
+    place = (0, RunDirectory(tmp_path), info, tmp_path, SlowVault(tmp_path), logs)
+    exports = NodeExports(*place, lambda m: said.append(dict(m)))
+    exports._name = "1.1"
+    exports._written("1.1", tmp_path, Ending(exit_code=1))
     text = "the exporter ended with exit status 1: ValueError: no room"
     assert (said[0]["step"], said[0]["text"]) == ("failed", text)

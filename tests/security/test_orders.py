@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ def test_names_of_exports(name: str) -> None:
     bounds.export_name("12.345")
 
 
-def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> None:
+async def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> None:
     """Export and drop: whoever gives both has a directory removed."""
     thesis = tmp_path / "thesis"
     thesis.mkdir()
@@ -47,16 +46,12 @@ def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> None:
     (run.path / "logs").mkdir(parents=True)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id=RUN)
     said: list[Any] = []
-
-    async def story() -> None:
-        logs = LocalLogs(tmp_path / "segments" / "logs")
-        exports = NodeExports(0, run, info, tmp_path / "segments", None, logs, said.append)  # type: ignore[arg-type]
-        facts = {"name": "1.1", "iteration": 1, "dump": {"roles": [0]}, "directory": str(thesis)}
-        exports.order({"t": "export-dump", **facts})
-        exports.order({"t": "export-drop", "name": "1.1"})
-        await exports.close()
-
-    asyncio.run(story())
+    logs = LocalLogs(tmp_path / "segments" / "logs")
+    exports = NodeExports(0, run, info, tmp_path / "segments", None, logs, said.append)  # type: ignore[arg-type]
+    facts = {"name": "1.1", "iteration": 1, "dump": {"roles": [0]}, "directory": str(thesis)}
+    exports.order({"t": "export-dump", **facts})
+    exports.order({"t": "export-drop", "name": "1.1"})
+    await exports.close()
     assert (thesis / "text").exists()
     assert said[0]["step"] == "failed"
     assert "is not where this run writes" in said[0]["text"]

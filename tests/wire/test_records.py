@@ -292,15 +292,12 @@ def test_addresses_are_written_in_one_way() -> None:
     assert auth.address_of("") == ""
 
 
-def test_a_listener_on_all_addresses_knows_which_one_was_dialled() -> None:
-    async def run() -> None:
-        inside, listener = Recorder(), socket.create_server(("0.0.0.0", 0))
-        door = Door(listener, Lock(SECRET, "run", None, SECONDS), inside)
-        opened = asyncio.create_task(door.run())
-        port = listener.getsockname()[1]
-        for address in ("127.0.0.1", "127.0.0.2", "localhost"):
-            assert (await enter((address, port)))["t"] == "welcome"
-        opened.cancel()
-        door.close()
-
-    asyncio.run(run())
+async def test_a_listener_on_all_addresses_knows_which_one_was_dialled() -> None:
+    inside, listener = Recorder(), socket.create_server(("0.0.0.0", 0))
+    door = Door(listener, Lock(SECRET, "run", None, SECONDS), inside)
+    opened = asyncio.create_task(door.run())
+    port = listener.getsockname()[1]
+    for address in ("127.0.0.1", "127.0.0.2", "localhost"):
+        assert (await enter((address, port)))["t"] == "welcome"
+    opened.cancel()
+    door.close()

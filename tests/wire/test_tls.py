@@ -110,86 +110,81 @@ def test_a_run_with_wrong_files_does_not_start(foreign_settings: Files, tmp_path
 
 
 @pytest.mark.parametrize("who", ["plain", "nameless", "foreign", "wrong secret"])
-def test_strangers_stay_outside(tls_settings: Files, foreign_settings: Files, who: str) -> None:
-    async def scenario() -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        inside = Recorder()
-        known = contexts(tls_settings)
-        door = Door(listener, Lock(SECRET, "run", known, SECONDS), inside)
-        opened = asyncio.create_task(door.run())
-        nameless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        nameless.check_hostname = False
-        nameless.verify_mode = ssl.CERT_NONE
-        sides = {
-            "plain": None,
-            "nameless": replace(known, client=nameless),
-            "foreign": contexts(foreign_settings),
-            "wrong secret": known,
-        }
-        secret = b"wrong" * 8 if who == "wrong secret" else SECRET
+async def test_strangers_stay_outside(
+    tls_settings: Files, foreign_settings: Files, who: str
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    inside = Recorder()
+    known = contexts(tls_settings)
+    door = Door(listener, Lock(SECRET, "run", known, SECONDS), inside)
+    opened = asyncio.create_task(door.run())
+    nameless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nameless.check_hostname = False
+    nameless.verify_mode = ssl.CERT_NONE
+    sides = {
+        "plain": None,
+        "nameless": replace(known, client=nameless),
+        "foreign": contexts(foreign_settings),
+        "wrong secret": known,
+    }
+    secret = b"wrong" * 8 if who == "wrong secret" else SECRET
 
-        async def enter() -> None:
-            reader, writer = await tls.open_stream(listener.getsockname(), sides[who])
-            try:
-                await auth.connect_stream(reader, writer, secret, "run")
-                await framing.read_frame(reader)
-            finally:
-                writer.close()
+    async def enter() -> None:
+        reader, writer = await tls.open_stream(listener.getsockname(), sides[who])
+        try:
+            await auth.connect_stream(reader, writer, secret, "run")
+            await framing.read_frame(reader)
+        finally:
+            writer.close()
 
-        with pytest.raises((OSError, framing.WireError)):
-            await enter()
-        await inside.until(lambda: inside.refusals)
-        reader, writer = await tls.open_stream(listener.getsockname(), known)
-        await auth.connect_stream(reader, writer, SECRET, "run")
-        await inside.until(lambda: inside.served)
-        assert (await framing.read_frame(reader))["t"] == "welcome"
-        opened.cancel()
-        door.close()
-        assert len(inside.refusals) == 1
-
-    asyncio.run(scenario())
+    with pytest.raises((OSError, framing.WireError)):
+        await enter()
+    await inside.until(lambda: inside.refusals)
+    reader, writer = await tls.open_stream(listener.getsockname(), known)
+    await auth.connect_stream(reader, writer, SECRET, "run")
+    await inside.until(lambda: inside.served)
+    assert (await framing.read_frame(reader))["t"] == "welcome"
+    opened.cancel()
+    door.close()
+    assert len(inside.refusals) == 1
 
 
 # Between vaults.
 
 
-def test_bulk_bytes_and_frames_of_one_record_arrive(tls_settings: Files) -> None:
+async def test_bulk_bytes_and_frames_of_one_record_arrive(tls_settings: Files) -> None:
     """Both directions, much larger than any buffer; a frame that came along is not waited for."""
     known = contexts(tls_settings)
     listener = socket.create_server(("127.0.0.1", 0))
     there = TcpTransport(listener, SECRET, "run", 0, SECONDS, known)
     payload = bytes(range(256)) * (8 << 12)
-
-    async def both() -> None:
-        loop = asyncio.get_running_loop()
-        connecting = loop.run_in_executor(None, there.connect, 0, *listener.getsockname())
-        accepted = await loop.run_in_executor(None, there.accept, SECONDS)
-        assert accepted is not None
-        await loop.run_in_executor(None, accepted.authenticate)
-        near = await connecting
-        sending = loop.run_in_executor(None, near.send_bulk, memoryview(payload))
-        target = bytearray(len(payload))
-        await loop.run_in_executor(None, accepted.receive_bulk, memoryview(target))
-        await sending
-        assert target == payload
-        assert isinstance(near, SocketChannel)
-        two = framing.encode({"n": 1}) + framing.encode({"n": 2})
-        near.send_bulk(memoryview(two))
-        for number in (1, 2):
-            assert accepted.readable(SECONDS)
-            assert accepted.receive() == {"n": number}
-        assert not accepted.readable(0)
-        assert not near.readable(0)
-        near.shutdown()
+    loop = asyncio.get_running_loop()
+    connecting = loop.run_in_executor(None, there.connect, 0, *listener.getsockname())
+    accepted = await loop.run_in_executor(None, there.accept, SECONDS)
+    assert accepted is not None
+    await loop.run_in_executor(None, accepted.authenticate)
+    near = await connecting
+    sending = loop.run_in_executor(None, near.send_bulk, memoryview(payload))
+    target = bytearray(len(payload))
+    await loop.run_in_executor(None, accepted.receive_bulk, memoryview(target))
+    await sending
+    assert target == payload
+    assert isinstance(near, SocketChannel)
+    two = framing.encode({"n": 1}) + framing.encode({"n": 2})
+    near.send_bulk(memoryview(two))
+    for number in (1, 2):
         assert accepted.readable(SECONDS)
-        with pytest.raises((OSError, framing.WireError)):
-            accepted.receive()
-        with pytest.raises((OSError, framing.WireError)):
-            near.receive()
-        near.close()
-        accepted.close()
-
-    asyncio.run(both())
+        assert accepted.receive() == {"n": number}
+    assert not accepted.readable(0)
+    assert not near.readable(0)
+    near.shutdown()
+    assert accepted.readable(SECONDS)
+    with pytest.raises((OSError, framing.WireError)):
+        accepted.receive()
+    with pytest.raises((OSError, framing.WireError)):
+        near.receive()
+    near.close()
+    accepted.close()
     there.close()
 
 

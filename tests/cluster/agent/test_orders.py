@@ -18,45 +18,37 @@ from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
 from deadpool_megatron.cluster.process.liveness import Ending
 
 
-def test_what_is_closed_is_told_while_a_dump_is_written() -> None:
+async def test_what_is_closed_is_told_while_a_dump_is_written() -> None:
     """To the next coordinator, which gives up nodes that do not answer its close in time."""
-
-    async def tell() -> None:
-        agent: Any = object.__new__(Agent)
-        agent._closed, agent._inventory = 3, {"epoch": 3, "holdings": []}
-        agent._orders = asyncio.Queue()
-        sent: list[dict[str, Any]] = []
-        agent._link = SimpleNamespace(send=sent.append)
-        agent._on_order({"t": "close", "epoch": 3, "cause": "a takeover"})
-        assert agent._orders.empty(), "behind the dump that is under way"
-        assert sent == [{"t": "inventory", "epoch": 3, "inventory": agent._inventory}]
-        agent._on_order({"t": "close", "epoch": 4, "cause": "a fault"})
-        agent._orders.get_nowait().close()
-        assert len(sent) == 1, "that one is behind the record it closes"
-
-    asyncio.run(tell())
+    agent: Any = object.__new__(Agent)
+    agent._closed, agent._inventory = 3, {"epoch": 3, "holdings": []}
+    agent._orders = asyncio.Queue()
+    sent: list[dict[str, Any]] = []
+    agent._link = SimpleNamespace(send=sent.append)
+    agent._on_order({"t": "close", "epoch": 3, "cause": "a takeover"})
+    assert agent._orders.empty(), "behind the dump that is under way"
+    assert sent == [{"t": "inventory", "epoch": 3, "inventory": agent._inventory}]
+    agent._on_order({"t": "close", "epoch": 4, "cause": "a fault"})
+    agent._orders.get_nowait().close()
+    assert len(sent) == 1, "that one is behind the record it closes"
 
 
-def test_nccl_is_asked_before_the_epoch_is_closed() -> None:
+async def test_nccl_is_asked_before_the_epoch_is_closed() -> None:
     """The close has the members abort, and then there is nothing left to tell."""
+    done: list[str] = []
 
-    async def close() -> None:
-        done: list[str] = []
+    async def note(what: str) -> None:
+        done.append(what)
 
-        async def note(what: str) -> None:
-            done.append(what)
-
-        agent: Any = object.__new__(Agent)
-        agent._closed, agent._orders = 3, asyncio.Queue()
-        agent._nccl = SimpleNamespace(take=lambda epoch: note(f"ask {epoch}"))
-        agent._close = lambda epoch, cause: note(f"close {epoch}")
-        agent._on_order({"t": "ask-nccl", "epoch": 4})
-        agent._on_order({"t": "close", "epoch": 4, "cause": "nothing moves"})
-        while not agent._orders.empty():
-            await agent._orders.get_nowait()
-        assert done == ["ask 4", "close 4"]
-
-    asyncio.run(close())
+    agent: Any = object.__new__(Agent)
+    agent._closed, agent._orders = 3, asyncio.Queue()
+    agent._nccl = SimpleNamespace(take=lambda epoch: note(f"ask {epoch}"))
+    agent._close = lambda epoch, cause: note(f"close {epoch}")
+    agent._on_order({"t": "ask-nccl", "epoch": 4})
+    agent._on_order({"t": "close", "epoch": 4, "cause": "nothing moves"})
+    while not agent._orders.empty():
+        await agent._orders.get_nowait()
+    assert done == ["ask 4", "close 4"]
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -176,7 +176,7 @@ KNOWN = Request(2, "b", Verb.DRAIN, {"node": 1}, Stage.REFUSED, "it is gone").to
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_a_request_of_a_newer_version_ends_no_coordinator(
+async def test_a_request_of_a_newer_version_ends_no_coordinator(
     tmp_path: Path, entry: dict[str, Any] | str, kept: int, why: str
 ) -> None:
     """Each successor would find it, too; others go on being taken."""
@@ -187,19 +187,15 @@ def test_a_request_of_a_newer_version_ends_no_coordinator(
     else:
         journal.write("request", 1, entry)
     warned: list[str] = []
-
-    async def live() -> None:
-        one = coordinator(lambda name: journal, tmp_path, "run")
-        warnings = warnings_of(one)
-        await one._user_requests.begin()
-        assert len(one._state.requests) == kept
-        plan = {"plan": ProtectionPlan().to_dict(), "words": "copies"}
-        answer = await one._user_requests.ask(Verb.PROTECT, lambda: plan, "c")
-        assert answer["ok"]
-        warned.extend(warnings)
-        one._files.close(5.0)
-
-    asyncio.run(live())
+    one = coordinator(lambda name: journal, tmp_path, "run")
+    warnings = warnings_of(one)
+    await one._user_requests.begin()
+    assert len(one._state.requests) == kept
+    plan = {"plan": ProtectionPlan().to_dict(), "words": "copies"}
+    answer = await one._user_requests.ask(Verb.PROTECT, lambda: plan, "c")
+    assert answer["ok"]
+    warned.extend(warnings)
+    one._files.close(5.0)
     assert any(why in line for line in warned), warned
     found = newest(journal)
     assert [one.token for one in found.requests] == ["b", "c"][2 - kept - 1 :]

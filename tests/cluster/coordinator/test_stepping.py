@@ -78,75 +78,62 @@ def only_losses_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_loop_goes_on_and_inputs_stay_in_order() -> None:
-    async def scenario() -> None:
-        rig = Rigged()
-        fed: list[inputs.Input] = [
-            inputs.StepReported(1, 1),
-            inputs.NodeLost(2, "gone"),
-            inputs.StepReported(1, 2),
-            inputs.NodeLost(3, "gone"),
-            inputs.StepReported(1, 3),
-        ]
-        began = time.monotonic()
-        for one in fed:
-            rig.stepper.feed(one)
-        assert time.monotonic() - began < _LONG_SECONDS, "nobody waits for what takes long"
-        assert rig.machine.handled == fed[:1]
-        await rig.wait()
-        assert rig.machine.handled == fed
-
-    asyncio.run(scenario())
+async def test_the_loop_goes_on_and_inputs_stay_in_order() -> None:
+    rig = Rigged()
+    fed: list[inputs.Input] = [
+        inputs.StepReported(1, 1),
+        inputs.NodeLost(2, "gone"),
+        inputs.StepReported(1, 2),
+        inputs.NodeLost(3, "gone"),
+        inputs.StepReported(1, 3),
+    ]
+    began = time.monotonic()
+    for one in fed:
+        rig.stepper.feed(one)
+    assert time.monotonic() - began < _LONG_SECONDS, "nobody waits for what takes long"
+    assert rig.machine.handled == fed[:1]
+    await rig.wait()
+    assert rig.machine.handled == fed
 
 
-def test_a_report_that_cannot_be_handled_is_refused_by_who_has_sent_it() -> None:
-    async def scenario() -> None:
-        rig = Rigged()
-        rig.peers.hearing = "agent of node 5"
-        rig.stepper.feed(inputs.NodeLost(13, "gone"))
-        rig.peers.hearing = ""
-        rig.stepper.feed(inputs.StepReported(1, 1))
-        await rig.wait()
-        assert rig.peers.refused == ["agent of node 5: NodeLost: no such node"]
-        assert rig.machine.handled == [inputs.StepReported(1, 1)]
-
-    asyncio.run(scenario())
+async def test_a_report_that_cannot_be_handled_is_refused_by_who_has_sent_it() -> None:
+    rig = Rigged()
+    rig.peers.hearing = "agent of node 5"
+    rig.stepper.feed(inputs.NodeLost(13, "gone"))
+    rig.peers.hearing = ""
+    rig.stepper.feed(inputs.StepReported(1, 1))
+    await rig.wait()
+    assert rig.peers.refused == ["agent of node 5: NodeLost: no such node"]
+    assert rig.machine.handled == [inputs.StepReported(1, 1)]
 
 
-def test_others_have_their_turn_between_inputs_that_have_waited(
+async def test_others_have_their_turn_between_inputs_that_have_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a takeover at full size a hundred thousand reports wait for one step."""
     monkeypatch.setattr(stepping, "_TURN_SECONDS", 0.0)
+    rig, seen = Rigged(), list[int]()
 
-    async def scenario() -> None:
-        rig, seen = Rigged(), list[int]()
+    async def others() -> None:
+        while len(rig.machine.handled) < 101:
+            await asyncio.sleep(0)
+            seen.append(len(rig.machine.handled))
 
-        async def others() -> None:
-            while len(rig.machine.handled) < 101:
-                await asyncio.sleep(0)
-                seen.append(len(rig.machine.handled))
-
-        rig.stepper.feed(inputs.NodeLost(2, "gone"))
-        for iteration in range(100):
-            rig.stepper.feed(inputs.StepReported(1, iteration))
-        await others()
-        await rig.wait()
-        assert rig.machine.handled[1:] == [inputs.StepReported(1, n) for n in range(100)]
-        assert len(set(seen)) > 50
-
-    asyncio.run(scenario())
+    rig.stepper.feed(inputs.NodeLost(2, "gone"))
+    for iteration in range(100):
+        rig.stepper.feed(inputs.StepReported(1, iteration))
+    await others()
+    await rig.wait()
+    assert rig.machine.handled[1:] == [inputs.StepReported(1, n) for n in range(100)]
+    assert len(set(seen)) > 50
 
 
-def test_after_the_end_nothing_comes_of_it() -> None:
-    async def scenario() -> None:
-        rig = Rigged()
-        rig.stepper.feed(inputs.NodeLost(2, "gone"))
-        rig.stepper.feed(inputs.StepReported(1, 1))
-        rig.stepper.end()
-        rig.stepper.feed(inputs.StepReported(1, 2))
-        await rig.wait()
-        assert rig.machine.handled == [inputs.NodeLost(2, "gone")], "what waited is left out too"
-        assert rig.peers.refused == []
-
-    asyncio.run(scenario())
+async def test_after_the_end_nothing_comes_of_it() -> None:
+    rig = Rigged()
+    rig.stepper.feed(inputs.NodeLost(2, "gone"))
+    rig.stepper.feed(inputs.StepReported(1, 1))
+    rig.stepper.end()
+    rig.stepper.feed(inputs.StepReported(1, 2))
+    await rig.wait()
+    assert rig.machine.handled == [inputs.NodeLost(2, "gone")], "what waited is left out too"
+    assert rig.peers.refused == []

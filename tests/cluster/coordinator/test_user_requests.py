@@ -97,83 +97,65 @@ def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
     return [(one.number, one.verb, one.stage) for one in requests.newest(journal).requests]
 
 
-def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert answer["request"]["number"] == 1
-        assert known(journal) == [(1, Verb.DRAIN, Stage.ASKED)]
-        assert [item.request.number for item in one.fed] == [1]
-        await one.end(1, Stage.DONE)
-        assert known(journal) == [(1, Verb.DRAIN, Stage.DONE)]
-
-    asyncio.run(story())
+async def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
+    one = await Coordinator(journal, 1).begun()
+    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+    assert answer["request"]["number"] == 1
+    assert known(journal) == [(1, Verb.DRAIN, Stage.ASKED)]
+    assert [item.request.number for item in one.fed] == [1]
+    await one.end(1, Stage.DONE)
+    assert known(journal) == [(1, Verb.DRAIN, Stage.DONE)]
 
 
-def test_a_request_that_is_sent_again_is_taken_once(journal: DirectoryJournal) -> None:
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        both = await asyncio.gather(
-            *(one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a") for _ in range(2))
-        )
-        assert [answer["request"]["number"] for answer in both] == [1, 1]
-        following = await Coordinator(journal, 2).begun()
-        await following.end(1, Stage.DONE)
-        again = await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert (again["request"]["number"], again["request"]["stage"]) == (1, "done")
-        other = await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
-        assert other["request"]["number"] == 2
-
-    asyncio.run(story())
+async def test_a_request_that_is_sent_again_is_taken_once(journal: DirectoryJournal) -> None:
+    one = await Coordinator(journal, 1).begun()
+    both = await asyncio.gather(*(one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a") for _ in range(2)))
+    assert [answer["request"]["number"] for answer in both] == [1, 1]
+    following = await Coordinator(journal, 2).begun()
+    await following.end(1, Stage.DONE)
+    again = await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+    assert (again["request"]["number"], again["request"]["stage"]) == (1, "done")
+    other = await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
+    assert other["request"]["number"] == 2
 
 
-def test_the_next_coordinator_finds_what_is_open(journal: DirectoryJournal) -> None:
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        await one.desk.ask(Verb.STOP, lambda: STOP, "a", 100.0)
-        following = await Coordinator(journal, 2).begun()
-        (found,) = following.fed
-        (request,) = found.requests
-        assert (request.verb, request.stage, found.restarted) == (Verb.STOP, Stage.ASKED, False)
-        left = request.until - asyncio.get_running_loop().time()
-        assert 90 < left <= 100, "what the clock that all hosts share has left of it"
-        again = await Coordinator(journal, 3, restarted=True).begun()
-        assert again.fed[0].restarted
-
-    asyncio.run(story())
+async def test_the_next_coordinator_finds_what_is_open(journal: DirectoryJournal) -> None:
+    one = await Coordinator(journal, 1).begun()
+    await one.desk.ask(Verb.STOP, lambda: STOP, "a", 100.0)
+    following = await Coordinator(journal, 2).begun()
+    (found,) = following.fed
+    (request,) = found.requests
+    assert (request.verb, request.stage, found.restarted) == (Verb.STOP, Stage.ASKED, False)
+    left = request.until - asyncio.get_running_loop().time()
+    assert 90 < left <= 100, "what the clock that all hosts share has left of it"
+    again = await Coordinator(journal, 3, restarted=True).begun()
+    assert again.fed[0].restarted
 
 
-def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
+async def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
     journal: DirectoryJournal,
 ) -> None:
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        await Coordinator(journal, 2).begun()
-        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert not answer["ok"]
-        assert one.stepped_down == ["another coordinator takes the requests"]
-        assert not one.fed
-        assert known(journal) == []
-
-    asyncio.run(story())
+    one = await Coordinator(journal, 1).begun()
+    await Coordinator(journal, 2).begun()
+    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+    assert not answer["ok"]
+    assert one.stepped_down == ["another coordinator takes the requests"]
+    assert not one.fed
+    assert known(journal) == []
 
 
-def test_who_asks_again_before_the_journal_is_read_is_answered_from_it(
+async def test_who_asks_again_before_the_journal_is_read_is_answered_from_it(
     journal: DirectoryJournal,
 ) -> None:
     """As when the coordinator was to be killed: the next one must not kill itself again."""
-
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        following = Coordinator(journal, 2)
-        again = asyncio.ensure_future(following.desk.ask(Verb.DRAIN, lambda: "it is done", "a"))
-        await asyncio.sleep(0)
-        await following.begun()
-        assert (await again)["request"]["number"] == 1
-        assert len(known(journal)) == 1
-
-    asyncio.run(story())
+    one = await Coordinator(journal, 1).begun()
+    await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+    following = Coordinator(journal, 2)
+    again = asyncio.ensure_future(following.desk.ask(Verb.DRAIN, lambda: "it is done", "a"))
+    await asyncio.sleep(0)
+    await following.begun()
+    assert (await again)["request"]["number"] == 1
+    assert len(known(journal)) == 1
 
 
 class Gated(DirectoryJournal):
@@ -188,65 +170,54 @@ class Gated(DirectoryJournal):
         return super().numbers(kind)
 
 
-def test_a_journal_that_cannot_be_read_yet_refuses_nothing(
+async def test_a_journal_that_cannot_be_read_yet_refuses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator before may have taken it, and what can be is not known."""
     monkeypatch.setattr(user_requests, "_ASK_SECONDS", 0.2)
     monkeypatch.setattr(user_requests, "_STOP_SECONDS", 0.05)
-
-    async def story() -> None:
-        one = await Coordinator(DirectoryJournal(tmp_path / "journal"), 1).begun()
-        await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        gated = Gated(tmp_path / "journal")
-        following = Coordinator(gated, 2)
-        beginning = asyncio.ensure_future(following.begun())
-        for what in (DRAIN, {"node": 7}):
-            answer = await following.desk.ask(Verb.DRAIN, lambda what=what: what, "a")
-            assert (answer["ok"], answer["again"]) == (False, True)
-            assert "refused" not in answer
-            assert "the journal cannot be read: nothing was taken on (unless" in answer["error"]
-        assert (await following.desk.ask(Verb.STOP, lambda: STOP, "b"))["ok"]
-        gated.gate.set()
-        await beginning
-        assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["request"]["number"] == 1
-
-    asyncio.run(story())
+    one = await Coordinator(DirectoryJournal(tmp_path / "journal"), 1).begun()
+    await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+    gated = Gated(tmp_path / "journal")
+    following = Coordinator(gated, 2)
+    beginning = asyncio.ensure_future(following.begun())
+    for what in (DRAIN, {"node": 7}):
+        answer = await following.desk.ask(Verb.DRAIN, lambda what=what: what, "a")
+        assert (answer["ok"], answer["again"]) == (False, True)
+        assert "refused" not in answer
+        assert "the journal cannot be read: nothing was taken on (unless" in answer["error"]
+    assert (await following.desk.ask(Verb.STOP, lambda: STOP, "b"))["ok"]
+    gated.gate.set()
+    await beginning
+    assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["request"]["number"] == 1
 
 
-def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        answer = await one.desk.ask(Verb.DRAIN, lambda: {"node": 7}, "a")
-        assert answer["refused"] == "node 7 is not connected (there are: 0, 1)"
-        answer = await one.desk.ask(Verb.PROTECT, lambda: "it cannot be", "a")
-        assert answer["refused"] == "it cannot be"
-        assert known(journal) == []
-
-    asyncio.run(story())
+async def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
+    one = await Coordinator(journal, 1).begun()
+    answer = await one.desk.ask(Verb.DRAIN, lambda: {"node": 7}, "a")
+    assert answer["refused"] == "node 7 is not connected (there are: 0, 1)"
+    answer = await one.desk.ask(Verb.PROTECT, lambda: "it cannot be", "a")
+    assert answer["refused"] == "it cannot be"
+    assert known(journal) == []
 
 
-def test_the_loop_goes_on_while_protection_is_reckoned(journal: DirectoryJournal) -> None:
+async def test_the_loop_goes_on_while_protection_is_reckoned(journal: DirectoryJournal) -> None:
     """And what was reckoned from a plan that has been changed meanwhile is reckoned anew."""
+    one = await Coordinator(journal, 1).begun()
+    reckoned, may_go_on = list[str](), threading.Event()
 
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        reckoned, may_go_on = list[str](), threading.Event()
+    def reckon() -> dict[str, Any]:
+        reckoned.append(one.state.protection.plan)
+        assert may_go_on.wait(10.0), "the loop stands still"
+        return {"plan": {}, "words": f"from {reckoned[-1]}"}
 
-        def reckon() -> dict[str, Any]:
-            reckoned.append(one.state.protection.plan)
-            assert may_go_on.wait(10.0), "the loop stands still"
-            return {"plan": {}, "words": f"from {reckoned[-1]}"}
-
-        asking = asyncio.create_task(one.desk.ask(Verb.PROTECT, reckon, "a"))
-        while not reckoned:
-            await asyncio.sleep(0.001)
-        one.state.protection.plan = "parity"
-        may_go_on.set()
-        assert (await asking)["request"]["what"]["words"] == "from parity"
-        assert reckoned == ["buddy", "parity"]
-
-    asyncio.run(story())
+    asking = asyncio.create_task(one.desk.ask(Verb.PROTECT, reckon, "a"))
+    while not reckoned:
+        await asyncio.sleep(0.001)
+    one.state.protection.plan = "parity"
+    may_go_on.set()
+    assert (await asking)["request"]["what"]["words"] == "from parity"
+    assert reckoned == ["buddy", "parity"]
 
 
 class Broken(DirectoryJournal):
@@ -254,19 +225,15 @@ class Broken(DirectoryJournal):
         raise JournalError("no space left")
 
 
-def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
+async def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
     """To save the state needs none, and may be the last chance."""
-
-    async def story() -> None:
-        one = await Coordinator(Broken(tmp_path / "journal"), 1).begun()
-        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert "no space left: nothing was taken on (unless" in answer["error"]
-        assert answer["again"]
-        answer = await one.desk.ask(Verb.STOP, lambda: STOP, "b")
-        assert answer["ok"]
-        assert [item.request.verb for item in one.fed] == [Verb.STOP]
-
-    asyncio.run(story())
+    one = await Coordinator(Broken(tmp_path / "journal"), 1).begun()
+    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+    assert "no space left: nothing was taken on (unless" in answer["error"]
+    assert answer["again"]
+    answer = await one.desk.ask(Verb.STOP, lambda: STOP, "b")
+    assert answer["ok"]
+    assert [item.request.verb for item in one.fed] == [Verb.STOP]
 
 
 class Hanging(DirectoryJournal):
@@ -287,49 +254,41 @@ class Hanging(DirectoryJournal):
 
 
 @pytest.mark.parametrize("lies", [False, True])
-def test_what_was_refused_is_not_found_by_the_next_coordinator(
+async def test_what_was_refused_is_not_found_by_the_next_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lies: bool
 ) -> None:
     monkeypatch.setattr(user_requests, "_ASK_SECONDS", 0.05)
-
-    async def story() -> None:
-        slow = Hanging(tmp_path / "journal")
-        one = Coordinator(slow, 1)
-        one.desk._patience = 0.0
-        slow.lies = lies
-        await one.begun()
-        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert "the journal does not answer: nothing was taken on (unless" in answer["error"]
-        assert answer["again"]
-        slow.works.set()
-        await asyncio.gather(*one.tasks)
-        assert one.stepped_down == []
-        following = await Coordinator(slow, 2).begun()
-        assert following.fed[0].requests == ()
-
-    asyncio.run(story())
+    slow = Hanging(tmp_path / "journal")
+    one = Coordinator(slow, 1)
+    one.desk._patience = 0.0
+    slow.lies = lies
+    await one.begun()
+    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+    assert "the journal does not answer: nothing was taken on (unless" in answer["error"]
+    assert answer["again"]
+    slow.works.set()
+    await asyncio.gather(*one.tasks)
+    assert one.stepped_down == []
+    following = await Coordinator(slow, 2).begun()
+    assert following.fed[0].requests == ()
 
 
-def test_one_whose_journal_failed_writes_no_entry_behind_that_of_the_next_coordinator(
+async def test_one_whose_journal_failed_writes_no_entry_behind_that_of_the_next_coordinator(
     tmp_path: Path, journal: DirectoryJournal
 ) -> None:
     """It lost no race for the number that failed: then it must not take the one behind it."""
-
-    async def story() -> None:
-        broken = Broken(tmp_path / "journal")
-        one = await Coordinator(broken, 1).begun()
-        assert not (await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["ok"]
-        following = await Coordinator(journal, 2).begun()
-        one.desk._journal = journal
-        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
-        assert "another coordinator has taken over" in answer["error"]
-        assert answer["again"]
-        assert one.stepped_down == ["another coordinator takes the requests"]
-        assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "c"))["ok"]
-        assert following.stepped_down == []
-        await asyncio.gather(*one.tasks)
-
-    asyncio.run(story())
+    broken = Broken(tmp_path / "journal")
+    one = await Coordinator(broken, 1).begun()
+    assert not (await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["ok"]
+    following = await Coordinator(journal, 2).begun()
+    one.desk._journal = journal
+    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
+    assert "another coordinator has taken over" in answer["error"]
+    assert answer["again"]
+    assert one.stepped_down == ["another coordinator takes the requests"]
+    assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "c"))["ok"]
+    assert following.stepped_down == []
+    await asyncio.gather(*one.tasks)
 
 
 class Contested(DirectoryJournal):
@@ -346,24 +305,18 @@ class Contested(DirectoryJournal):
         super().write(kind, number, entry)
 
 
-def test_a_request_that_came_while_another_coordinator_took_over_is_not_lost(
+async def test_a_request_that_came_while_another_coordinator_took_over_is_not_lost(
     tmp_path: Path,
 ) -> None:
-    async def story() -> None:
-        one = await Coordinator(Contested(tmp_path / "journal"), 2).begun()
-        (found,) = one.fed
-        assert [request.token for request in found.requests] == ["late"]
-
-    asyncio.run(story())
+    one = await Coordinator(Contested(tmp_path / "journal"), 2).begun()
+    (found,) = one.fed
+    assert [request.token for request in found.requests] == ["late"]
 
 
-def test_many_requests_make_no_long_entry(journal: DirectoryJournal) -> None:
-    async def story() -> None:
-        one = await Coordinator(journal, 1).begun()
-        for number in range(1, 41):
-            await one.desk.ask(Verb.DRAIN, lambda: DRAIN, str(number))
-            await one.end(number, Stage.DONE)
-        assert len(known(journal)) == 16
-        assert known(journal)[-1][0] == 40
-
-    asyncio.run(story())
+async def test_many_requests_make_no_long_entry(journal: DirectoryJournal) -> None:
+    one = await Coordinator(journal, 1).begun()
+    for number in range(1, 41):
+        await one.desk.ask(Verb.DRAIN, lambda: DRAIN, str(number))
+        await one.end(number, Stage.DONE)
+    assert len(known(journal)) == 16
+    assert known(journal)[-1][0] == 40

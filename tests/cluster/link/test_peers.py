@@ -297,19 +297,15 @@ def test_link_delivers_once_and_in_order_over_a_broken_connection(
     assert len(events.joined) == 3
 
 
-def test_link_without_coordinator_ends_after_the_fence_limit() -> None:
+async def test_link_without_coordinator_ends_after_the_fence_limit() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = unused.getsockname()
-
-    async def run() -> None:
-        link = CoordinatorLink(
-            lambda: address, SECRET, "run", Settings(), lambda: join(0), lambda message: None
-        )
-        with pytest.raises(CoordinatorLost, match=r"no coordinator for 0\.2 s"):
-            await asyncio.wait_for(link.run(0.2), SECONDS)
-
-    asyncio.run(run())
+    link = CoordinatorLink(
+        lambda: address, SECRET, "run", Settings(), lambda: join(0), lambda message: None
+    )
+    with pytest.raises(CoordinatorLost, match=r"no coordinator for 0\.2 s"):
+        await asyncio.wait_for(link.run(0.2), SECONDS)
 
 
 def test_agent_that_goes_over_to_a_newer_term_says_so_before_it_leaves() -> None:

@@ -43,26 +43,22 @@ def session(term: int) -> Session:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_connection_that_was_replaced_is_obeyed_no_more(turns: int) -> None:
+async def test_a_connection_that_was_replaced_is_obeyed_no_more(turns: int) -> None:
     """Whenever the last bytes of it come: its orders would be taken for those of the next one."""
     obeyed: list[Mapping[str, Any]] = []
-
-    async def run() -> None:
-        link = made(lambda: ("h", 1), obeyed)
-        first, second = session(1), session(2)
-        link._begin(first)
-        await asyncio.sleep(0.01)
-        for number in (50, 51):
-            first.reader.feed_data(framing.encode({"t": "close", "of": 1, "o": number}))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        link._begin(second)
-        second.reader.feed_data(framing.encode({"t": "start", "of": 2, "o": 1}))
-        await asyncio.sleep(0.05)
-        assert link._reading is not None
-        link._reading.cancel()
-
-    asyncio.run(run())
+    link = made(lambda: ("h", 1), obeyed)
+    first, second = session(1), session(2)
+    link._begin(first)
+    await asyncio.sleep(0.01)
+    for number in (50, 51):
+        first.reader.feed_data(framing.encode({"t": "close", "of": 1, "o": number}))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    link._begin(second)
+    second.reader.feed_data(framing.encode({"t": "start", "of": 2, "o": 1}))
+    await asyncio.sleep(0.05)
+    assert link._reading is not None
+    link._reading.cancel()
     replaced = next(n for n, one in enumerate(obeyed) if one.get("term") == 2)
     assert [one["of"] for one in obeyed[replaced + 1 :]] == [2]
 

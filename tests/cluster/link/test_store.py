@@ -163,22 +163,18 @@ def test_nothing_of_another_epoch_gets_through() -> None:
     assert playing(close_on_the_node).members[2].received == []
 
 
-def test_members_of_a_node_ask_once_and_share_what_is_said() -> None:
+async def test_members_of_a_node_ask_once_and_share_what_is_said() -> None:
     sent: list[int] = []
-
-    async def run() -> None:
-        world = World(2)
-        for member in world.members:
-            member.store.has(EPOCH, ["world/0", "world/1"])
-        await asyncio.sleep(0)
-        sent.extend(len(queue) for queue in world.up)
-        await world.settle()
-        world.members[0].store.set(EPOCH, "world/0", b"0")
-        world.members[1].store.set(EPOCH, "world/1", b"1")
-        await asyncio.sleep(0)
-        sent.extend(len(queue) for queue in world.up)
-
-    asyncio.run(run())
+    world = World(2)
+    for member in world.members:
+        member.store.has(EPOCH, ["world/0", "world/1"])
+    await asyncio.sleep(0)
+    sent.extend(len(queue) for queue in world.up)
+    await world.settle()
+    world.members[0].store.set(EPOCH, "world/0", b"0")
+    world.members[1].store.set(EPOCH, "world/1", b"1")
+    await asyncio.sleep(0)
+    sent.extend(len(queue) for queue in world.up)
     assert sent == [1, 1, 1, 0]
 
 
@@ -194,19 +190,15 @@ def test_members_of_a_node_ask_once_and_share_what_is_said() -> None:
         {"t": "store"},
     ],
 )
-def test_garbage_is_refused(said: dict[str, Any]) -> None:
+async def test_garbage_is_refused(said: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="store"):
         store.unpack(said)
-
-    async def run() -> None:
-        world = World(1)
-        world.relays[0].from_member(world.members[0], said)
-        assert "sent garbage" in world.members[0].killed
-        with pytest.raises(ValueError, match="store"):
-            world.coordinator.heard(0, said)
-        world.relays[0].from_coordinator(said)  # printed; the agent lives
-
-    asyncio.run(run())
+    world = World(1)
+    world.relays[0].from_member(world.members[0], said)
+    assert "sent garbage" in world.members[0].killed
+    with pytest.raises(ValueError, match="store"):
+        world.coordinator.heard(0, said)
+    world.relays[0].from_coordinator(said)  # printed; the agent lives
 
 
 def test_what_an_epoch_holds_is_bounded() -> None:
@@ -244,24 +236,11 @@ def test_large_folders_come_in_pieces() -> None:
     assert sum(len(piece) for piece in pieces) == 9
 
 
-def test_what_an_agent_repeats_comes_in_pieces_that_fit_into_a_frame() -> None:
+async def test_what_an_agent_repeats_comes_in_pieces_that_fit_into_a_frame() -> None:
     """Of an epoch that holds little enough it was lost as a whole, with everything unsaid."""
     values = {f"a/{number}": "A" * store.MAXIMUM_VALUE_BYTES for number in range(40)}
     folders = [f"{number}/".ljust(store.MAXIMUM_KEY_CHARACTERS, "f") for number in range(4000)]
     sent: list[dict[str, Any]] = []
-
-    async def run() -> None:
-        relay = StoreRelay(lambda message: sent.extend(FrameBuffer().feed(encode(message))))
-        relay.enter(EPOCH)
-        member = Member(relay)
-        relay.from_member(member, store.pack(EPOCH, values, folders))
-        await asyncio.sleep(0)
-        assert (said(), asked()) == (values, folders)
-        sent.clear()
-        relay.repeat()
-        await asyncio.sleep(0)
-        assert (said(), asked()) == (values, folders)
-        assert member.killed == ""
 
     def said() -> dict[str, str]:
         return {key: value for message in sent for key, value in message["values"].items()}
@@ -269,5 +248,15 @@ def test_what_an_agent_repeats_comes_in_pieces_that_fit_into_a_frame() -> None:
     def asked() -> list[str]:
         return [folder for message in sent for folder in message["want"]]
 
-    asyncio.run(run())
+    relay = StoreRelay(lambda message: sent.extend(FrameBuffer().feed(encode(message))))
+    relay.enter(EPOCH)
+    member = Member(relay)
+    relay.from_member(member, store.pack(EPOCH, values, folders))
+    await asyncio.sleep(0)
+    assert (said(), asked()) == (values, folders)
+    sent.clear()
+    relay.repeat()
+    await asyncio.sleep(0)
+    assert (said(), asked()) == (values, folders)
+    assert member.killed == ""
     assert len(sent) == 40

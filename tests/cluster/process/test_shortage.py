@@ -105,7 +105,7 @@ def members(starter: Starter) -> Members:
     return Members(spec, starter, Settings(), Reports())
 
 
-def test_member_starts_after_a_moment_without_processes_or_descriptors(
+async def test_member_starts_after_a_moment_without_processes_or_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a process that cannot be watched nothing is left before the next one starts."""
@@ -115,20 +115,17 @@ def test_member_starts_after_a_moment_without_processes_or_descriptors(
         no_handles()
         return pidfd_open(pid)
 
-    async def run() -> None:
-        starter = Sleepers(Short(2))
-        node = members(starter)
-        await patiently(lambda: node.start(0, 5, {}), 60.0)
-        assert starter.short.calls == 4
-        first, second = starter.started
-        assert not posix.is_alive(first)
-        assert node.by_slot[0].pid == second
-        assert node.incarnations == {0: 5}
-        node.prepare(0)
-        await node.kill_all("the end", 20.0)
-
     monkeypatch.setattr(os, "pidfd_open", handle)
-    asyncio.run(run())
+    starter = Sleepers(Short(2))
+    node = members(starter)
+    await patiently(lambda: node.start(0, 5, {}), 60.0)
+    assert starter.short.calls == 4
+    first, second = starter.started
+    assert not posix.is_alive(first)
+    assert node.by_slot[0].pid == second
+    assert node.incarnations == {0: 5}
+    node.prepare(0)
+    await node.kill_all("the end", 20.0)
 
 
 @pytest.mark.slow
@@ -172,7 +169,7 @@ def test_child_that_cannot_be_watched_has_ended(monkeypatch: pytest.MonkeyPatch)
     assert not posix.is_alive(asyncio.run(run()))
 
 
-def test_standby_is_started_as_soon_as_that_is_possible(
+async def test_standby_is_started_as_soon_as_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -184,27 +181,24 @@ def test_standby_is_started_as_soon_as_that_is_possible(
         short()
         return pipe()
 
-    async def run() -> None:
-        looks = asyncio.Event()
-        line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
-        look = b'{"term": 1, "beat": "1 1", "at": 1.0, "node": null, "address": null}\\n'
-        program = line % look.decode()
-        keeper = StandbyKeeper(
-            ("-c", program),
-            str(tmp_path),
-            "run",
-            tmp_path / "log",
-            on_look=lambda *_: looks.set(),
-            on_over=lambda kept: None,
-        )
-        before = set(Path("/proc/self/fd").iterdir())
-        short.left = 3
-        monkeypatch.setattr(os, "pipe", pipes)
-        keeper.start()
-        # Nothing is left open; what an earlier test has left may be closed at any moment.
-        assert set(Path("/proc/self/fd").iterdir()) <= before
-        await asyncio.wait_for(looks.wait(), 20.0)
-        assert short.left == 0
-        await keeper.close(0.0)
-
-    asyncio.run(run())
+    looks = asyncio.Event()
+    line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
+    look = b'{"term": 1, "beat": "1 1", "at": 1.0, "node": null, "address": null}\\n'
+    program = line % look.decode()
+    keeper = StandbyKeeper(
+        ("-c", program),
+        str(tmp_path),
+        "run",
+        tmp_path / "log",
+        on_look=lambda *_: looks.set(),
+        on_over=lambda kept: None,
+    )
+    before = set(Path("/proc/self/fd").iterdir())
+    short.left = 3
+    monkeypatch.setattr(os, "pipe", pipes)
+    keeper.start()
+    # Nothing is left open; what an earlier test has left may be closed at any moment.
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+    await asyncio.wait_for(looks.wait(), 20.0)
+    assert short.left == 0
+    await keeper.close(0.0)

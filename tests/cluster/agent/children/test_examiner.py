@@ -61,7 +61,7 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("seat", "looks"), [(1, True), (0, False)])
-def test_a_spare_looks_again_a_node_that_trains_does_not(
+async def test_a_spare_looks_again_a_node_that_trains_does_not(
     seat: int, looks: bool, segments: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
@@ -73,14 +73,10 @@ def test_a_spare_looks_again_a_node_that_trains_does_not(
         looked += 1
 
     made.look = look
-
-    async def turn() -> None:
-        running = asyncio.create_task(made.run())
-        for _ in range(20):
-            await asyncio.sleep(0)
-        running.cancel()
-
-    asyncio.run(turn())
+    running = asyncio.create_task(made.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    running.cancel()
     assert bool(looked) == looks
     assert sent == []
 

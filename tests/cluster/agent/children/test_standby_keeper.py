@@ -22,30 +22,26 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: Path) -> None:
+async def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: Path) -> None:
     heard: list[str] = []
-
-    async def run() -> None:
-        keeper = StandbyKeeper(
-            ("-c", _ECHO),
-            str(tmp_path),
-            "run",
-            tmp_path / "log",
-            on_look=lambda term, beat, at: heard.append(beat),
-            on_over=lambda kept: None,
-        )
-        keeper.start()
-        for place in (5, 5, 3):
-            keeper.place(lambda coordinator, place=place: place - (coordinator == 9))
-        keeper.contact(True)
-        await until(lambda: heard == ["place 5", "place 3", "found", "place 2"])
-        heard.clear()
-        assert keeper._watcher is not None
-        keeper._watcher.kill()
-        await until(lambda: heard == ["place 2", "found"])
-        await keeper.close(0.0)
-
-    asyncio.run(run())
+    keeper = StandbyKeeper(
+        ("-c", _ECHO),
+        str(tmp_path),
+        "run",
+        tmp_path / "log",
+        on_look=lambda term, beat, at: heard.append(beat),
+        on_over=lambda kept: None,
+    )
+    keeper.start()
+    for place in (5, 5, 3):
+        keeper.place(lambda coordinator, place=place: place - (coordinator == 9))
+    keeper.contact(True)
+    await until(lambda: heard == ["place 5", "place 3", "found", "place 2"])
+    heard.clear()
+    assert keeper._watcher is not None
+    keeper._watcher.kill()
+    await until(lambda: heard == ["place 2", "found"])
+    await keeper.close(0.0)
 
 
 _CLAIMS = """
@@ -56,59 +52,51 @@ time.sleep(600)
 """
 
 
-def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Path) -> None:
+async def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Path) -> None:
     """Not only when another standby has started and looked: the fence would be quicker."""
     looks: list[tuple[int, str, float]] = []
+    claimed = asyncio.Event()
 
-    async def run() -> None:
-        claimed = asyncio.Event()
+    def looked(term: int, beat: str, at: float) -> None:
+        looks.append((term, beat, at))
+        claimed.set()
 
-        def looked(term: int, beat: str, at: float) -> None:
-            looks.append((term, beat, at))
-            claimed.set()
-
-        keeper = StandbyKeeper(
-            ("-c", _CLAIMS),
-            str(tmp_path),
-            "run",
-            tmp_path / "log",
-            on_look=looked,
-            on_over=lambda kept: None,
-        )
-        keeper.start()
-        await asyncio.wait_for(claimed.wait(), 20.0)
-        assert keeper.address == ("10.0.0.7", 4000)
-        await keeper.close(0.0)
-
-    asyncio.run(run())
+    keeper = StandbyKeeper(
+        ("-c", _CLAIMS),
+        str(tmp_path),
+        "run",
+        tmp_path / "log",
+        on_look=looked,
+        on_over=lambda kept: None,
+    )
+    keeper.start()
+    await asyncio.wait_for(claimed.wait(), 20.0)
+    assert keeper.address == ("10.0.0.7", 4000)
+    await keeper.close(0.0)
     assert looks[0] == (2, "claimed", 5.0)
 
 
-def test_a_standby_that_the_kernel_holds_does_not_hold_its_agent(
+async def test_a_standby_that_the_kernel_holds_does_not_hold_its_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a call to a file system that hangs, where SIGKILL waits too."""
     monkeypatch.setattr(standby_keeper, "_END_SECONDS", 0.05)
-
-    async def run() -> None:
-        claimed = asyncio.Event()
-        keeper = StandbyKeeper(
-            ("-c", _CLAIMS),
-            str(tmp_path),
-            "run",
-            tmp_path / "log",
-            on_look=lambda term, beat, at: claimed.set(),
-            on_over=lambda kept: None,
-        )
-        keeper.start()
-        await asyncio.wait_for(claimed.wait(), 20.0)
-        await until(lambda: keeper._watcher is not None)
-        held = [*keeper._coordinators, keeper._watcher]
-        with monkeypatch.context() as patched:
-            patched.setattr(ChildWatch, "kill", lambda _self: None)
-            await asyncio.wait_for(keeper.close(0.0), 20.0)
-        for one in held:
-            assert one is not None
-            assert await one.end(20.0)
-
-    asyncio.run(run())
+    claimed = asyncio.Event()
+    keeper = StandbyKeeper(
+        ("-c", _CLAIMS),
+        str(tmp_path),
+        "run",
+        tmp_path / "log",
+        on_look=lambda term, beat, at: claimed.set(),
+        on_over=lambda kept: None,
+    )
+    keeper.start()
+    await asyncio.wait_for(claimed.wait(), 20.0)
+    await until(lambda: keeper._watcher is not None)
+    held = [*keeper._coordinators, keeper._watcher]
+    with monkeypatch.context() as patched:
+        patched.setattr(ChildWatch, "kill", lambda _self: None)
+        await asyncio.wait_for(keeper.close(0.0), 20.0)
+    for one in held:
+        assert one is not None
+        assert await one.end(20.0)

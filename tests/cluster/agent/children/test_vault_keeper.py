@@ -109,7 +109,7 @@ def test_a_moment_without_processes_is_sat_out(
     assert keeper.pid == Watch.pid
 
 
-def test_a_vault_that_does_not_come_up_again_and_again(
+async def test_a_vault_that_does_not_come_up_again_and_again(
     keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short(monkeypatch)
@@ -119,39 +119,33 @@ def test_a_vault_that_does_not_come_up_again_and_again(
         started.append(Watch(True))
         return started[-1]
 
-    async def run() -> None:
-        async def fails() -> None:
-            raise ConnectionError("it ended")
-
-        monkeypatch.setattr(keeper, "_bring_up", fails)
-        await keeper.start()
-        keeper._pause = 0.001
-        with pytest.raises(VaultGivenUp, match="8 times in a row: it ended"):
-            await asyncio.wait_for(keeper.supervise(), SECONDS)
-
     monkeypatch.setattr(vault_keeper, "start_child", start)
-    asyncio.run(run())
+
+    async def fails() -> None:
+        raise ConnectionError("it ended")
+
+    monkeypatch.setattr(keeper, "_bring_up", fails)
+    await keeper.start()
+    keeper._pause = 0.001
+    with pytest.raises(VaultGivenUp, match="8 times in a row: it ended"):
+        await asyncio.wait_for(keeper.supervise(), SECONDS)
     assert len(started) == 8
 
 
-def test_a_vault_that_the_kernel_does_not_let_go(
+async def test_a_vault_that_the_kernel_does_not_let_go(
     keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another one on the same slots must not start; the end of the agent goes on."""
     short(monkeypatch)
-
-    async def run() -> None:
-        watch: Any = Watch(False)
-        keeper._limits = CloseLimits(0.05, 0.05, 0.05, 0.05)
-        monkeypatch.setattr(vault_keeper, "start_child", lambda *_: watch)
-        await keeper.start()
-        keeper._control = Broken()  # type: ignore[assignment]
-        with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
-            await keeper.close_epoch(3)
-        await keeper.shut_down(remove=True)
-        assert watch.kills == 2
-
-    asyncio.run(run())
+    watch: Any = Watch(False)
+    keeper._limits = CloseLimits(0.05, 0.05, 0.05, 0.05)
+    monkeypatch.setattr(vault_keeper, "start_child", lambda *_: watch)
+    await keeper.start()
+    keeper._control = Broken()  # type: ignore[assignment]
+    with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
+        await keeper.close_epoch(3)
+    await keeper.shut_down(remove=True)
+    assert watch.kills == 2
 
 
 EPOCH = 3

@@ -142,7 +142,7 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert (final["iterations"], final["recovery_count"], final["steps_recomputed"]) == (3, 7, 3)
 
 
-def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(
+async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_files, "_PAUSE_SECONDS", 0.01)
@@ -150,17 +150,13 @@ def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(
     whole = replace(info(), run_id="0123abcd")
     run.create(whole)
     files = run_files.RunFiles(run, whole, 1)
-
-    async def main() -> None:
-        keeping = asyncio.create_task(files.keep_name())
-        async with asyncio.timeout(20):
-            await asyncio.sleep(0.05)
-            (run.path / "run.json").unlink()
-            while not (run.path / "run.json").exists():
-                await asyncio.sleep(0.01)
-        keeping.cancel()
-
-    asyncio.run(main())
+    keeping = asyncio.create_task(files.keep_name())
+    async with asyncio.timeout(20):
+        await asyncio.sleep(0.05)
+        (run.path / "run.json").unlink()
+        while not (run.path / "run.json").exists():
+            await asyncio.sleep(0.01)
+    keeping.cancel()
     assert run.read_run() == whole
     files.close(10.0)
 
