@@ -19,6 +19,7 @@ and the JSON say what; 2 bad arguments; 143 told to end (SIGTERM): nothing of it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
@@ -181,16 +182,9 @@ def leave_nothing(one: rounds.Round) -> None:
 
 def reap() -> None:
     """Take the end of orphans."""
-    while True:
-        try:
-            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return
-        except ChildProcessError:
-            return
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
-            return
-        os.waitpid(found.si_pid, 0)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def keep_evidence(one: rounds.Round, args: argparse.Namespace) -> None:

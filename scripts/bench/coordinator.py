@@ -327,10 +327,6 @@ def show(results: list[Found]) -> None:
             print(f"{one.figures['agents']} agents, {phase}: {block}")
 
 
-async def _measure(size: int, seconds: float, directory: Path) -> Found:
-    return await Bench(size, seconds, directory).run()
-
-
 @ending_in_order()
 def main() -> int:
     """See the module text."""
@@ -354,7 +350,7 @@ def main() -> int:
     for size in args.agents:
         with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as directory:
             print(f"{size} agents ...", file=sys.stderr, flush=True)
-            results.append(asyncio.run(_measure(size, args.seconds, Path(directory) / "run")))
+            results.append(asyncio.run(Bench(size, args.seconds, Path(directory) / "run").run()))
     show(results)
     if args.json is not None:
         sizes = [{**one.figures, "blocks": one.blocks} for one in results]

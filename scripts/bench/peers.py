@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.machine import machine_facts, write_facts
-from common.struck import AFTER, NODES, SIZES, TOKENS, sizes_of
+from common.command import parser_of, run_bench
+from common.struck import AFTER, NODES, SIZES, TOKENS, iterations, sizes_of
 from common.trainings import WARM_UP, BenchError, parameters
 from other_systems.environments import PACKAGES, PeerUnavailableError, check, install
 from other_systems.outcomes import Outcome, OutcomeError, first_difference, outcome, ratio_of_means
-from other_systems.sides import NOT_RUN, SIDES, Run, Side, iterations, run_side, run_undisturbed
+from other_systems.sides import NOT_RUN, SIDES, Run, Side, run_side, run_undisturbed
 
 from deadpool_megatron.cli.show.story import summary
 
@@ -153,15 +153,10 @@ def install_all(environments: Path) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, 2, "turns of each side", 10)
     usual = [label for label, side in SIDES.items() if not side.only_named]
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each side")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured per run")
     parser.add_argument("--size", choices=SIZES, nargs="*", default=["5M"])
     parser.add_argument("--side", choices=SIDES, nargs="*", default=usual, metavar="NAME")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     parser.add_argument(
         "--environments",
         type=Path,
@@ -172,10 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--install", action="store_true", help="make the environments with pip, measure nothing"
     )
-    args = parser.parse_args()
-    if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds must be at least 1 and --steps at least 2")
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -186,41 +178,37 @@ def main() -> int:
     sides, reasons = available(args.side, args.environments)
     for label, reason in reasons.items():
         _say(f"{label}: not run: {reason}")
-    facts: dict[str, Any] = {
-        "bench": "peers",
-        "machine": machine_facts(),
-        "roles": NODES,
-        "tokens_per_step": TOKENS,
-        "warm_up_steps": WARM_UP,
-        "measured_steps": args.steps,
-        "killed_in_iteration": iterations(args.steps) - AFTER,
-        "iterations": iterations(args.steps),
-        "packages": {side: PACKAGES[peer].requirement for side, peer in _peers(sides).items()},
-        "not_run": reasons,
-        "sizes": {},
+    packages = {
+        label: PACKAGES[side.peer].requirement for label, side in sides.items() if side.peer
     }
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
-        for name in args.size:
-            try:
-                facts["sizes"][name] = measure(
-                    name, args.rounds, args.steps, sides, Path(base), args.environments
-                )
-            except BenchError as error:
-                print(f"peers bench: {error}", file=sys.stderr)
-                return 1
-    write_facts(args.out, facts)
-    own = [
-        size["sides"][label]
-        for size in facts["sizes"].values()
-        for label, side in sides.items()
-        if side.start == "deadpool"
-    ]
-    # What becomes of a peer is a finding; what becomes of deadpool is a test.
-    return 0 if all(not one["failed_runs"] and all(one["bit_identical"]) for one in own) else 1
 
+    def measured(base: Path) -> dict[str, Any]:
+        return {
+            "roles": NODES,
+            "tokens_per_step": TOKENS,
+            "warm_up_steps": WARM_UP,
+            "measured_steps": args.steps,
+            "killed_in_iteration": iterations(args.steps) - AFTER,
+            "iterations": iterations(args.steps),
+            "packages": packages,
+            "not_run": reasons,
+            "sizes": {
+                name: measure(name, args.rounds, args.steps, sides, base, args.environments)
+                for name in args.size
+            },
+        }
 
-def _peers(sides: dict[str, Side]) -> dict[str, str]:
-    return {label: side.peer for label, side in sides.items() if side.peer}
+    def is_good(facts: dict[str, Any]) -> bool:
+        """What becomes of a peer is a finding; what becomes of deadpool is a test."""
+        own = [
+            size["sides"][label]
+            for size in facts["sizes"].values()
+            for label, side in sides.items()
+            if side.start == "deadpool"
+        ]
+        return all(not one["failed_runs"] and all(one["bit_identical"]) for one in own)
+
+    return run_bench("peers", args.out, measured, is_good)
 
 
 def _say(text: str) -> None:

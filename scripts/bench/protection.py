@@ -16,13 +16,12 @@ and of its phase ``restore``, and whether the struck run computed the same as an
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.machine import machine_facts, write_facts
+from common.command import in_turns, parser_of, run_bench
 from common.struck import (
     NODES,
     SIZES,
@@ -32,7 +31,9 @@ from common.struck import (
     sizes_of,
     training_arguments,
 )
-from common.trainings import WARM_UP, BenchError, Measured, parameters, run_plain
+from common.trainings import WARM_UP, Measured, parameters, run_plain
+from overhead import facts_of as facts_of_all
+from overhead import ratios_of
 
 from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.run_result import RunResult
@@ -55,23 +56,20 @@ def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) 
     print(f"{name}: undisturbed run to compare with", file=sys.stderr, flush=True)
     undisturbed = run_protected(name, SCHEMES["buddy"], steps, base).result
     assert undisturbed is not None
-    plain: list[Measured] = []
-    runs: dict[str, list[Protected]] = {scheme: [] for scheme in schemes}
-    for number in range(1, rounds + 1):
-        print(f"{name}: no protection, {number} of {rounds}", file=sys.stderr, flush=True)
-        plain.append(run_plain(training, NODES, steps, base))
-        for scheme in schemes:
-            print(f"{name}: {scheme}, {number} of {rounds}", file=sys.stderr, flush=True)
-            victim = "self" if scheme.startswith("local") else "node"
-            runs[scheme].append(run_protected(name, SCHEMES[scheme], steps, base, victim))
+
+    def struck(scheme: str, _: int) -> Protected:
+        victim = "self" if scheme.startswith("local") else "node"
+        return run_protected(name, SCHEMES[scheme], steps, base, victim)
+
+    def unprotected(_: int) -> Protected:
+        return Protected(run_plain(training, NODES, steps, base))
+
+    sides = {"plain": unprotected} | {scheme: partial(struck, scheme) for scheme in schemes}
+    runs = in_turns(name, rounds, sides)
+    plain = [run.measured for run in runs.pop("plain")]
     return {
         "parameters": count,
-        "plain": {
-            "step_seconds": summary([s for run in plain for s in run.step_seconds]),
-            "cpu_seconds_per_step": summary([run.cpu_seconds_per_step for run in plain]),
-            "memory_bytes": summary([float(run.memory_bytes) for run in plain]),
-            "runs": [run.step_seconds for run in plain],
-        },
+        "plain": facts_of_all(plain),
         "schemes": {
             scheme: facts_of(found, plain, count, undisturbed) for scheme, found in runs.items()
         },
@@ -82,37 +80,29 @@ def facts_of(
     runs: list[Protected], plain: list[Measured], count: int, undisturbed: RunResult
 ) -> dict[str, Any]:
     """One scheme at one size: all its runs, and every single value."""
-    steps = summary([seconds for run in runs for seconds in run.measured.step_seconds])
-    base = summary([seconds for run in plain for seconds in run.step_seconds])
-    recoveries = [run.result.recoveries[0] for run in runs if run.result is not None]
-    shipped = [run.measured.shipped_bytes_per_step or 0.0 for run in runs]
+    measured = [run.measured for run in runs]
+    ratios = ratios_of(plain, measured)
     results = [run.result for run in runs if run.result is not None]
+    recoveries = [result.recoveries[0] for result in results]
+    shipped = [run.shipped_bytes_per_step or 0.0 for run in measured]
     return {
-        "step_seconds": steps,
-        "ratio": {key: steps[key] / base[key] for key in ("mean", "p50", "p95", "p99")},
-        "ratio_of_each_round": [
-            summary(with_it.measured.step_seconds)["mean"] / summary(without.step_seconds)["mean"]
-            for without, with_it in zip(plain, runs, strict=True)
-        ],
-        "gate_seconds": sum(run.measured.gate_seconds or 0.0 for run in runs),
-        "gate_waits": sum(run.measured.gate_waits or 0 for run in runs),
-        "cpu_seconds_per_step": summary([run.measured.cpu_seconds_per_step for run in runs]),
-        "cpu_seconds_per_gb_shipped": _per_gb(runs, plain, shipped),
+        **facts_of_all(measured),
+        "ratio": ratios["ratio"],
+        "ratio_of_each_round": ratios["ratio_of_each_pair"],
+        "cpu_seconds_per_gb_shipped": _per_gb(measured, plain, shipped),
         "shipped_bytes_per_parameter_and_step": summary([each / count for each in shipped]),
         "own_bytes_per_parameter": summary([run.own_bytes / count for run in runs]),
         "kept_for_others_bytes_per_parameter": summary([run.kept_bytes / count for run in runs]),
-        "memory_bytes": summary([float(run.measured.memory_bytes) for run in runs]),
         "recovery_seconds": summary([found.seconds for found in recoveries]),
         "restore_seconds": summary([found.phases.get("restore", 0.0) for found in recoveries]),
         "exposed_seconds": summary([found.exposed_seconds or 0.0 for found in recoveries]),
         "steps_recomputed": [found.steps_recomputed for found in recoveries],
         "bit_identical": all(compare_results(undisturbed, each).identical for each in results),
-        "runs": [run.measured.step_seconds for run in runs],
     }
 
 
 def _per_gb(
-    runs: list[Protected], plain: list[Measured], shipped: list[float]
+    runs: list[Measured], plain: list[Measured], shipped: list[float]
 ) -> dict[str, float] | None:
     """CPU seconds per GB, of everything that protection adds to a step; None if nothing travels."""
     if not any(shipped):
@@ -120,7 +110,7 @@ def _per_gb(
     without = summary([run.cpu_seconds_per_step for run in plain])["mean"]
     return summary(
         [
-            (run.measured.cpu_seconds_per_step - without) / (each / 1e9)
+            (run.cpu_seconds_per_step - without) / (each / 1e9)
             for run, each in zip(runs, shipped, strict=True)
         ]
     )
@@ -128,37 +118,28 @@ def _per_gb(
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each scheme")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="measured per run")
+    parser = parser_of(__doc__, 2, "turns of each scheme", 12)
     parser.add_argument("--size", choices=SIZES, nargs="*", default=list(SIZES))
     parser.add_argument("--scheme", choices=SCHEMES, nargs="*", default=list(SCHEMES))
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args()
-    if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds must be at least 1 and --steps at least 2")
-    facts: dict[str, Any] = {
-        "bench": "protection",
-        "machine": machine_facts(),
-        "nodes": NODES,
-        "tokens_per_step": TOKENS,
-        "warm_up_steps": WARM_UP,
-        "flags": {scheme: SCHEMES[scheme] for scheme in args.scheme},
-        "sizes": {},
-    }
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
-        for name in args.size:
-            try:
-                found = measure(name, args.rounds, args.steps, args.scheme, Path(base))
-            except BenchError as error:
-                print(f"protection bench: {error}", file=sys.stderr)
-                return 1
-            facts["sizes"][name] = found
-    write_facts(args.out, facts)
-    schemes = [one for size in facts["sizes"].values() for one in size["schemes"].values()]
-    return 0 if all(one["bit_identical"] for one in schemes) else 1
+
+    def measured(base: Path) -> dict[str, Any]:
+        return {
+            "nodes": NODES,
+            "tokens_per_step": TOKENS,
+            "warm_up_steps": WARM_UP,
+            "flags": {scheme: SCHEMES[scheme] for scheme in args.scheme},
+            "sizes": {
+                name: measure(name, args.rounds, args.steps, args.scheme, base)
+                for name in args.size
+            },
+        }
+
+    def is_good(facts: dict[str, Any]) -> bool:
+        schemes = [one for size in facts["sizes"].values() for one in size["schemes"].values()]
+        return all(one["bit_identical"] for one in schemes)
+
+    return run_bench("protection", args.out, measured, is_good)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """How long R roles take to connect N groups each: one by one, side by side, and stock torch.
 
     .venv/bin/python scripts/bench/rebuild.py [--roles 4 16 64] [--groups 4 10 20 40]
-        [--rounds N] [--delay SECONDS] [--json | --out FILE] [--plot FILE]
+        [--rounds N] [--delay SECONDS] [--out FILE]
 
 A process for each role, forked; a round measures each side once, in turns, and takes as long as
 its last role. Ours meet through the links (real sockets, real relays, without handshake), as in a
@@ -13,7 +13,6 @@ take a second or two: it stands for that, and is no measurement of NCCL.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -26,9 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.machine import machine_facts, write_facts
-from rich.console import Console
-from rich.table import Table
+from common.command import parser_of, run_bench
 from store import Tree, link_of
 
 from deadpool_megatron.comms import Communicators
@@ -141,64 +138,23 @@ def measure(roles: int, count: int, rounds: int, delay_seconds: float) -> dict[s
     }
 
 
-def show(sizes: list[dict[str, Any]]) -> None:
-    """A table of the medians, to standard error."""
-    table = Table("roles", "groups of each", *(f"{side}, s" for side in SIDES))
-    for size in sizes:
-        figures = [
-            f"{size['seconds'][side]['median']:.3f}" if side in size["seconds"] else ""
-            for side in SIDES
-        ]
-        table.add_row(str(size["roles"]), str(size["groups_of_a_role"]), *figures)
-    Console(stderr=True).print(table)
-
-
-def plot(sizes: list[dict[str, Any]], path: Path) -> None:
-    """Seconds against groups, a panel for each number of roles."""
-    from matplotlib import pyplot
-
-    panels = sorted({size["roles"] for size in sizes})
-    figure, axes = pyplot.subplots(1, len(panels), squeeze=False, figsize=(4 * len(panels), 3.5))
-    for axis, roles in zip(axes[0], panels, strict=True):
-        for side in SIDES:
-            of_side = [one for one in sizes if one["roles"] == roles and side in one["seconds"]]
-            axis.plot(
-                [one["groups_of_a_role"] for one in of_side],
-                [one["seconds"][side]["median"] for one in of_side],
-                marker="o",
-                label=side,
-            )
-        axis.set(
-            title=f"{roles} roles", xlabel="groups of a role", ylabel="seconds", ylim=(0, None)
-        )
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run from the command line; returns the exit status."""
+    parser = parser_of(__doc__, 5, "of all sides")
     parser.add_argument("--roles", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 10, 20, 40])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds for each group of ours")
-    parser.add_argument("--json", action="store_true", help="JSON to standard output")
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--plot", type=Path, help="a figure, if matplotlib is there")
-    arguments = parser.parse_args()
-    facts = machine_facts()
-    sizes = [
-        measure(roles, count, arguments.rounds, arguments.delay)
-        for roles in arguments.roles
-        for count in arguments.groups
-    ]
-    show(sizes)
-    if arguments.json or arguments.out:
-        write_facts(arguments.out, {"machine": facts, "at_once": AT_ONCE, "sizes": sizes})
-    if arguments.plot:
-        plot(sizes, arguments.plot)
-    return 0
+    args = parser.parse_args()
+
+    def measured(_: Path) -> dict[str, Any]:
+        sizes = [
+            measure(roles, count, args.rounds, args.delay)
+            for roles in args.roles
+            for count in args.groups
+        ]
+        return {"at_once": AT_ONCE, "sizes": sizes}
+
+    return run_bench("rebuild", args.out, measured)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How long a recovery takes: seconds of each phase, and from the kill to the next finished step.
 
-    .venv/bin/python scripts/bench/recovery.py [--repeats N] [--out FILE]
+    .venv/bin/python scripts/bench/recovery.py [--rounds N] [--out FILE]
 
 Eight roles on four nodes (the demo's run). The two kinds of failure take turns, A/B/A/B: a whole
 node is killed (the spare takes over), one process is killed (it is started again in place). Each
@@ -11,13 +11,13 @@ status 1. No value is left out of the means.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.machine import machine_facts, write_facts
+from common.command import at_least, in_turns, parser_of, run_bench
+from common.trainings import BenchError
 
 from deadpool_megatron.cli.show.demo import DemoError, Outcome, judge, kill_in_backward, run_once
 from deadpool_megatron.cli.show.live import PlainDisplay
@@ -31,15 +31,16 @@ def measure(repeats: int, iterations: int, base: Path) -> dict[str, Any]:
     display = PlainDisplay(sys.stderr)
     display.line("undisturbed run")
     undisturbed = run_once(display, base, "undisturbed", iterations)
-    outcomes: dict[str, list[Outcome]] = {kind: [] for kind in KINDS}
-    for repeat in range(1, repeats + 1):
-        for kind, target in KINDS.items():
-            display.line(f"{kind}, {repeat} of {repeats}")
-            # Another iteration each time, so that no phase of a cycle is favoured.
-            strike = 4 + repeat % (iterations - 5)
-            name = f"{target}-{repeat}"
-            struck = run_once(display, base, name, iterations, kill_in_backward(strike, target))
-            outcomes[kind].append(judge(undisturbed, struck, strike))
+
+    def struck(target: str, repeat: int) -> Outcome:
+        # Another iteration each time, so that no phase of a cycle is favoured.
+        strike = 4 + repeat % (iterations - 5)
+        fault = kill_in_backward(strike, target)
+        run = run_once(display, base, f"{target}-{repeat}", iterations, fault)
+        return judge(undisturbed, run, strike)
+
+    sides = {kind: partial(struck, target) for kind, target in KINDS.items()}
+    outcomes = in_turns("recovery", repeats, sides)
     return {kind: facts_of(found) for kind, found in outcomes.items()}
 
 
@@ -62,24 +63,23 @@ def facts_of(outcomes: list[Outcome]) -> dict[str, Any]:
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__, 5, "of each kind")
+    iterations = at_least(8)
+    parser.add_argument(
+        "--iterations", type=iterations, default=12, metavar="N", help="steps per run"
     )
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each kind")
-    parser.add_argument("--iterations", type=int, default=12, metavar="N", help="steps per run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args()
-    if args.repeats < 1 or args.iterations < 8:
-        parser.error("--repeats must be at least 1 and --iterations at least 8")
-    facts: dict[str, Any] = {"bench": "recovery", "machine": machine_facts()}
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
+
+    def measured(base: Path) -> dict[str, Any]:
         try:
-            facts["kinds"] = measure(args.repeats, args.iterations, Path(base))
+            return {"kinds": measure(args.rounds, args.iterations, base)}
         except DemoError as error:
-            print(f"recovery bench: {error}", file=sys.stderr)
-            return error.status
-    write_facts(args.out, facts)
-    return 0 if all(kind["bit_identical"] for kind in facts["kinds"].values()) else 1
+            raise BenchError(str(error)) from error
+
+    def is_good(facts: dict[str, Any]) -> bool:
+        return all(kind["bit_identical"] for kind in facts["kinds"].values())
+
+    return run_bench("recovery", args.out, measured, is_good)
 
 
 if __name__ == "__main__":

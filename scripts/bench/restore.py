@@ -13,15 +13,14 @@ to the comparison. The sides take turns; no value is left out.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.machine import machine_facts, write_facts
+from common.command import in_turns, parser_of, run_bench
 from common.struck import SIZES, Protected, run_protected, sizes_of
-from common.trainings import BenchError, parameters
+from common.trainings import parameters
 
 from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.run_result import RunResult
@@ -39,13 +38,14 @@ def measure(name: str, rounds: int, base: Path) -> dict[str, Any]:
     """One size: both sides in turns."""
     undisturbed = run_protected(name, [], STEPS, base).result
     assert undisturbed is not None
-    runs: dict[str, list[Protected]] = {side: [] for side in SIDES}
-    for number in range(1, rounds + 1):
-        for side, (flags, training) in SIDES.items():
-            print(f"{name}: {side}, {number} of {rounds}", file=sys.stderr, flush=True)
-            if training:
-                training = [*training, "--save", str(base / f"{name}-{number}")]
-            runs[side].append(run_protected(name, flags, STEPS, base, "node", training))
+
+    def struck(side: str, number: int) -> Protected:
+        flags, training = SIDES[side]
+        if training:
+            training = [*training, "--save", str(base / f"{name}-{number}")]
+        return run_protected(name, flags, STEPS, base, "node", training)
+
+    runs = in_turns(name, rounds, {side: partial(struck, side) for side in SIDES})
     facts: dict[str, Any] = {side: facts_of(found, undisturbed) for side, found in runs.items()}
     facts["parameters"] = parameters(sizes_of(name))
     for key in ("restore_seconds", "recovery_seconds"):
@@ -70,26 +70,18 @@ def facts_of(runs: list[Protected], undisturbed: RunResult) -> dict[str, Any]:
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side")
+    parser = parser_of(__doc__, 3, "turns of each side")
     parser.add_argument("--size", choices=SIZES, nargs="*", default=list(SIZES))
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    facts: dict[str, Any] = {"bench": "restore", "machine": machine_facts(), "sizes": {}}
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
-        for name in args.size:
-            try:
-                facts["sizes"][name] = measure(name, args.rounds, Path(base))
-            except BenchError as error:
-                print(f"restore bench: {error}", file=sys.stderr)
-                return 1
-    write_facts(args.out, facts)
-    sides = [size[side] for size in facts["sizes"].values() for side in SIDES]
-    return 0 if all(one["bit_identical"] for one in sides) else 1
+
+    def measured(base: Path) -> dict[str, Any]:
+        return {"sizes": {name: measure(name, args.rounds, base) for name in args.size}}
+
+    def is_good(facts: dict[str, Any]) -> bool:
+        sides = [size[side] for size in facts["sizes"].values() for side in SIDES]
+        return all(one["bit_identical"] for one in sides)
+
+    return run_bench("restore", args.out, measured, is_good)
 
 
 if __name__ == "__main__":

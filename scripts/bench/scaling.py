@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.machine import ROOT, machine_facts, write_facts
+from common.command import at_least, in_turns, parser_of, run_bench
+from common.machine import ROOT
 from common.slow_steps import VARIABLE
-from common.trainings import WARM_UP, BenchError, Measured, parameters, run_plain
-from overhead import facts_of, run_protected
+from common.trainings import WARM_UP, parameters, run_plain, run_protected
+from overhead import facts_of
 
 from deadpool_megatron.trainer.arguments import parse_args
 
@@ -61,18 +61,21 @@ def measure(size: Size, args: argparse.Namespace, base: Path) -> dict[str, Any]:
     training = training_arguments(size, args.steps)
     variables = {VARIABLE: str(args.seconds)}
     nodes = size.roles // NPROC_PER_NODE
-    sides: dict[str, list[Measured]] = {"plain": [], "protected": []}
-    for number in range(1, args.rounds + 1):
-        for name, runs in sides.items():
-            print(f"{size}, {name}, {number} of {args.rounds}", file=sys.stderr, flush=True)
-            if name == "plain":
-                found = run_plain(training, size.roles, args.steps, base, variables=variables)
-            else:
-                program = [str(_SLOW_STEPS), "protected"]
-                found = run_protected(
-                    training, args.steps, base, nodes, NPROC_PER_NODE, program, variables
-                )
-            runs.append(found)
+    program = [str(_SLOW_STEPS), "protected"]
+    sides = in_turns(
+        size,
+        args.rounds,
+        {
+            "plain": lambda _: run_plain(
+                training, size.roles, args.steps, base, variables=variables
+            ),
+            "protected": lambda _: run_protected(
+                *(training, args.steps, base, nodes, NPROC_PER_NODE),
+                program=program,
+                variables=variables,
+            ),
+        },
+    )
     facts: dict[str, Any] = {name: facts_of(found) for name, found in sides.items()}
     mean = {name: facts[name]["step_seconds"]["mean"] for name in sides}
     cpu = {name: facts[name]["cpu_seconds_per_step"]["mean"] for name in sides}
@@ -83,33 +86,20 @@ def measure(size: Size, args: argparse.Namespace, base: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of runs")
-    parser.add_argument("--steps", type=int, default=6, metavar="N", help="measured per run")
-    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="a step, longer")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    parser = parser_of(__doc__, 2, "pairs of runs", 6)
+    longer = at_least(0, float)
+    parser.add_argument("--seconds", type=longer, default=3.0, metavar="S", help="a step, longer")
     args = parser.parse_args()
-    if args.rounds < 1 or args.steps < 2 or args.seconds < 0:
-        parser.error("--rounds must be at least 1, --steps at least 2, --seconds not negative")
-    facts: dict[str, Any] = {
-        "bench": "scaling",
-        "machine": machine_facts(),
-        "parameters": parameters(parse_args([f"@{CONFIG}"])),
-        "seconds_longer": args.seconds,
-        "warm_up_steps": WARM_UP,
-        "sizes": [],
-    }
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
-        for size in SIZES:
-            try:
-                facts["sizes"].append(measure(size, args, Path(base)))
-            except BenchError as error:
-                print(f"scaling bench: {error}", file=sys.stderr)
-                return 1
-    write_facts(args.out, facts)
-    return 0
+
+    def measured(base: Path) -> dict[str, Any]:
+        return {
+            "parameters": parameters(parse_args([f"@{CONFIG}"])),
+            "seconds_longer": args.seconds,
+            "warm_up_steps": WARM_UP,
+            "sizes": [measure(size, args, base) for size in SIZES],
+        }
+
+    return run_bench("scaling", args.out, measured)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ measured ones none is left out. Memory is that of all processes and their segmen
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.machine import machine_facts, write_facts
+from common.command import in_turns, parser_of, run_bench
 from common.struck import SIZES, size_flags
-from common.trainings import WARM_UP, BenchError, Measured
-from overhead import facts_of, run_protected
+from common.trainings import WARM_UP, Measured, run_protected
+from overhead import facts_of
 
 PEERS = 4
 SIDES = ("off", "on")
@@ -37,39 +36,21 @@ def training_arguments(size: str, steps: int) -> list[str]:
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of runs")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="measured per run")
+    parser = parser_of(__doc__, 2, "pairs of runs", 12)
     parser.add_argument("--size", choices=SIZES, default="5M")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args()
-    if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds must be at least 1 and --steps at least 2")
-    facts: dict[str, Any] = {
-        "bench": "shared-snapshots",
-        "machine": machine_facts(),
-        "peers": PEERS,
-        "size": args.size,
-        "warm_up_steps": WARM_UP,
-    }
     training = training_arguments(args.size, args.steps)
-    runs: dict[str, list[Measured]] = {side: [] for side in SIDES}
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
-        for number in range(1, args.rounds + 1):
-            for side in SIDES:
-                print(f"sharing {side}, {number} of {args.rounds}", file=sys.stderr, flush=True)
-                flags = ("--deadpool-share-snapshots", side)
-                try:
-                    runs[side].append(
-                        run_protected(training, args.steps, Path(base), PEERS, 1, flags=flags)
-                    )
-                except BenchError as error:
-                    print(f"shared snapshots bench: {error}", file=sys.stderr)
-                    return 1
-    write_facts(args.out, facts | {side: facts_of(found) for side, found in runs.items()})
-    return 0
+
+    def measured(base: Path) -> dict[str, Any]:
+        def run(side: str, _: int) -> Measured:
+            flags = ("--spares", "0", "--deadpool-share-snapshots", side)
+            return run_protected(training, args.steps, base, PEERS, 1, flags)
+
+        runs = in_turns("sharing", args.rounds, {side: partial(run, side) for side in SIDES})
+        facts = {side: facts_of(found) for side, found in runs.items()}
+        return {"peers": PEERS, "size": args.size, "warm_up_steps": WARM_UP, **facts}
+
+    return run_bench("shared-snapshots", args.out, measured)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ copies that meet, and nothing of the links between devices and host.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from multiprocessing.synchronize import Barrier, Lock
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.machine import machine_facts, write_facts
+from common.command import at_least, parser_of, run_bench
 
 WAYS = ("alone", "at once", "in turns")
 _PIECE_BYTES = 4 << 20
@@ -53,10 +53,7 @@ def member(
             began = time.perf_counter()
             for first in range(0, nbytes, _PIECE_BYTES):
                 piece = slice(first, first + _PIECE_BYTES)
-                if way == "in turns":
-                    with turn:
-                        slot[piece] = source[piece]
-                else:
+                with turn if way == "in turns" else nullcontext():
                     slot[piece] = source[piece]
             told.put((way, time.perf_counter() - began))
 
@@ -83,28 +80,24 @@ def measure(members: int, nbytes: int, rounds: int, directory: Path) -> dict[str
 
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--members", type=int, default=2, metavar="N", help="of the node")
-    parser.add_argument("--megabytes", type=int, default=64, metavar="N", help="of each member")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of all three ways")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    parser = parser_of(__doc__, 20, "of all three ways")
+    some = at_least(1)
+    parser.add_argument("--members", type=some, default=2, metavar="N", help="of the node")
+    parser.add_argument("--megabytes", type=some, default=64, metavar="N", help="of each member")
     args = parser.parse_args()
-    if min(args.members, args.megabytes, args.rounds) < 1:
-        parser.error("--members, --megabytes and --rounds must be at least 1")
-    facts: dict[str, Any] = {
-        "bench": "side-copies",
-        "machine": machine_facts(),
-        "members": args.members,
-        "megabytes": args.megabytes,
-        "piece_bytes": _PIECE_BYTES,
-    }
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-", dir="/dev/shm") as directory:
-        found = measure(args.members, args.megabytes << 20, args.rounds, Path(directory))
-    facts["median_seconds"] = {way: statistics.median(times) for way, times in found.items()}
-    write_facts(args.out, facts | {"seconds": found})
-    return 0
+
+    def measured(_: Path) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="deadpool-bench-", dir="/dev/shm") as directory:
+            found = measure(args.members, args.megabytes << 20, args.rounds, Path(directory))
+        return {
+            "members": args.members,
+            "megabytes": args.megabytes,
+            "piece_bytes": _PIECE_BYTES,
+            "median_seconds": {way: statistics.median(times) for way, times in found.items()},
+            "seconds": found,
+        }
+
+    return run_bench("side-copies", args.out, measured)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How long the gloo groups of R roles take to meet: the store over the links, beside torch's.
 
-    .venv/bin/python scripts/bench/store.py [--roles 8 16 64] [--epochs N] [--out FILE]
+    .venv/bin/python scripts/bench/store.py [--roles 8 16 64] [--rounds N] [--out FILE]
 
 One process tree on this machine: a process for each role, one for each agent (up to eight roles),
 one for the coordinator's store, one that serves a TCPStore. All roles attach the groups of a
@@ -12,7 +12,6 @@ TCPStore is connected before (how long that takes in the crowd is given apart).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -31,7 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.machine import machine_facts, write_facts
+from common.command import parser_of, run_bench
+from common.machine import cpu_seconds_of
 
 from deadpool_megatron.cluster.agent.members.members import FramePipe
 from deadpool_megatron.cluster.link.store import CoordinatorStore, StoreRelay
@@ -213,12 +213,7 @@ class Tree:
 
     def processor_seconds(self, kind: str) -> float:
         """Used so far by all processes of a kind."""
-        ticks = 0
-        for pid in self.pids[kind]:
-            with open(f"/proc/{pid}/stat") as stat:
-                fields = stat.read().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(cpu_seconds_of(Path(f"/proc/{pid}")) for pid in self.pids[kind])
 
     def _fork(self, kind: str, function: Callable[..., None], *arguments: Any) -> None:
         pid = os.fork()
@@ -278,16 +273,15 @@ def _processor_seconds() -> float:
 
 
 def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run from the command line; returns the exit status."""
+    parser = parser_of(__doc__, 7, "epochs")
     parser.add_argument("--roles", type=int, nargs="+", default=[8, 16, 64])
-    parser.add_argument("--epochs", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="JSON file; standard output without")
-    arguments = parser.parse_args()
-    facts = machine_facts()
-    sizes = {str(roles): measure(roles, arguments.epochs) for roles in arguments.roles}
-    write_facts(arguments.out, {"machine": facts, "sizes": sizes})
-    return 0
+    args = parser.parse_args()
+
+    def measured(_: Path) -> dict[str, Any]:
+        return {"sizes": {str(roles): measure(roles, args.rounds) for roles in args.roles}}
+
+    return run_bench("store", args.out, measured)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ the others none is left out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -30,9 +28,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.command import in_turns, parser_of, run_bench
 from common.ending import ending_in_order
-from common.machine import ROOT, machine_facts, write_facts
+from common.machine import ROOT
 from common.slow_steps import PLACE, PLACES, VARIABLE
+from common.trainings import BenchError
 
 from deadpool_megatron.cli.show.report import read_story
 from deadpool_megatron.cli.show.story import summary
@@ -58,13 +58,11 @@ _MODEL = (
 # With these, traffic lies beside the forward and backward pass.
 _OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 QUEUES = ("fifo", "bands")
+# By events; the longest and the shortest of all roles in some seconds.
+TOLD = ("ship_seconds", "window_seconds", "commit_seconds")
 # With copies; the names of the two rules for their pace.
 PACES = ("gaps", "share")
 _SLOW_STEPS = Path(__file__).with_name("common") / "slow_steps.py"
-
-
-class BenchError(Exception):
-    """A run failed; the message shows the end of what it wrote."""
 
 
 @dataclass
@@ -73,9 +71,7 @@ class Measured:
 
     step_seconds: list[float] = field(default_factory=list)
     gate_waits: list[tuple[int, float]] = field(default_factory=list)  # iteration, seconds
-    ship_seconds: list[float] = field(default_factory=list)
-    window_seconds: list[float] = field(default_factory=list)
-    commit_seconds: list[float] = field(default_factory=list)
+    told: dict[str, list[float]] = field(default_factory=dict)  # as TOLD
     shipped_bytes: list[int] = field(default_factory=list)
 
 
@@ -179,14 +175,9 @@ def run_protected(link: Link, hosts: Hosts, base: Path) -> Measured:
     waits = read_story(directory).gate_waits
     measured.gate_waits = [(iteration or 0, s) for (_, iteration), s in waits.items()]
     measured.shipped_bytes = [event.data["bytes"] for event in commits]
-    # The longest and the shortest of all roles in some seconds.
-    measured.ship_seconds = [s for e in commits if (s := e.data["ship_seconds"]) is not None]
-    measured.window_seconds = [
-        seconds for e in commits if (seconds := e.data["window_seconds"]) is not None
-    ]
-    measured.commit_seconds = [
-        seconds for e in commits if (seconds := e.data["commit_seconds"]) is not None
-    ]
+    measured.told = {
+        name: [s for event in commits if (s := event.data[name]) is not None] for name in TOLD
+    }
     return measured
 
 
@@ -222,16 +213,16 @@ def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
         "share": partial(run_protected, even),
         "local": partial(run_protected, local),
     }
-    sides: dict[str, list[Measured]] = {name: [] for name in runs}
-    for number in range(1, rounds + 1):
-        for name, run in runs.items():
-            print(f"{queue}, {name}, {number} of {rounds}", file=sys.stderr, flush=True)
-            place = base / f"{link.compute_at}-{queue}-{name}-{number}"
-            place.mkdir()
-            with Hosts(NODES, place) as hosts:
-                for host in hosts:
-                    link.lay(host, queue)
-                sides[name].append(run(hosts, place))
+
+    def take(name: str, number: int) -> Measured:
+        place = base / f"{link.compute_at}-{queue}-{name}-{number}"
+        place.mkdir()
+        with Hosts(NODES, place) as hosts:
+            for host in hosts:
+                link.lay(host, queue)
+            return runs[name](hosts, place)
+
+    sides = in_turns(queue, rounds, {name: partial(take, name) for name in runs})
     times = {
         name: summary([s for run in runs for s in run.step_seconds]) for name, runs in sides.items()
     }
@@ -255,9 +246,7 @@ def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
             "gate_seconds": sum(
                 s for run in sides[name] for i, s in run.gate_waits if i > _WARM_UP
             ),
-            "ship_seconds": summary([s for run in sides[name] for s in run.ship_seconds]),
-            "window_seconds": summary([s for run in sides[name] for s in run.window_seconds]),
-            "commit_seconds": summary([s for run in sides[name] for s in run.commit_seconds]),
+            **{key: summary([s for run in sides[name] for s in run.told[key]]) for key in TOLD},
             "shipped_bytes": summary([float(n) for run in sides[name] for n in run.shipped_bytes]),
         }
     return found
@@ -270,11 +259,7 @@ def _ratios(above: Mapping[str, float], below: Mapping[str, float]) -> dict[str,
 @ending_in_order()
 def main() -> int:
     """Run from the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of runs")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="measured per run")
+    parser = parser_of(__doc__, 2, "pairs of runs", 30)
     parser.add_argument("--rate-mbit", type=float, default=200.0, metavar="MBIT", help="of a link")
     parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="of the model")
     parser.add_argument(
@@ -288,51 +273,41 @@ def main() -> int:
         help="before the traffic of a step, or after it",
     )
     parser.add_argument("--queue", choices=QUEUES, nargs="*", default=list(QUEUES))
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     args, flags = parser.parse_known_args()
-    if args.rounds < 1 or args.steps < 2:
-        parser.error("--rounds must be at least 1 and --steps at least 2")
     if not all(flag.startswith("--deadpool-") for flag in flags[::2]):
         parser.error(f"unknown arguments {' '.join(flags)}; --deadpool-* go to the protected runs")
     if reason := missing():
         parser.error(f"no hosts can be made here: {reason}")
-    facts: dict[str, Any] = {
-        "bench": "streaming",
-        "machine": machine_facts(),
-        "compute_seconds": args.compute_seconds,
-        "flags": flags,
-        "warm_up_steps": _WARM_UP,
-        "cases": [],
-    }
-    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
+
+    def measured(base: Path) -> dict[str, Any]:
+        cases = []
         for place, queue in itertools.product(args.compute_at, args.queue):
-            link = Link(
-                args.rate_mbit,
-                args.hidden_size,
-                place,
-                args.compute_seconds,
-                args.steps,
-                tuple(flags),
-            )
-            try:
-                found = measure(link, queue, args.rounds, Path(base))
-            except BenchError as error:
-                print(f"streaming bench: {error}", file=sys.stderr)
-                return 1
-            facts["cases"].append(found)
-            for name in PACES:
-                side = found[name]
-                print(
-                    f"{link.rate_mbit:g} Mbit/s, {queue}, computing at the {place}, {name}: step"
-                    f" over unprotected {side['ratio']['mean']:.4f}, over shipping nothing"
-                    f" {side['ratio_to_shipping_nothing']['mean']:.4f}, from seal to commit"
-                    f" {side['commit_seconds']['mean']:.3f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    facts["machine"]["load_after"] = os.getloadavg()[0]
-    write_facts(args.out, facts)
-    return 0
+            sizes = (args.rate_mbit, args.hidden_size, place, args.compute_seconds, args.steps)
+            cases.append(measure(Link(*sizes, tuple(flags)), queue, args.rounds, base))
+            show(cases[-1])
+        return {
+            "compute_seconds": args.compute_seconds,
+            "flags": flags,
+            "warm_up_steps": _WARM_UP,
+            "cases": cases,
+            "load_after": os.getloadavg()[0],
+        }
+
+    return run_bench("streaming", args.out, measured)
+
+
+def show(case: Mapping[str, Any]) -> None:
+    """A line for each rule of pace, to standard error."""
+    for name in PACES:
+        side = case[name]
+        print(
+            f"{case['rate_mbit']:g} Mbit/s, {case['queue']}, computing at the"
+            f" {case['compute_at']}, {name}: step over unprotected {side['ratio']['mean']:.4f},"
+            f" over shipping nothing {side['ratio_to_shipping_nothing']['mean']:.4f},"
+            f" from seal to commit {side['commit_seconds']['mean']:.3f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -103,28 +103,33 @@ def node(target: Target) -> str:
     return f"node {number} killed"
 
 
+def _to_a_member(target: Target, number: signal.Signals) -> str:
+    role, node, slot = target.some_seat()
+    listing = target.listing(node)
+    _send(int(listing["members"][str(slot)]), number, listing["started"])
+    return f"process of role {role} on node {node}"
+
+
+def _kill(target: Target, part: str) -> str:
+    number = target.some_node()
+    listing = target.listing(number)
+    _send(int(listing[part]), signal.SIGKILL, listing["started"])
+    return f"{part} of node {number} killed"
+
+
 def process(target: Target) -> str:
     """Kill one training process."""
-    role, number, slot = target.some_seat()
-    listing = target.listing(number)
-    _send(int(listing["members"][str(slot)]), signal.SIGKILL, listing["started"])
-    return f"process of role {role} on node {number} killed"
+    return f"{_to_a_member(target, signal.SIGKILL)} killed"
 
 
 def vault(target: Target) -> str:
     """Kill the vault of a node that plays roles."""
-    number = target.some_node()
-    listing = target.listing(number)
-    _send(int(listing["vault"]), signal.SIGKILL, listing["started"])
-    return f"vault of node {number} killed"
+    return _kill(target, "vault")
 
 
 def agent(target: Target) -> str:
     """Kill the agent of a node that plays roles."""
-    number = target.some_node()
-    listing = target.listing(number)
-    _send(int(listing["agent"]), signal.SIGKILL, listing["started"])
-    return f"agent of node {number} killed"
+    return _kill(target, "agent")
 
 
 def _coordinator_pid(target: Target) -> int:
@@ -158,10 +163,7 @@ def coordinator_frozen(target: Target) -> str:
 
 def process_frozen(target: Target) -> str:
     """Stop one training process for good; the watchdog has to find it."""
-    role, number, slot = target.some_seat()
-    listing = target.listing(number)
-    _send(int(listing["members"][str(slot)]), signal.SIGSTOP, listing["started"])
-    return f"process of role {role} on node {number} stopped"
+    return f"{_to_a_member(target, signal.SIGSTOP)} stopped"
 
 
 def agent_frozen(target: Target) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from common.ending import stop
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.show.tail import EventTail
@@ -231,14 +232,7 @@ def follow(round_: Round, until: Callable[[], bool], seconds: float, what: str) 
 
 def end(round_: Round) -> None:
     """Stop a round that is not over; nothing of it is left running."""
-    if round_.is_over:
-        return
-    os.killpg(round_.process.pid, signal.SIGTERM)
-    try:
-        round_.process.wait(_LEAVE_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(round_.process.pid, signal.SIGKILL)
-        round_.process.wait()
+    stop(round_.process, _LEAVE_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def test_the_command_line_works_without_any_peer() -> None:
         [sys.executable, BENCH / "peers.py", "--rounds", "0"], capture_output=True, text=True
     )
     assert bad.returncode == 2
-    assert "--rounds must be" in bad.stderr
+    assert "--rounds: must be at least 1" in bad.stderr
 
 
 def test_what_cannot_be_run_is_named_with_its_reason() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -26,3 +28,15 @@ def _end(number: int, frame: FrameType | None) -> None:
     # One is enough: a second one, as from timeout(1), would cut short what the first has begun.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)
+
+
+def stop(leader: subprocess.Popen[bytes], seconds: float) -> None:
+    """End the leader of a process group, if it still runs: so that it can clean up, at first."""
+    if leader.poll() is not None:
+        return
+    os.killpg(leader.pid, signal.SIGTERM)
+    try:
+        leader.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait()

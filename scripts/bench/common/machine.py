@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,17 @@ def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
 
 def cpu_seconds(mark: str) -> float:
     """User and system time so far of all living marked processes."""
-    total = 0
+    total = 0.0
     for pid in marked_processes(mark):
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        total += int(fields[11]) + int(fields[12])
-    return total / _TICKS
+        with suppress(OSError):  # gone meanwhile
+            total += cpu_seconds_of(Path(f"/proc/{pid}"))
+    return total
+
+
+def cpu_seconds_of(task: Path) -> float:
+    """User and system time so far of a process or thread, by its folder in /proc."""
+    fields = (task / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def thread_seconds(mark: str) -> Counter[str]:
@@ -86,10 +90,9 @@ def thread_seconds(mark: str) -> Counter[str]:
         try:
             process = _name(Path(f"/proc/{pid}"))
             for task in Path(f"/proc/{pid}/task").iterdir():
-                fields = (task / "stat").read_text().rpartition(")")[2].split()
                 thread = "main" if task.name == str(pid) else _name(task)
                 thread = "others" if thread == process else thread
-                found[f"{process}: {thread}"] += (int(fields[11]) + int(fields[12])) / _TICKS
+                found[f"{process}: {thread}"] += cpu_seconds_of(task)
         except OSError:
             continue
     return found
@@ -103,11 +106,9 @@ def memory_bytes(mark: str) -> int:
     """Proportional set size of all marked processes: shared pages, segments too, counted once."""
     total = 0
     for pid in marked_processes(mark):
-        try:
+        with suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return total * 1024
 
 

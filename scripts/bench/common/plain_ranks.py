@@ -13,6 +13,8 @@ import os
 import random
 import socket
 import sys
+import traceback
+from collections.abc import Callable
 
 from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer import (
@@ -34,20 +36,28 @@ def main(argv: list[str]) -> int:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world_size)
     )
+    statuses = fork_ranks(world_size, lambda: plain.main(arguments))
+    return next((status for status in statuses if status), 0)
+
+
+def fork_ranks(ranks: int, play: Callable[[], int]) -> list[int]:
+    """Play all ranks, each in a fork of this process; returns their exit statuses."""
     children = []
-    for rank in range(world_size):
+    for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             status = 1
             try:
-                status = plain.main(arguments)
+                status = play()
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(status)
         children.append(pid)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    return next((status for status in statuses if status), 0)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
 
 
 def free_port() -> int:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import uuid
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import trainings
 from common.machine import ROOT
-from common.trainings import WARM_UP, BenchError, Measured, watch
+from common.trainings import WARM_UP, BenchError, Measured
 from deadpool_megatron.cli.show.numbers import TimedStep
 from deadpool_megatron.cli.show.report import read_story
 from deadpool_megatron.cli.show.run_result import ResultError, RunResult, read_result
-from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
-from deadpool_megatron.events import Kind
-from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 
 NODES = 4
@@ -65,6 +62,21 @@ def training_arguments(name: str, iterations: int) -> list[str]:
     ]
 
 
+def iterations(steps: int) -> int:
+    """Steps of a whole run, of which ``steps`` are measured."""
+    return WARM_UP + 1 + steps + BEFORE + AFTER
+
+
+def strike(steps: int, victim: str) -> dict[str, object]:
+    """The fault of a struck run: ``victim`` of role 1 is killed in a backward pass."""
+    return {
+        "id": "strike",
+        "point": "backward",
+        "match": {"role": 1, "iteration": iterations(steps) - AFTER},
+        "target": victim,
+    }
+
+
 def run_protected(
     name: str,
     flags: Sequence[str],
@@ -76,50 +88,29 @@ def run_protected(
     """The training under ``deadpool run``. ``victim``: ``node`` or ``self`` (the process) of role
     1 is killed after what is measured. ``training``: further flags of the trainer.
     """
-    directory = base / uuid.uuid4().hex
-    struck_iteration = WARM_UP + 1 + steps + BEFORE
-    fault = {
-        "id": "strike",
-        "point": "backward",
-        "match": {"role": 1, "iteration": struck_iteration},
-        "action": "signal",
-        "target": victim,
-        "signal": "KILL",
-    }
-    plan = directory.with_suffix(".faults.json")
-    plan.write_text(json.dumps([fault] if victim else []))
-    command = [
-        *(sys.executable, "-m", "deadpool_megatron", "run"),
-        *("--nodes", str(NODES), "--spares", "1", "--nproc-per-node", "1"),
-        # A cadence that follows the measured waits would change what is measured.
-        *("--run-dir", str(directory), "--deadpool-cadence", "1", *flags),
-        *("--", "-m", "deadpool_megatron.trainer"),
-        *training_arguments(name, struck_iteration + AFTER),
-        *training,
-    ]
-    tail = EventTail(RunDirectory(directory).events)
     run = Protected(Measured())
 
-    def new_steps() -> int:
-        iterations = [event.iteration for event in tail.poll() if event.kind is Kind.STEP]
-        if not run.own_bytes and any((iteration or 0) > WARM_UP for iteration in iterations):
+    def look(directory: Path, reported: Sequence[int]) -> None:
+        if not run.own_bytes and any(iteration > WARM_UP for iteration in reported):
             run.own_bytes, run.kept_bytes = segment_bytes(directory)
-        return len(iterations)
 
-    log = directory.with_suffix(".log")
-    variables = {FAULTS_VARIABLE: str(plan)}
-    run.measured = watch(command, log, steps, new_steps, variables, unmeasured_steps=BEFORE + AFTER)
+    run.measured = trainings.run_protected(
+        [*training_arguments(name, iterations(steps)), *training],
+        steps,
+        base,
+        NODES,
+        1,
+        ("--spares", "1", *flags),
+        faults=[strike(steps, victim)] if victim else [],
+        unmeasured_steps=BEFORE + AFTER,
+        look=look,
+    )
+    directory = run.measured.directory
+    assert directory is not None
     try:
-        story, run.result = read_story(directory), read_result(directory)
+        run.steps, run.result = read_story(directory).steps[:], read_result(directory)
     except ResultError as error:
         raise BenchError(str(error)) from error
-    run.steps = story.steps[:]
-    measured = range(WARM_UP + 1, WARM_UP + 1 + steps)
-    waits = [s for (_, iteration), s in story.gate_waits.items() if iteration in measured]
-    run.measured.gate_waits, run.measured.gate_seconds = len(waits), sum(waits)
-    # Of the whole run: generation 0 and, where a node was lost, what was protected anew.
-    shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
-    run.measured.shipped_bytes_per_step = shipped / (struck_iteration + AFTER + 1)
     if victim and not run.result.recoveries:
         raise BenchError(f"nothing was recovered, see {directory}")
     return run
@@ -127,14 +118,8 @@ def run_protected(
 
 def segment_bytes(directory: Path) -> tuple[int, int]:
     """Memory behind the segments of all nodes: of the members' own slots, and of all others."""
-    own = others = 0
+    found: Counter[bool] = Counter()
     for path in segment_root(RunDirectory(directory).read_run().run_id).glob("*/*.seg"):
-        try:
-            allocated = path.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
-        if path.name.startswith("own-"):
-            own += allocated
-        else:
-            others += allocated
-    return own, others
+        with suppress(FileNotFoundError):
+            found[path.name.startswith("own-")] += path.stat().st_blocks * 512
+    return found[True], found[False]

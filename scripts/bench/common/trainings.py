@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,9 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from common.ending import ending_in_order
+from common.ending import ending_in_order, stop
 from common.machine import MARK, cpu_seconds, memory_bytes, thread_seconds
+from deadpool_megatron.cli.show.report import read_story
+from deadpool_megatron.cli.show.run_result import ResultError
+from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import Kind
+from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.trainer.config import TrainerConfig
 
 #: Steps at the start of a run that are not measured.
@@ -42,6 +49,7 @@ class Measured:
     gate_seconds: float | None = None
     gate_waits: int | None = None
     shipped_bytes_per_step: float | None = None
+    directory: Path | None = None
 
 
 def parameters(config: TrainerConfig) -> int:
@@ -71,6 +79,59 @@ def run_plain(
             return sum("iteration " in line and " | loss " in line for line in lines)
 
         return watch(command, log, steps, new_steps, variables, unmeasured_steps)
+
+
+def run_protected(
+    training: Sequence[str],
+    steps: int,
+    base: Path,
+    nodes: int,
+    nproc_per_node: int,
+    flags: Sequence[str] = ("--spares", "0"),
+    *,
+    program: Sequence[str] = ("-m", "deadpool_megatron.trainer"),
+    variables: Mapping[str, str] | None = None,
+    faults: Sequence[Mapping[str, Any]] = (),
+    unmeasured_steps: int = 0,
+    look: Callable[[Path, Sequence[int]], None] = lambda directory, iterations: None,
+) -> Measured:
+    """The training under ``deadpool run`` with these flags, whose events tell of each step.
+    ``look(directory, iterations)``: called with what was reported since it was called last."""
+    directory = base / uuid.uuid4().hex
+    variables = dict(variables or {})
+    if faults:
+        plan = directory.with_suffix(".faults.json")
+        plan.write_text(json.dumps(faults))
+        variables[FAULTS_VARIABLE] = str(plan)
+    command = [
+        *(sys.executable, "-m", "deadpool_megatron", "run", "--run-dir", str(directory)),
+        *("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node)),
+        # A cadence that follows the measured waits would change what is measured.
+        *("--deadpool-cadence", "1", *flags, "--", *program, *training),
+    ]
+    tail = EventTail(RunDirectory(directory).events)
+
+    def new_steps() -> int:
+        iterations = [event.iteration or 0 for event in tail.poll() if event.kind is Kind.STEP]
+        look(directory, iterations)
+        return len(iterations)
+
+    log = directory.with_suffix(".log")
+    measured = watch(command, log, steps, new_steps, variables, unmeasured_steps)
+    measured.directory = directory
+    try:
+        story = read_story(directory)
+    except ResultError as error:
+        raise BenchError(str(error)) from error
+    last = WARM_UP + 1 + steps
+    waits = [s for (_, at), s in story.gate_waits.items() if WARM_UP < (at or 0) <= last]
+    measured.gate_waits, measured.gate_seconds = len(waits), sum(waits)
+    if Kind.COMMITTED in story.bytes_by_kind:
+        # Generation 0, after the build, is shipped as well; and where a node was lost, what was
+        # protected anew.
+        shipped = story.bytes_by_kind[Kind.COMMITTED]
+        measured.shipped_bytes_per_step = shipped / (last + unmeasured_steps + 1)
+    return measured
 
 
 @ending_in_order()
@@ -125,7 +186,7 @@ def watch(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_POLL_SECONDS)
     finally:
-        _stop(child)
+        stop(child, _STOP_SECONDS)
     if child.returncode != 0 or len(times) < expected:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
         silence = "" if over else f"no step for {silence_seconds:.0f} s, stopped: "
@@ -138,15 +199,3 @@ def watch(
         after - before for before, after in itertools.pairwise(times[WARM_UP : WARM_UP + 1 + steps])
     ]
     return measured
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End a child that still runs: an interrupt first, so that it can clean up."""
-    if child.poll() is not None:
-        return
-    os.killpg(child.pid, signal.SIGTERM)
-    try:
-        child.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()

@@ -203,15 +203,10 @@ class Agent:
         self._beating = False
 
     @property
-    def welcomed(self) -> bool:
-        """Whether it has a connection whose welcome has arrived."""
-        return self._wire is not None
-
-    @property
     def in_touch(self) -> bool:
         """Whether a beat of a moment ago was acknowledged."""
         doubt = contact_seconds(self.beat_seconds, self._cluster.settings)
-        return self.welcomed and time.monotonic() - self._heard_at <= doubt
+        return self._wire is not None and time.monotonic() - self._heard_at <= doubt
 
     def start(self) -> None:
         """Connect now, and again after each end of the connection; one attempt at a time."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.machine import ROOT
+from common.machine import ROOT, cpu_seconds_of
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, event_files, parse_line
@@ -22,7 +22,6 @@ from deadpool_megatron.wire.auth import create_secret
 
 _LIMIT_SECONDS = 60.0
 _ALL_BACK = b"all agents are back"
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -126,18 +125,18 @@ class Service:
 
     def cpu_seconds(self) -> float:
         """User and system time of the process so far."""
-        fields = self._status("stat").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return cpu_seconds_of(self._folder())
 
     def memory_peak_bytes(self) -> int:
         """The most that was ever resident."""
-        (line,) = (one for one in self._status("status").splitlines() if one.startswith("VmHWM"))
+        lines = (self._folder() / "status").read_text().splitlines()
+        (line,) = (one for one in lines if one.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
 
-    def _status(self, name: str) -> str:
+    def _folder(self) -> Path:
         self.check()
         assert self._process is not None
-        return Path(f"/proc/{self._process.pid}/{name}").read_text()
+        return Path(f"/proc/{self._process.pid}")
 
     def block(self, since: float, until: float | None = None) -> Block:
         """The longest between these times of the wall clock."""

@@ -14,13 +14,12 @@ import signal
 import socket
 import stat
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common.plain_ranks import free_port
+from common.plain_ranks import fork_ranks, free_port
 from nvidia_resiliency_ext import inprocess
 
 from deadpool_megatron import failpoints
@@ -115,27 +114,16 @@ def main(argv: list[str]) -> int:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks + 1)
     )
-    children = []
-    for rank in range(ranks + 1):
-        pid = os.fork()
-        if pid == 0:
-            os.environ["RANK"] = str(rank)
-            # It checks the GPU of this number before a restart, and fails where there is none.
-            if torch.cuda.is_available():
-                os.environ["LOCAL_RANK"] = str(rank)
-            failpoints.load()
-            status = 1
-            try:
-                wrapped(ranks, own_abort, store_port, monitors)(arguments)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(pid)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+    def play() -> int:
+        # It checks the GPU of this number before a restart, and fails where there is none.
+        if not torch.cuda.is_available():
+            del os.environ["LOCAL_RANK"]
+        failpoints.load()
+        wrapped(ranks, own_abort, store_port, monitors)(arguments)
+        return 0
+
+    statuses = fork_ranks(ranks + 1, play)
     bad = [status for status in statuses if status not in (0, -signal.SIGKILL)]
     return 1 if bad or statuses.count(-signal.SIGKILL) > 1 else 0
 

@@ -10,12 +10,20 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.machine import marked_processes
-from common.struck import AFTER, BEFORE, NODES, run_protected, training_arguments
-from common.trainings import WARM_UP, BenchError, Measured, run_plain, watch
+from common.struck import (
+    AFTER,
+    BEFORE,
+    NODES,
+    iterations,
+    run_protected,
+    strike,
+    training_arguments,
+)
+from common.trainings import BenchError, Measured, run_plain, watch
 
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from other_systems.environments import python_of
@@ -64,13 +72,7 @@ SIDES: dict[str, Side] = {
     "torchrun-async-1": Side(f"{_DCP}.async_save each step", "torchrun", "dcp-async"),
     "torchrun-async-10": Side(f"{_DCP}.async_save each 10 steps", "torchrun", "dcp-async", 10),
     "nvrx-injob-10": Side(_IN_JOB, "ft_launcher", "dcp", 10, peer="nvidia-resiliency-ext"),
-    "nvrx-inprocess-10": Side(
-        _IN_PROCESS,
-        "inprocess",
-        "dcp",
-        10,
-        peer="nvidia-resiliency-ext",
-    ),
+    "nvrx-inprocess-10": Side(_IN_PROCESS, "inprocess", "dcp", 10, peer="nvidia-resiliency-ext"),
     "nvrx-inprocess-10-as-shipped": Side(
         f"{_NVRX}; as shipped",
         "inprocess",
@@ -83,21 +85,14 @@ SIDES: dict[str, Side] = {
     ),
     "lm-resiliency-1": Side(_LM, "torchrun", "lm-resiliency", peer="lm-resiliency"),
     "deadpool-process": Side("deadpool, buddy", "deadpool", "none"),
-    "torchrun-sync-1-node": Side(f"{_DCP}.save each step", "torchrun", "dcp", node=True),
-    "torchrun-sync-10-node": Side(f"{_DCP}.save each 10 steps", "torchrun", "dcp", 10, node=True),
-    "nvrx-injob-10-node": Side(
-        _IN_JOB, "ft_launcher", "dcp", 10, peer="nvidia-resiliency-ext", node=True
-    ),
-    "nvrx-inprocess-10-node": Side(
-        _IN_PROCESS,
-        "inprocess",
-        "dcp",
-        10,
-        peer="nvidia-resiliency-ext",
-        node=True,
-    ),
-    "lm-resiliency-1-node": Side(_LM, "torchrun", "lm-resiliency", peer="lm-resiliency", node=True),
-    "deadpool-node": Side("deadpool, buddy", "deadpool", "none", node=True),
+}
+_OF_A_NODE = (
+    *("torchrun-sync-1", "torchrun-sync-10", "nvrx-injob-10", "nvrx-inprocess-10"),
+    *("lm-resiliency-1", "deadpool-process"),
+)
+SIDES |= {
+    f"{label.removesuffix('-process')}-node": replace(SIDES[label], node=True)
+    for label in _OF_A_NODE
 }
 
 #: what people use as well and the bench cannot run, with the reason
@@ -121,11 +116,6 @@ class Run:
     recomputed: int | None = None
 
 
-def iterations(steps: int) -> int:
-    """Steps of a whole run, of which ``steps`` are measured."""
-    return WARM_UP + 1 + steps + BEFORE + AFTER
-
-
 def run_undisturbed(name: str, steps: int, base: Path) -> Run:
     """The training on stock gloo that nothing strikes and nothing protects."""
     facts = base / f"{uuid.uuid4().hex}.json"
@@ -146,8 +136,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
     directory.mkdir()
     reports, facts, plan = (directory / part for part in ("reports", "facts.json", "faults.json"))
     reports.touch()
-    fault = _fault(steps, side.node)
-    plan.write_text(json.dumps([fault]))
+    plan.write_text(json.dumps([strike(steps, "node" if side.node else "self")]))
     command = [
         *_start(side, python, directory),
         *("--keeper", side.keeper, "--every", str(side.every), "--folder", str(directory / "kept")),
@@ -180,23 +169,13 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
             raise BenchError(f"{summary}; {cause_in(log.read_text(errors='replace'))}") from error
         finally:
             end_leftovers(mark)
-    struck = Path(f"{plan}.fired") / str(fault["id"])
+    struck = Path(f"{plan}.fired") / "strike"
     if not struck.exists():
         raise OutcomeError(f"nothing was killed; {cause_in(log.read_text(errors='replace'))}")
     with open(reports) as lines:
         found = parse_reports(lines)
     hashes = json.loads(facts.read_text())["hashes"]
     return Run(measured, found, hashes, struck.stat().st_mtime)
-
-
-def _fault(steps: int, node: bool) -> dict[str, object]:
-    """The same as in common/struck.py: role 1 dies in a backward pass."""
-    return {
-        "target": "node" if node else "self",
-        "id": "strike",
-        "point": "backward",
-        "match": {"role": 1, "iteration": iterations(steps) - AFTER},
-    }
 
 
 def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
