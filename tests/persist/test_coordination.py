@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.persist.harness.world import DROP, TAKE, World
+from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room, overwritten
 
 
 def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
@@ -66,10 +66,6 @@ def test_what_is_due(tmp_path: Path, newest: int, every: int, due: int) -> None:
     assert world.exports.status()["now"]["iteration"] == due
 
 
-def lose_a_node(world: World) -> None:
-    del world.state.fleet.nodes[1]
-
-
 def close(world: World) -> None:
     world.state.standing_epoch = None
 
@@ -81,10 +77,6 @@ def finish(world: World) -> None:
 def other_moments(world: World) -> None:
     world.hear(0, "taken", roles={"0": [[1, 4], "step"]})
     world.hear(1, "taken", roles={"1": [[1, 4], "evaluation"]})
-
-
-def no_room(world: World) -> None:
-    world.hear(1, "failed", text="no room")
 
 
 def time_is_over(world: World) -> None:
@@ -193,10 +185,7 @@ def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path)
 def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path) -> None:
     world, done = World(tmp_path, persist_interval=4), list[int]()
     world.exports.tick()
-    world.taken(4)
-    world.written()
-    world.exports.tick()
-    world.work()
+    world.finish(4)
     exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
     world.state.line.valid = (exported,)
     requests = Saves(world.desk, refused=lambda what, why: None, done=done.append)
@@ -236,7 +225,7 @@ def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> 
     world.exports.carry_out(BeginExport(5, str(world.run.exports)))
     world.exports.tick()
     assert world.orders() == TAKE
-    world.hear(0, "failed", text="take: the slot was overwritten", code="too-late")
+    overwritten(world)
     assert world.orders() == DROP
     world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == 4

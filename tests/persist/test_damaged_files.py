@@ -14,16 +14,12 @@ from deadpool_megatron.cli.start import resuming
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     DurableError,
     make_valid,
-    publish_export,
-    remember_and_prune,
 )
 from deadpool_megatron.cluster.coordinator.succession.first_state import valid_checkpoints
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
-    unfinished_export,
 )
-from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.skeleton import (
     Skeleton,
     SkeletonError,
@@ -32,20 +28,9 @@ from deadpool_megatron.persist.skeleton import (
     write_skeleton,
 )
 from deadpool_megatron.settings import Settings
+from tests.persist.harness.exported import exported, saved_at
 
 INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
-
-
-def saved_at(iteration: int, path: Path) -> Restore:
-    return Restore("durable", Generation(1, iteration), "save", str(path))
-
-
-def exported(run: RunDirectory, folder: Path, iteration: int) -> Path:
-    final = folder / f"iter_{iteration:07d}"
-    unfinished = unfinished_export(folder, "run", "1.1")
-    unfinished.mkdir(parents=True)
-    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
-    return final
 
 
 @pytest.mark.parametrize(
@@ -81,11 +66,13 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"paths": null}', "[" * 100000, "\0"])
 def test_the_list_of_exports(tmp_path: Path, text: str) -> None:
+    """What was exported counts all the same."""
     run = RunDirectory(tmp_path)
-    final = exported(run, run.exports, 4)
     run.exported.write_text(text)
     with pytest.raises(DurableError, match=r"exported\.json is damaged, nothing is pruned"):
-        remember_and_prune(run, "run", final, 1, ())
+        exported(run, run.exports, 4, keep=1)
+    (found,) = valid_checkpoints(run)
+    assert found == saved_at(4, run.exports / "iter_0000004")
 
 
 def test_the_list_of_names_that_was_cut_in_a_character(tmp_path: Path) -> None:
@@ -104,6 +91,7 @@ def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
     (final / "mine").touch()
     assert exported(run, folder, 4) == final
     assert (final / "mine").exists()
+    assert not list(folder.glob(".export-*"))
     saved = folder / "saves" / "iter_0000008"
     saved.mkdir(parents=True)
     make_valid(saved, saved, saved_at(8, saved), run, "run")

@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.machine.inputs import (
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.persist.harness.world import DROP, TAKE, World
+from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room, overwritten
 
 WHY = "the time is over"
 DUMP = DumpRequested(WHY)
@@ -44,15 +44,6 @@ def told(world: World) -> list[object]:
     ]
 
 
-def finished(world: World, iteration: int) -> str:
-    """The export under way comes to its end; answers where it is."""
-    world.taken(iteration)
-    world.written()
-    world.exports.tick()
-    world.work()
-    return str(world.run.path / "exports" / f"iter_{iteration:07d}")
-
-
 def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
     world = leaving(tmp_path)
     assert world.orders() == TAKE
@@ -61,9 +52,9 @@ def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
     why = "the run is about to end, and exports once more itself"
     assert world.fed == [Exported(5, 0, "", why)]
     world.fed.clear()
-    path = finished(world, 2)
-    assert told(world) == [DurableValid(2, path), DUMP]
-    assert Path(path).is_dir()
+    path = world.finish(2)
+    assert told(world) == [DurableValid(2, str(path)), DUMP]
+    assert path.is_dir()
     dump = world.fed[-1]
     assert dump.seconds is not None
     assert 0 < dump.seconds <= 100, "what the export has left of it"
@@ -117,14 +108,6 @@ def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
     world.exports.tick()
     assert told(world) == [DUMP]
     assert world.orders() == []
-
-
-def lose_a_node(world: World) -> None:
-    del world.state.fleet.nodes[1]
-
-
-def no_room(world: World) -> None:
-    world.hear(1, "failed", text="no room")
 
 
 def too_little_time(world: World) -> None:
@@ -196,13 +179,13 @@ def test_the_dump_does_not_wait_for_a_disk_that_takes_its_time(tmp_path: Path) -
 def test_one_that_was_too_late_is_tried_again(tmp_path: Path) -> None:
     world = leaving(tmp_path)
     world.orders()
-    world.hear(0, "failed", text="the slot was overwritten", code="too-late")
+    overwritten(world)
     assert not world.fed
     world.exports.tick()
     assert world.orders() == [*DROP, *TAKE]
     world.work()
     assert told(world) == []
-    path = finished(world, 4)
+    path = str(world.finish(4))
     assert told(world) == [DurableValid(4, path), DUMP]
 
 
@@ -213,7 +196,7 @@ def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: P
     world.exports.carry_out(EndRun(WHY, 100.0))
     world.exports.tick()
     assert world.orders() == []
-    path = finished(world, 4)
+    path = str(world.finish(4))
     assert told(world) == [DurableValid(4, path), DUMP]
 
 
@@ -233,17 +216,14 @@ def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> No
     world.exports.carry_out(BeginExport(5, str(tmp_path / "elsewhere")))
     world.exports.tick()
     world.exports.carry_out(EndRun(WHY, 100.0))
-    world.taken(2)
-    world.written()
-    world.exports.tick()
-    world.work()
+    world.finish(2)
     elsewhere = str(tmp_path / "elsewhere" / "iter_0000002")
     assert told(world) == [DurableValid(2, elsewhere), Exported(5, 2, elsewhere)]
     world.state.reached = 2
     world.sent.clear()
     world.exports.tick()
     assert world.orders() == TAKE
-    path = finished(world, 4)
+    path = str(world.finish(4))
     assert told(world)[2:] == [DurableValid(4, path), DUMP]
 
 

@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.inputs import DumpRequested, Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
-from tests.persist.harness.world import DROP, TAKE, World
+from tests.persist.harness.world import DROP, TAKE, World, no_room, overwritten
 
 
 def ordered(world: World) -> int | None:
@@ -26,15 +26,18 @@ def train(world: World, last: int, by: int = 1) -> None:
         world.exports.tick()
 
 
+def next_is(world: World, due: int) -> None:
+    """The next export is ordered a few iterations before its own, and none before that."""
+    train(world, due - 5)
+    assert world.orders() == []
+    train(world, due - 4)
+    assert world.orders() == TAKE
+    assert ordered(world) == due
+
+
 def finish(world: World, iteration: int) -> None:
     """The export under way, of ``iteration``, is taken, written and published."""
-    epoch = world.state.record.epoch
-    for node in range(2):
-        world.hear(node, "taken", roles={str(node): [[epoch, iteration], "step"]})
-    world.written()
-    world.sent.clear()
-    world.exports.tick()
-    world.work()
+    world.finish(iteration)
     assert ordered(world) is None
 
 
@@ -57,11 +60,7 @@ def test_an_export_is_ordered_a_few_iterations_before_its_own(
     """Its limit and the memory for it begin with the order, however slow the steps are."""
     world = World(tmp_path, persist_interval=interval)
     for due in (interval, 2 * interval):
-        train(world, due - 5)
-        assert world.orders() == []
-        train(world, due - 4)
-        assert world.orders() == TAKE
-        assert ordered(world) == due
+        next_is(world, due)
         train(world, due + 1)
         finish(world, due)
 
@@ -83,10 +82,7 @@ def test_one_look_that_came_late_is_no_pace(tmp_path: Path) -> None:
     train(world, 20)
     world.state.reached = 60
     world.exports.tick()
-    train(world, 95)
-    assert world.orders() == []
-    train(world, 96)
-    assert ordered(world) == 100
+    next_is(world, 100)
 
 
 def test_an_iteration_that_was_jumped_over_is_made_up_for_by_the_next_that_can_be_had(
@@ -98,10 +94,7 @@ def test_an_iteration_that_was_jumped_over_is_made_up_for_by_the_next_that_can_b
     world.exports.tick()
     assert ordered(world) == 152
     finish(world, 152)
-    train(world, 195)
-    assert world.orders() == []
-    train(world, 196)
-    assert ordered(world) == 200
+    next_is(world, 200)
 
 
 def test_with_a_cadence_what_was_jumped_over_is_made_up_for_by_a_generation(
@@ -113,7 +106,7 @@ def test_with_a_cadence_what_was_jumped_over_is_made_up_for_by_a_generation(
     world.state.reached = 150
     world.exports.tick()
     assert ordered(world) == 152
-    world.hear(0, "failed", text="the slot was overwritten", code="too-late")
+    overwritten(world)
     world.state.reached = 154
     world.exports.tick()
     assert ordered(world) == 160
@@ -128,7 +121,7 @@ def test_an_order_of_the_interval_that_was_too_late_is_given_again_further_ahead
     for tried, newest, then in ((100, 101, 105), (105, 106, 114)):
         assert ordered(world) == tried
         world.state.reached = newest
-        world.hear(0, "failed", text="the slot was overwritten", code="too-late")
+        overwritten(world)
         assert f"no checkpoint of iteration {tried} " in world.complaint()
         world.exports.tick()
         assert ordered(world) == then
@@ -144,14 +137,11 @@ def test_orders_that_are_always_too_late_come_to_an_end(tmp_path: Path) -> None:
     for _ in range(20):
         if ordered(world) is None:
             break
-        world.hear(0, "failed", text="the slot was overwritten", code="too-late")
+        overwritten(world)
         world.exports.tick()
     assert ordered(world) is None
     world.orders()
-    train(world, 1995)
-    assert world.orders() == []
-    train(world, 1996)
-    assert ordered(world) == 2000
+    next_is(world, 2000)
     world.work()
 
 
@@ -161,9 +151,7 @@ def test_a_recovery_in_the_middle_of_the_interval_costs_no_export(tmp_path: Path
     recover(world)
     train(world, 25)
     assert world.events == []
-    assert world.orders() == []
-    train(world, 26)
-    assert ordered(world) == 30
+    next_is(world, 30)
 
 
 @pytest.mark.parametrize("is_told_by_a_node", [False, True])
@@ -183,33 +171,27 @@ def test_an_iteration_that_a_recovery_kept_from_being_taken_is_taken_after_it(
     assert "no checkpoint of iteration 30 in the background" in world.complaint()
     assert ordered(world) == then
     finish(world, then)
-    train(world, 55)
-    assert world.orders() == [], "it was made up for once"
-    train(world, 56)
-    assert ordered(world) == 60
+    next_is(world, 60)  # it was made up for once
 
 
 def test_a_refused_export_is_not_ordered_again_and_again(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=30)
     train(world, 26)
     world.orders()
-    world.hear(1, "failed", text="no room")
+    no_room(world)
     assert world.orders() == DROP
-    train(world, 55)
-    assert world.orders() == []
-    train(world, 56)
-    assert ordered(world) == 60, "the next one comes when it is due"
+    next_is(world, 60)
     world.work()
 
 
 def test_a_refused_export_is_ordered_once_more_in_the_next_epoch(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=30)
     train(world, 26)
-    world.hear(1, "failed", text="no room")
+    no_room(world)
     train(world, 40)
     recover(world)
     assert ordered(world) == 42
-    world.hear(1, "failed", text="no room")
+    no_room(world)
     world.orders()
     train(world, 55)
     assert world.orders() == []
@@ -224,10 +206,7 @@ def test_after_one_that_was_not_written_the_next_one_comes_when_it_is_due(tmp_pa
     world.hear(1, "failed", text="the disk is full")
     world.orders()
     recover(world)
-    train(world, 55)
-    assert world.orders() == []
-    train(world, 56)
-    assert ordered(world) == 60
+    next_is(world, 60)
 
 
 def test_what_was_due_while_one_of_the_interval_was_written_is_not_made_up_for(
@@ -236,10 +215,7 @@ def test_what_was_due_while_one_of_the_interval_was_written_is_not_made_up_for(
     world = World(tmp_path, persist_interval=30)
     train(world, 70)
     finish(world, 30)
-    train(world, 85)
-    assert world.orders() == []
-    train(world, 86)
-    assert ordered(world) == 90
+    next_is(world, 90)
 
 
 def test_who_asks_does_not_wait_for_an_iteration_that_is_far_away(tmp_path: Path) -> None:
@@ -251,10 +227,7 @@ def test_who_asks_does_not_wait_for_an_iteration_that_is_far_away(tmp_path: Path
     assert ordered(world) == 12, "one of the next iterations, now"
     finish(world, 12)
     assert world.fed[-1] == Exported(5, 12, str(elsewhere / "iter_0000012"))
-    train(world, 495)
-    assert world.orders() == []
-    train(world, 496)
-    assert ordered(world) == 500
+    next_is(world, 500)
 
 
 @pytest.mark.parametrize(("where", "then"), [("elsewhere", 512), ("exports", None)])

@@ -34,6 +34,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held
 from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import Segment, checksum
+from tests.persist.harness.exported import exported, saved_at
 
 
 @pytest.fixture
@@ -63,10 +64,6 @@ def synced_before(
 
     monkeypatch.setattr(module, name, call)
     return found
-
-
-def saved_at(iteration: int, path: Path) -> Restore:
-    return Restore("durable", Generation(1, iteration), "save", str(path))
 
 
 def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
@@ -107,23 +104,13 @@ def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
         assert path.parent in synced[moment:], path
 
 
-def exported(run: RunDirectory, folder: Path, iteration: int) -> Path:
-    """An export that becomes valid; older ones are pruned, down to one."""
-    final = folder / f"iter_{iteration:07d}"
-    unfinished = unfinished_export(folder, "run", "1.1")
-    unfinished.mkdir(parents=True)
-    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
-    remember_and_prune(run, "run", final, 1, ())
-    return final
-
-
 def test_a_checkpoint_that_its_tracker_names_is_not_pruned(tmp_path: Path) -> None:
     """As after a start with another directory for exports: no newer one comes to the first."""
     run, first, second = RunDirectory(tmp_path), tmp_path / "first", tmp_path / "second"
-    gone, kept = exported(run, first, 4), exported(run, first, 8)
+    gone, kept = exported(run, first, 4, keep=1), exported(run, first, 8, keep=1)
     assert not gone.exists()
     assert (first / "latest_checkpointed_iteration.txt").read_text() == "8"
-    newest = [exported(run, second, iteration) for iteration in (12, 16)][-1]
+    newest = [exported(run, second, iteration, keep=1) for iteration in (12, 16)][-1]
     assert kept.is_dir()
     assert list(second.glob("iter_*")) == [newest]
 
@@ -134,11 +121,11 @@ def test_a_tracker_that_names_nothing_is_no_newer_checkpoint(tmp_path: Path) -> 
     folder.mkdir()
     tracker = folder / "latest_checkpointed_iteration.txt"
     tracker.write_text("500")
-    exported(run, folder, 4)
+    exported(run, folder, 4, keep=1)
     assert tracker.read_text() == "4"
     tracker.write_text("500")
     (folder / "iter_0000500").mkdir()
-    exported(run, folder, 8)
+    exported(run, folder, 8, keep=1)
     assert tracker.read_text() == "500"
 
 
@@ -189,7 +176,7 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
     run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
     saved.mkdir(parents=True)
     known_in = latest.still_valid
-    exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8))
+    exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8, 1))
 
     def known(*of: Any) -> list[Restore]:
         monkeypatch.setattr(durable, "still_valid", known_in)
@@ -216,9 +203,9 @@ def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(
     with monkeypatch.context() as patched:
         patched.setattr(durable, "_newest_by", full)
         with pytest.raises(DurableError, match="No space left"):
-            exported(run, folder, 4)
+            exported(run, folder, 4, keep=1)
     assert (folder / "iter_0000004").is_dir()
-    kept = exported(run, folder, 8)
+    kept = exported(run, folder, 8, keep=1)
     assert list(folder.glob("iter_*")) == [kept]
 
 
@@ -228,16 +215,8 @@ def test_what_was_asked_for_is_not_listed_to_be_pruned(tmp_path: Path) -> None:
     unfinished.mkdir(parents=True)
     restore = saved_at(4, final)
     publish_export(unfinished, final, restore, run, "run", may_be_pruned=False)
-    exported(run, final.parent, 8)
+    exported(run, final.parent, 8, keep=1)
     assert final.is_dir()
-
-
-def test_a_damaged_list_costs_no_export(tmp_path: Path) -> None:
-    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
-    run.exported.write_text("[")
-    with pytest.raises(DurableError, match="nothing is pruned"):
-        exported(run, final.parent, 4)
-    assert read_json(run.latest)["path"] == str(final)
 
 
 def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(

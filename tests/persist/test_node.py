@@ -44,20 +44,30 @@ def order(kind: str, name: str) -> dict[str, Any]:
     return {"t": f"export-{kind}", "name": name, "iteration": 4}
 
 
+def node_of(directory: Path) -> tuple[NodeExports, SlowVault, list[dict[str, Any]]]:
+    """A node with its vault, and what it says."""
+    said: list[dict[str, Any]] = []
+    vault, run = SlowVault(directory), RunDirectory(directory / "run")
+    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
+    (run.path / "logs").mkdir(parents=True)
+    logs = LocalLogs(directory / "logs")
+    exports = NodeExports(0, run, info, directory, vault, logs, lambda m: said.append(dict(m)))
+    return exports, vault, said
+
+
+async def set_aside(exports: NodeExports, vault: SlowVault, said: list[dict[str, Any]]) -> None:
+    """The first export is taken, and it is told."""
+    exports.order(order("take", "1.1"))
+    await until(lambda: "1.1" in vault.answers)
+    vault.answers["1.1"].set_result(taken(exports._segments))
+    await until(lambda: said)
+
+
 async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(
     tmp_path: Path,
 ) -> None:
-    said: list[dict[str, Any]] = []
-    vault = SlowVault(tmp_path)
-    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
-    run = RunDirectory(tmp_path)
-    exports = NodeExports(
-        0, run, info, tmp_path, vault, logs_of(tmp_path), lambda m: said.append(dict(m))
-    )
-    exports.order(order("take", "1.1"))
-    await until(lambda: "1.1" in vault.answers)
-    vault.answers["1.1"].set_result(taken(tmp_path))
-    await until(lambda: said)
+    exports, vault, said = node_of(tmp_path)
+    await set_aside(exports, vault, said)
     assert said.pop() == {
         "t": "export",
         "name": "1.1",
@@ -91,10 +101,6 @@ async def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(
     await exports.close()
 
 
-def logs_of(directory: Path) -> LocalLogs:
-    return LocalLogs(directory / "logs")
-
-
 def no_processes(*_: Any) -> Any:
     raise OSError("no more processes")
 
@@ -105,18 +111,9 @@ async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     """An error that got out of an order would end the connection, and with it the node."""
     monkeypatch.setattr(agent_exports, "start_child", no_processes)
     (tmp_path / "taken-0.9-0").touch()  # of an agent that was killed
-    said: list[dict[str, Any]] = []
-    vault = SlowVault(tmp_path)
-    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
-    run = RunDirectory(tmp_path / "away")
-    exports = NodeExports(
-        0, run, info, tmp_path, vault, logs_of(tmp_path), lambda m: said.append(dict(m))
-    )
+    exports, vault, said = node_of(tmp_path)
     assert not list(tmp_path.glob("taken-*"))
-    exports.order(order("take", "1.1"))
-    await until(lambda: "1.1" in vault.answers)
-    vault.answers["1.1"].set_result(taken(tmp_path))
-    await until(lambda: said)
+    await set_aside(exports, vault, said)
     exports.order({**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1")})
     assert [message["step"] for message in said] == ["taken", "failed"]
     assert "no more processes" in said[-1]["text"]
@@ -125,17 +122,10 @@ async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
 
 async def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path) -> None:
     """The coordinator has removed the directory by then, and may be gone itself."""
-    vault = SlowVault(tmp_path)
-    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
-    run = RunDirectory(tmp_path / "run")
-    (run.path / "logs").mkdir(parents=True)
     unfinished = tmp_path / ".export-id-1.1"
     threads = set(Path("/proc/self/task").iterdir())
-    exports = NodeExports(0, run, info, tmp_path, vault, logs_of(tmp_path), lambda _: None)
-    exports.order(order("take", "1.1"))
-    await until(lambda: "1.1" in vault.answers)
-    vault.answers["1.1"].set_result(taken(tmp_path))
-    await asyncio.sleep(0)
+    exports, vault, said = node_of(tmp_path)
+    await set_aside(exports, vault, said)
     exports.order({**order("write", "1.1"), "directory": str(unfinished)})
     exports.order(order("drop", "1.1"))
     unfinished.mkdir()
@@ -151,19 +141,7 @@ async def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_exports, "start_child", no_processes)
-    said: list[dict[str, Any]] = []
-    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
-    run = RunDirectory(tmp_path / "away")
-    vault = SlowVault(tmp_path)
-    exports = NodeExports(
-        0,
-        run,
-        info,
-        tmp_path,
-        vault,
-        logs_of(tmp_path),
-        lambda m: said.append(dict(m)),
-    )
+    exports, _, said = node_of(tmp_path)
     dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
     exports.order(
         {**order("dump", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "dump": dump}
@@ -172,17 +150,13 @@ async def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     assert (failed["name"], failed["step"]) == ("1.1", "failed")
     assert "no more processes" in failed["text"]
     job = json.loads((tmp_path / "export.json").read_text())
-    assert job["skeletons"] == str(run.skeletons)
+    assert job["skeletons"] == str(RunDirectory(tmp_path / "run").skeletons)
     assert (job["dump"]["roles"], job["joins"], job["taken"]) == ([0], True, [])
 
 
 async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Path) -> None:
-    said: list[dict[str, Any]] = []
-    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
-    logs = logs_of(tmp_path)
-    logs.log("node0-persist").write_text("ValueError: no room\n")
-    place = (0, RunDirectory(tmp_path), info, tmp_path, SlowVault(tmp_path), logs)
-    exports = NodeExports(*place, lambda m: said.append(dict(m)))
+    LocalLogs(tmp_path / "logs").log("node0-persist").write_text("ValueError: no room\n")
+    exports, _, said = node_of(tmp_path)
     exports._name = "1.1"
     exports._written("1.1", tmp_path, Ending(exit_code=1))
     text = "the exporter ended with exit status 1: ValueError: no room"

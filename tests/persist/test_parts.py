@@ -22,8 +22,6 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     DurableError,
     make_valid,
     overlap,
-    publish_export,
-    remember_and_prune,
     saves_refusal,
     to_prune,
     unfinished_export,
@@ -54,6 +52,7 @@ from deadpool_megatron.persist.skeleton import (
 )
 from deadpool_megatron.persist.writing import WritingError, write_role
 from deadpool_megatron.state.extras import capture_random_states, restore_random_states
+from tests.persist.harness.exported import exported, saved_at
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
 
@@ -210,19 +209,9 @@ def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
     assert to_prune(["a"], 1, ()) == []
 
 
-def saved_at(iteration: int, path: Path) -> Restore:
-    return Restore("durable", Generation(1, iteration), "save", str(path))
-
-
 def published(run: RunDirectory, iteration: int) -> Path:
     """An export that becomes valid, and prunes down to two."""
-    final = run.exports / f"iter_{iteration:07d}"
-    unfinished = unfinished_export(run.exports, "run", "1.1")
-    unfinished.mkdir(parents=True)
-    (unfinished / "common.pt").write_text(str(iteration))
-    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
-    remember_and_prune(run, "run", final, 2, ())
-    return final
+    return exported(run, run.exports, iteration, keep=2)
 
 
 def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
@@ -249,15 +238,6 @@ def test_an_older_export_does_not_hide_a_newer_checkpoint(tmp_path: Path) -> Non
     published(run, 4)
     assert Restore.from_dict(read_json(run.latest)).path == str(newer)
     assert (run.exports / "latest_checkpointed_iteration.txt").read_text() == "8"
-
-
-def test_a_checkpoint_of_the_same_name_stays(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    first = published(run, 4)
-    (first / "mine").touch()
-    assert published(run, 4) == first
-    assert (first / "mine").exists()
-    assert len(list(run.exports.glob(".export-*"))) == 0
 
 
 def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path: Path) -> None:

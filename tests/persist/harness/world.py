@@ -66,7 +66,8 @@ class World:
     def taken(self, iteration: int, boundary: str = "step") -> None:
         """Both nodes have set it aside."""
         for node in range(2):
-            self.hear(node, "taken", roles={str(node): [[1, iteration], boundary]})
+            held = [self.state.record.epoch, iteration]
+            self.hear(node, "taken", roles={str(node): [held, boundary]})
 
     def written(self) -> Path:
         """Both nodes have written; answers where."""
@@ -77,6 +78,15 @@ class World:
         for node in range(2):
             self.hear(node, "written")
         return place
+
+    def finish(self, iteration: int) -> Path:
+        """The export under way comes to its end; answers where it is."""
+        self.taken(iteration)
+        self.written()
+        self.sent.clear()
+        self.exports.tick()
+        self.work()
+        return self.run.exports / f"iter_{iteration:07d}"
 
     def work(self) -> None:
         """Carry out what was spawned."""
@@ -89,6 +99,18 @@ class World:
         lines = [str(e.data["text"]) for e in self.events if e.kind is Kind.LOG]
         lines += self.warnings
         return lines[-1] if lines else ""
+
+
+def lose_a_node(world: World) -> None:
+    del world.state.fleet.nodes[1]
+
+
+def no_room(world: World) -> None:
+    world.hear(1, "failed", text="no room")
+
+
+def overwritten(world: World) -> None:
+    world.hear(0, "failed", text="the slot was overwritten", code="too-late")
 
 
 TAKE, WRITE, DROP = (

@@ -1,0 +1,29 @@
+"""Exports and saves of made-up checkpoints that become valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+    publish_export,
+    remember_and_prune,
+    unfinished_export,
+)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.layout.records import Generation, Restore
+
+
+def saved_at(iteration: int, path: Path) -> Restore:
+    return Restore("durable", Generation(1, iteration), "save", str(path))
+
+
+def exported(run: RunDirectory, folder: Path, iteration: int, keep: int | None = None) -> Path:
+    """An export that becomes valid; where ``keep`` is told, older ones are pruned down to it."""
+    final = folder / f"iter_{iteration:07d}"
+    unfinished = unfinished_export(folder, "run", "1.1")
+    unfinished.mkdir(parents=True)
+    (unfinished / ".metadata").touch()
+    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
+    if keep is not None:
+        remember_and_prune(run, "run", final, keep, ())
+    return final
