@@ -21,6 +21,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from tests.cli.told import Complain
 
 WHAT: dict[str, dict[str, Any]] = {
     "drain": {"node": 1},
@@ -222,6 +223,5 @@ def test_the_time_that_a_run_has_goes_by(command: Any) -> None:
     assert 49 < coordinator.asked[0]["seconds"] <= 50
 
 
-def test_without_a_run_it_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["persist", str(tmp_path)]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
+def test_without_a_run_it_is_one_line(tmp_path: Path, complain: Complain) -> None:
+    assert "is not a run directory" in complain("persist", tmp_path)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from immutables import Map
 
-from deadpool_megatron import cli
 from deadpool_megatron.cli.control.commands import _rpo_line
 from deadpool_megatron.cli.show.narration import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
@@ -21,6 +20,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
+from tests.cli.told import Complain
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,8 @@ from deadpool_megatron.settings import Settings
         (("--every", "3"), "no-run is not a run directory"),
     ],
 )
-def test_bad_input(
-    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["protect", str(tmp_path / "no-run"), *more]) == 2
-    assert said in capsys.readouterr().err
+def test_bad_input(more: tuple[str, ...], said: str, tmp_path: Path, complain: Complain) -> None:
+    assert said in complain("protect", tmp_path / "no-run", *more)
 
 
 class Desk:

@@ -36,6 +36,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.events import Event, Kind, take_events, to_line
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
+from tests.cli.told import Complain
 from tests.cluster.running import Run, environment, send
 from tests.common.ports import free_port
 from tests.common.waiting import wait_for
@@ -236,11 +237,8 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(tmp_path
 
 
 @pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
-def test_addresses_that_are_none(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["metrics", str(tmp_path), "--listen", text]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_addresses_that_are_none(text: str, tmp_path: Path, complain: Complain) -> None:
+    complain("metrics", tmp_path, "--listen", text)
 
 
 def value_of(samples: Samples, name: str, status: dict[str, Any] | None, now: float) -> float:
@@ -348,11 +346,10 @@ def test_a_disk_that_is_full_for_a_moment_does_not_end_the_textfile(
 
 
 def test_a_textfile_that_cannot_be_written_at_all(
-    silent_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+    silent_run: RunDirectory, complain: Complain
 ) -> None:
-    words = ["--textfile", str(silent_run.path / "none" / "deadpool.prom")]
-    assert cli.main(["metrics", str(silent_run.path), *words]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    textfile = silent_run.path / "none" / "deadpool.prom"
+    complain("metrics", silent_run.path, "--textfile", textfile)
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from deadpool_megatron import cli
 from deadpool_megatron.cli.observe import serve
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.events import Event, Kind
+from tests.cli.told import Complain
 from tests.cluster.running import Run, environment, send
 from tests.common.waiting import wait_for
 
@@ -255,12 +255,9 @@ def test_a_large_run_is_drawn_for_the_eye(scheme: str, tmp_path: Path) -> None:
     assert of_roles > 512 * 6 * 6
 
 
-def test_addresses_that_cannot_be_listened_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_addresses_that_cannot_be_listened_on(tmp_path: Path, complain: Complain) -> None:
     for text in ("8800", "127.0.0.1:99999"):
-        assert cli.main(["serve", str(tmp_path), "--listen", text]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
+        complain("serve", tmp_path, "--listen", text)
 
 
 def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:

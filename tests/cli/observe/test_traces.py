@@ -25,6 +25,8 @@ from tests.common.waiting import PATIENCE_SECONDS
 sys.path.insert(0, str(Path(__file__).parents[1] / "show"))
 import synthetic_run
 
+from tests.cli.told import Complain
+
 
 class Collector:
     """Takes what is posted, or answers with an error."""
@@ -144,9 +146,8 @@ def test_a_slow_collector_gets_every_span_of_a_large_recovery(
     assert len(collector.spans) > 3 * 1024
 
 
-def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["traces", str(tmp_path / "none")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_no_run(tmp_path: Path, complain: Complain) -> None:
+    complain("traces", tmp_path / "none")
 
 
 def test_a_follower_that_comes_late_tells_the_phases_of_each_recovery(

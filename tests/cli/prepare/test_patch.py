@@ -11,15 +11,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import deadpool_megatron
-from deadpool_megatron import cli
 from deadpool_megatron.cli.prepare import patch as command
 from deadpool_megatron.hookpoints import points_of
+from tests.cli.told import CarryOut, Complain
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 REPOSITORY = Path(__file__).parents[3]
@@ -84,30 +85,45 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def patch(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert cli.main(["patch", *map(str, arguments)]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
+Patch = Callable[..., str]
+Facts = Callable[..., dict[str, Any]]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+@pytest.fixture
+def patch(carry_out: CarryOut) -> Patch:
+    """Have something done; answers what is said."""
+
+    def succeed(*arguments: object) -> str:
+        status, out, err = carry_out("patch", *arguments)
+        assert (status, err) == (0, "")
+        return out
+
+    return succeed
+
+
+@pytest.fixture
+def refused(complain: Complain) -> Patch:
     """The one line of a refusal, after which the tree is as it was."""
-    root = Path(str(arguments[-1]))
-    before = contents(root)
-    assert cli.main(["patch", *map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("deadpool patch: ")
-    assert captured.err.count("\n") == 1
-    assert contents(root) == before
-    return captured.err
+
+    def fail(action: str, root: Path) -> str:
+        before = contents(root)
+        line = complain("patch", action, root)
+        assert contents(root) == before
+        return line
+
+    return fail
 
 
-def facts(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(patch(capsys, *arguments, "--json"))
-    assert values["ok"] is True
-    return values
+@pytest.fixture
+def facts(patch: Patch) -> Facts:
+    """:func:`patch`, as JSON."""
+
+    def tell(*arguments: object) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(patch(*arguments, "--json"))
+        assert values["ok"] is True
+        return values
+
+    return tell
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -126,7 +142,7 @@ def git(root: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("where", ["no git", "checkout", "worktree", "below", "ignored below"])
 def test_in_and_out_again(
-    where: str, tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    where: str, tree: Path, patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where in ("checkout", "worktree"):
         git(tree, "init", "-q")
@@ -143,28 +159,28 @@ def test_in_and_out_again(
         (tree.parent / ".gitignore").write_text("*\n")
     monkeypatch.setenv("GIT_DIR", str(tree.parent / "another"))
     before = contents(tree)
-    assert "3 files of" in patch(capsys, "check", tree)
+    assert "3 files of" in patch("check", tree)
     assert contents(tree) == before
-    assert "3 files of" in patch(capsys, "apply", tree)
+    assert "3 files of" in patch("apply", tree)
     applied = contents(tree)
     assert {name: content.decode() for name, content in applied.items()} == {
         **AFTER,
         "main.py": "run()",
     }
-    assert "nothing to do" in patch(capsys, "apply", tree)
-    assert "patched already" in patch(capsys, "check", tree)
+    assert "nothing to do" in patch("apply", tree)
+    assert "patched already" in patch("check", tree)
     assert contents(tree) == applied
-    assert "3 files of" in patch(capsys, "revert", tree)
+    assert "3 files of" in patch("revert", tree)
     assert contents(tree) == before
-    assert "nothing to do" in patch(capsys, "revert", tree)
+    assert "nothing to do" in patch("revert", tree)
     assert contents(tree) == before
 
 
-def test_status_shows_every_file(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_every_file(tree: Path, patch: Patch) -> None:
     (tree / "three.py").write_text(AFTER["three.py"])
     (tree / "pkg" / "two.py").unlink()
     (tree / "main.py").write_text("run(1)\n")
-    said = patch(capsys, "status", tree)
+    said = patch("status", tree)
     words = [line.split() for line in said.splitlines()]
     assert said.startswith(f"{tree}: unknown (held against v1)")
     for row in (
@@ -177,8 +193,8 @@ def test_status_shows_every_file(tree: Path, capsys: pytest.CaptureFixture[str])
     assert "apply would be refused: main.py is not that of v1" in said
 
 
-def test_json_of_every_action(tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert facts(capsys, "check", tree) == {
+def test_json_of_every_action(tree: Path, sets: Path, facts: Facts, carry_out: CarryOut) -> None:
+    assert facts("check", tree) == {
         "ok": True,
         "action": "check",
         "tree": str(tree),
@@ -188,95 +204,92 @@ def test_json_of_every_action(tree: Path, sets: Path, capsys: pytest.CaptureFixt
         "files": dict.fromkeys([*BEFORE, "main.py"], "released"),
         "apply_refused": None,
     }
-    assert facts(capsys, "apply", tree)["state"] == "patched"
-    assert facts(capsys, "revert", tree)["state"] == "released"
+    assert facts("apply", tree)["state"] == "patched"
+    assert facts("revert", tree)["state"] == "released"
     (tree / "three.py").write_text("mine\n")
-    status = facts(capsys, "status", tree)
+    status = facts("status", tree)
     assert status["state"] == "unknown"
-    assert cli.main(["patch", "check", str(tree), "--json"]) == 2
-    captured = capsys.readouterr()
-    refusal = json.loads(captured.out)
+    ended, out, err = carry_out("patch", "check", tree, "--json")
+    refusal = json.loads(out)
     assert refusal == {"ok": False, "action": "check", "error": status["apply_refused"]}
-    assert captured.err == f"deadpool patch: {refusal['error']}\n"
+    assert (ended, err) == (2, f"deadpool patch: {refusal['error']}\n")
 
 
 @pytest.mark.parametrize("done", [["pkg/one.py"], ["pkg/two.py", "three.py"]])
 def test_half_patched_is_finished_or_undone(
-    done: list[str], tree: Path, capsys: pytest.CaptureFixture[str]
+    done: list[str], tree: Path, patch: Patch, facts: Facts
 ) -> None:
     before = contents(tree)
     for action, outcome in (("apply", "patched"), ("revert", "released")):
         for name in done:
             (tree / name).write_bytes(AFTER[name].encode())
-        assert facts(capsys, "status", tree)["state"] == "half-patched"
-        assert "'deadpool patch apply' finishes it" in patch(capsys, "status", tree)
-        patch(capsys, action, tree)
-        assert facts(capsys, "status", tree)["state"] == outcome
-        patch(capsys, "revert", tree)
+        assert facts("status", tree)["state"] == "half-patched"
+        assert "'deadpool patch apply' finishes it" in patch("status", tree)
+        patch(action, tree)
+        assert facts("status", tree)["state"] == outcome
+        patch("revert", tree)
         assert contents(tree) == before
 
 
 @pytest.mark.parametrize("action", ["apply", "check", "revert"])
-def test_changes_of_the_user_are_left_alone(
-    action: str, tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changes_of_the_user_are_left_alone(action: str, tree: Path, refused: Patch) -> None:
     # One line longer, elsewhere: git apply alone would patch this.
     (tree / "three.py").write_text(BEFORE["three.py"] + "mine = 1\n")
-    assert "three.py has other changes than the patch: save them" in refused(capsys, action, tree)
+    assert "three.py has other changes than the patch: save them" in refused(action, tree)
     (tree / "three.py").unlink()
-    assert "three.py is missing" in refused(capsys, action, tree)
+    assert "three.py is missing" in refused(action, tree)
 
 
 def test_files_that_are_not_patched_matter_to_apply_only(
-    tree: Path, capsys: pytest.CaptureFixture[str]
+    tree: Path, patch: Patch, refused: Patch
 ) -> None:
-    patch(capsys, "apply", tree)
+    patch("apply", tree)
     (tree / "main.py").write_text("run(1)\n")
     for action in ("apply", "check"):
-        assert "main.py is not that of v1" in refused(capsys, action, tree)
-    patch(capsys, "revert", tree)
+        assert "main.py is not that of v1" in refused(action, tree)
+    patch("revert", tree)
 
 
 def test_the_set_is_chosen_by_the_tree(
-    tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]
+    tree: Path, sets: Path, refused: Patch, facts: Facts
 ) -> None:
     other = {name: text + "# 2\n" for name, text in BEFORE.items()}
     write_patch_set(sets / "v2", other)
-    assert facts(capsys, "status", tree)["tag"] == "v1"
+    assert facts("status", tree)["tag"] == "v1"
     write_tree(tree, {name: other[name] for name in ("pkg/one.py", "pkg/two.py")})
-    assert facts(capsys, "status", tree)["tag"] == "v2"
-    assert "three.py has other changes" in refused(capsys, "apply", tree)
+    assert facts("status", tree)["tag"] == "v2"
+    assert "three.py has other changes" in refused("apply", tree)
 
 
 @pytest.mark.usefixtures("sets")
-def test_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_tree(tmp_path: Path, refused: Patch) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for action in ("apply", "check", "revert", "status"):
-        assert "does not exist" in refused(capsys, action, tmp_path / "absent")
-        assert "is not a directory" in refused(capsys, action, tmp_path / "file")
-        assert "not a checkout of Megatron-LM" in refused(capsys, action, tmp_path / "empty")
+        assert "does not exist" in refused(action, tmp_path / "absent")
+        assert "is not a directory" in refused(action, tmp_path / "file")
+        assert "not a checkout of Megatron-LM" in refused(action, tmp_path / "empty")
 
 
 def test_nothing_is_written_through_a_link_out_of_the_tree(
-    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tree: Path, tmp_path: Path, refused: Patch
 ) -> None:
     (tree / "pkg").rename(tmp_path / "elsewhere")
     (tree / "pkg").symlink_to(tmp_path / "elsewhere")
     for action in ("apply", "check"):
-        assert "is beyond a symbolic link" in refused(capsys, action, tree)
+        assert "is beyond a symbolic link" in refused(action, tree)
     assert (tmp_path / "elsewhere" / "one.py").read_text() == BEFORE["pkg/one.py"]
     (tree / "pkg").unlink()
     (tree / "pkg").symlink_to("pkg")
-    assert "Too many levels of symbolic links" in refused(capsys, "apply", tree)
+    assert "Too many levels of symbolic links" in refused("apply", tree)
 
 
 def test_without_git(
-    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tree: Path, refused: Patch, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tree))
-    assert "git was not found: install it" in refused(capsys, "apply", tree)
-    assert facts(capsys, "status", tree)["state"] == "released"
+    assert "git was not found: install it" in refused("apply", tree)
+    assert facts("status", tree)["state"] == "released"
 
 
 @pytest.mark.parametrize(
@@ -288,19 +301,18 @@ def test_without_git(
     ],
 )
 def test_damaged_patch_sets_are_named(
-    name: str, damage: str, said: str, tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]
+    name: str, damage: str, said: str, tree: Path, sets: Path, refused: Patch
 ) -> None:
     (sets / "v1" / name).write_text(damage)
-    assert said in refused(capsys, "apply", tree)
+    assert said in refused("apply", tree)
 
 
 def test_a_patch_that_makes_another_file_is_told(
-    tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]
+    tree: Path, sets: Path, complain: Complain
 ) -> None:
     file = sets / "v1" / "2.patch"
     file.write_text(file.read_text().replace("@mark", "@mork"))
-    assert cli.main(["patch", "apply", str(tree)]) == 2
-    assert "do not make three.py what their table" in capsys.readouterr().err
+    assert "do not make three.py what their table" in complain("patch", "apply", tree)
 
 
 def test_patch_sets_of_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,10 +358,10 @@ def megatron(tag: str, tmp_path: Path) -> Path:
 
 @pytest.mark.megatron_lm
 def test_patches_mark_every_point_and_nothing_else(
-    tag: str, megatron: Path, capsys: pytest.CaptureFixture[str]
+    tag: str, megatron: Path, patch: Patch, facts: Facts
 ) -> None:
     before = contents(megatron)
-    assert facts(capsys, "apply", megatron)["tag"] == tag
+    assert facts("apply", megatron)["tag"] == tag
     added = {b"from deadpool_megatron.hookpoints import hookpoint\n", b"@hookpoint\n"}
     for name, content in contents(megatron).items():
         points = {
@@ -362,7 +374,7 @@ def test_patches_mark_every_point_and_nothing_else(
         lines = content.splitlines(keepends=True)
         assert b"".join(line for line in lines if line not in added) == before[name]
         assert sum(line in added for line in lines) == (len(points) + 1 if points else 0)
-    patch(capsys, "revert", megatron)
+    patch("revert", megatron)
     assert contents(megatron) == before
 
 
@@ -379,12 +391,12 @@ def marked_functions(source: bytes) -> set[str]:
 
 @pytest.mark.megatron_lm
 def test_release_with_the_same_training_code_is_told_apart(
-    tag: str, megatron: Path, capsys: pytest.CaptureFixture[str]
+    tag: str, megatron: Path, refused: Patch
 ) -> None:
     """As core_v0.16.0, which has the four files of 0.16.1; what is under them differs."""
     version = megatron / "megatron" / "core" / "package_info.py"
     version.write_text(version.read_text().replace("PATCH = ", "PATCH = 1"))
     for action in ("apply", "check"):
-        line = refused(capsys, action, megatron)
+        line = refused(action, megatron)
         assert f"package_info.py is not that of {tag} (this is 0." in line
         assert f"use a checkout of {tag}" in line

@@ -5,26 +5,13 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-import pytest
-
-from deadpool_megatron import cli
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import auth
 
 SCRIPT = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
 # Its slots may lie in /dev/shm, where those of a second session of tests are as well.
 RUN_ID = secrets.token_hex(4)
-
-
-def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a refused command."""
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    lines = captured.err.splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith(f"deadpool {arguments[0]}: ")
-    return lines[0]
 
 
 def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SCRIPT) -> list[str]:
@@ -42,4 +29,5 @@ def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     brief = Settings(close_seconds=0.2)
     info = RunInfo(RUN_ID, world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
     run.create(info)
+    auth.create_secret(path)
     return run

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import agent, checks, launch, restarting, resuming
+from deadpool_megatron.cli.start import checks, launch, restarting, resuming
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -27,18 +26,11 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.wire import auth
-from tests.cli.start.refused import RUN_ID, agent_arguments, complain, old_run, run_arguments
+from tests.cli.start.refused import RUN_ID, agent_arguments, old_run, run_arguments
+from tests.cli.told import Complain
 
 LAUNCH = launch.Launcher.run
-
-
-@pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_launcher: launch.Launcher) -> int:
-        raise AssertionError("the launcher was reached")
-
-    monkeypatch.setattr(launch.Launcher, "run", start)
+pytestmark = pytest.mark.usefixtures("nothing_starts")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +66,8 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--resume", "/nonexistent"), "is not a run directory"),
     ],
 )
-def test_bad_options(
-    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in complain(capsys, *run_arguments(tmp_path / "r", *more))
+def test_bad_options(more: tuple[str, ...], said: str, tmp_path: Path, complain: Complain) -> None:
+    assert said in complain(*run_arguments(tmp_path / "r", *more))
     assert not (tmp_path / "r").exists()
 
 
@@ -92,43 +82,39 @@ def test_bad_options(
         ("no_such_script.py", "no script 'no_such_script.py'"),
     ],
 )
-def test_bad_commands(
-    command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in complain(capsys, *run_arguments(tmp_path / "r", command=command))
+def test_bad_commands(command: str, said: str, tmp_path: Path, complain: Complain) -> None:
+    assert said in complain(*run_arguments(tmp_path / "r", command=command))
 
 
-def test_domains_file_that_cannot_be_understood(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_domains_file_that_cannot_be_understood(tmp_path: Path, complain: Complain) -> None:
     (tmp_path / "domains").write_text("0 rack1 extra\n")
     arguments = run_arguments(tmp_path / "r", "--deadpool-domains", str(tmp_path / "domains"))
-    assert "line 1" in complain(capsys, *arguments)
+    assert "line 1" in complain(*arguments)
     (tmp_path / "domains").write_bytes(b"\xff\xfe0 rack1\n")
-    assert "can't decode byte 0xff" in complain(capsys, *arguments)
+    assert "can't decode byte 0xff" in complain(*arguments)
 
 
-def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_directory_that_is_taken(tmp_path: Path, complain: Complain) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    assert "is not empty" in complain(capsys, *run_arguments(tmp_path / "full"))
-    assert "is not a directory" in complain(capsys, *run_arguments(tmp_path / "full" / "x"))
+    assert "is not empty" in complain(*run_arguments(tmp_path / "full"))
+    assert "is not a directory" in complain(*run_arguments(tmp_path / "full" / "x"))
     old = old_run(tmp_path / "old")
     old.final.write_text("{}")
-    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    assert "holds an earlier run" in complain(*run_arguments(old.path))
     parent = os.getppid()
     write_json(old.node(0), {"agent": parent, "started": {str(parent): None, "1": 1}})
-    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    assert "holds an earlier run" in complain(*run_arguments(old.path))
     started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
     listing = {"agent": parent, "started": {str(parent): int(started)}}
     write_json(old.node(0), {**listing, "hostname": "elsewhere"})
-    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    assert "holds an earlier run" in complain(*run_arguments(old.path))
     write_json(old.node(0), listing)
-    assert "which is alive" in complain(capsys, *run_arguments(old.path))
+    assert "which is alive" in complain(*run_arguments(old.path))
     old.final.unlink()
-    assert "which is alive" in complain(capsys, *run_arguments(old.path))
+    assert "which is alive" in complain(*run_arguments(old.path))
     write_json(old.node(0), {})
-    other = complain(capsys, *run_arguments(old.path, "--resume", str(tmp_path)))
+    other = complain(*run_arguments(old.path, "--resume", str(tmp_path)))
     assert "leave --resume out" in other
 
 
@@ -136,7 +122,7 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
     arguments_of: Callable[[Path], list[str]],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    complain: Complain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(_descriptor: int) -> None:
@@ -146,22 +132,22 @@ def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
     monkeypatch.setattr(launch.Launcher, "run", LAUNCH)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        line = complain(capsys, *arguments_of(path))
+        line = complain(*arguments_of(path))
     assert line.endswith(f": {path}/run.json: No space left on device")
     checks.check_run_directory(RunDirectory(path))
     (path / "logs" / "node0-agent.log").touch()
-    assert "is not empty" in complain(capsys, *run_arguments(path))
+    assert "is not empty" in complain(*run_arguments(path))
 
 
 @pytest.mark.parametrize("arguments_of", [run_arguments, agent_arguments])
 def test_a_directory_that_cannot_be_made_is_one_line(
     arguments_of: Callable[[Path], list[str]],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    complain: Complain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
-    line = complain(capsys, *arguments_of(tmp_path / "new" / "r"))
+    line = complain(*arguments_of(tmp_path / "new" / "r"))
     assert f"cannot be made: {tmp_path} is not writable" in line
 
 
@@ -186,13 +172,10 @@ LONG = "x" * 300
     ids=lambda arguments: arguments[0],
 )
 def test_what_the_system_refuses_is_one_line(
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = complain(capsys, *arguments)
+    line = complain(*arguments)
     assert LONG in line
     assert "File name too long" in line
 
@@ -208,18 +191,16 @@ def test_what_the_system_refuses_later_keeps_its_traceback(
         cli.main(run_arguments(tmp_path / "r"))
 
 
-def test_a_demo_in_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demo_in_a_file_is_one_line(tmp_path: Path, complain: Complain) -> None:
     (tmp_path / "file").touch()
-    assert f"{tmp_path}/file" in complain(capsys, "demo", "--run-dir", str(tmp_path / "file"))
+    assert f"{tmp_path}/file" in complain("demo", "--run-dir", str(tmp_path / "file"))
 
 
-def test_resume_points_that_cannot_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_points_that_cannot_be_used(tmp_path: Path, complain: Complain) -> None:
     old = old_run(tmp_path / "old")
 
     def resume() -> str:
-        return complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
+        return complain(*run_arguments(tmp_path / "r", "--resume", str(old.path)))
 
     assert "no durable state" in resume()
     for text in ("{", "[" * 100_000):
@@ -233,11 +214,11 @@ def test_resume_points_that_cannot_be_used(
     other = old_run(tmp_path / "other", world_size=4)
     write_json(other.latest, restore.to_dict())
     arguments = run_arguments(tmp_path / "r", "--resume", str(other.path))
-    assert "has 4 roles, this one 2" in complain(capsys, *arguments)
+    assert "has 4 roles, this one 2" in complain(*arguments)
 
 
 def test_resume_does_not_leave_behind_what_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be newer than the checkpoint, which would be gone on from without a word."""
     old = old_run(tmp_path / "old")
@@ -247,33 +228,33 @@ def test_resume_does_not_leave_behind_what_cannot_be_written(
         raise VaultError("no space")
 
     monkeypatch.setattr(resuming, "salvage", full)
-    line = complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
+    line = complain(*run_arguments(tmp_path / "r", "--resume", str(old.path)))
     assert "cannot be written: no space; make room" in line
 
 
 def test_too_little_shared_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(64, 64, 0))
-    assert "0 MiB free" in complain(capsys, *run_arguments(tmp_path / "r"))
+    assert "0 MiB free" in complain(*run_arguments(tmp_path / "r"))
     monkeypatch.setattr(checks, "SEGMENT_ROOT", tmp_path / "no-shm")
-    assert "missing or not writable" in complain(capsys, *run_arguments(tmp_path / "r"))
+    assert "missing or not writable" in complain(*run_arguments(tmp_path / "r"))
 
 
 def test_too_little_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "available_memory", lambda: 50 << 20)
-    assert "50 MiB of memory are free" in complain(capsys, *run_arguments(tmp_path / "r"))
+    assert "50 MiB of memory are free" in complain(*run_arguments(tmp_path / "r"))
 
 
 def test_fault_plan_that_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "plan").write_text('[{"point": 3}]')
     monkeypatch.setenv("DEADPOOL_FAULTS", str(tmp_path / "plan"))
-    assert "fault plan" in complain(capsys, *run_arguments(tmp_path / "r"))
+    assert "fault plan" in complain(*run_arguments(tmp_path / "r"))
 
 
 @pytest.mark.parametrize(
@@ -288,45 +269,43 @@ def test_fault_plan_that_cannot_be_read(
     ],
 )
 def test_commands_about_a_run_that_is_not_there(
-    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], tmp_path: Path, complain: Complain
 ) -> None:
-    line = complain(capsys, arguments[0], str(tmp_path), *arguments[1:])
+    line = complain(arguments[0], str(tmp_path), *arguments[1:])
     assert "is not a run directory" in line
 
 
 @pytest.mark.parametrize("arguments", [("--within", "5"), ("--dump", "--within", "0")])
 def test_a_time_limit_without_a_dump_or_without_time(
-    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], tmp_path: Path, complain: Complain
 ) -> None:
-    line = complain(capsys, "stop", str(old_run(tmp_path / "old").path), *arguments)
+    line = complain("stop", str(old_run(tmp_path / "old").path), *arguments)
     assert "--within needs --dump" in line
 
 
-def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_whose_coordinator_is_dead(tmp_path: Path, complain: Complain) -> None:
     run = old_run(tmp_path / "old")
-    (run.path / "secret").write_text("s" * 32)
-    (run.path / "secret").chmod(0o600)
-    assert "no coordinator yet" in complain(capsys, "status", str(run.path))
+    assert "no coordinator yet" in complain("status", str(run.path))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     write_json(run.coordinator, {"host": "127.0.0.1", "port": port, "pid": 1})
     kill = ("kill", "--node", "1")
     for command in (("status",), ("stop",), ("drain", "--node", "1"), kill):
-        line = complain(capsys, command[0], str(run.path), *command[1:])
+        line = complain(command[0], str(run.path), *command[1:])
         assert f"no coordinator at 127.0.0.1:{port}" in line
         assert "deadpool clean" in line
     join = ("agent", "--run-dir", str(run.path), "--node-id", "0")
     wrong = (*join, "--coordinator", f"127.0.0.1:{port}")
-    assert f"no coordinator at 127.0.0.1:{port}" in complain(capsys, *wrong)
-    assert "is not HOST:PORT" in complain(capsys, *join, "--coordinator", "nowhere")
-    assert f"belongs to run {RUN_ID}" in complain(capsys, *join, "--run-id", "new")
+    assert f"no coordinator at 127.0.0.1:{port}" in complain(*wrong)
+    assert "is not HOST:PORT" in complain(*join, "--coordinator", "nowhere")
+    assert f"belongs to run {RUN_ID}" in complain(*join, "--run-id", "new")
     (run.path / "secret").chmod(0o644)
-    assert "chmod 600" in complain(capsys, "status", str(run.path))
+    assert "chmod 600" in complain("status", str(run.path))
 
 
 def test_two_launchers_of_one_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one has found nobody alive, as the first one has not started anything yet."""
     held = []
@@ -335,36 +314,34 @@ def test_two_launchers_of_one_directory(
         held.append(restarting.hold(RunDirectory(tmp_path / "r")))
 
     monkeypatch.setattr(checks, "check_memory", first_was_faster)
-    assert "in use by another 'deadpool run'" in complain(capsys, *run_arguments(tmp_path / "r"))
+    assert "in use by another 'deadpool run'" in complain(*run_arguments(tmp_path / "r"))
     os.close(held.pop())
     monkeypatch.undo()
     checks.check_run_directory(RunDirectory(tmp_path / "r"))
 
 
 def test_a_second_launcher_neither_waits_for_the_first_nor_begins_its_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = old_run(tmp_path / "r")
     lock = restarting.hold(run)
-    assert "in use by another 'deadpool run'" in complain(capsys, *run_arguments(run.path))
+    assert "in use by another 'deadpool run'" in complain(*run_arguments(run.path))
     os.close(lock)
 
     def it_comes_to_its_end(*_: object) -> None:
         write_json(run.final, {"exit_status": 0, "reason": ""})
 
     monkeypatch.setattr(restarting, "_await_end", it_comes_to_its_end)
-    assert "holds an earlier run" in complain(capsys, *run_arguments(run.path))
+    assert "holds an earlier run" in complain(*run_arguments(run.path))
 
 
-def test_clean_of_a_run_whose_agent_is_just_coming_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clean_of_a_run_whose_agent_is_just_coming_back(tmp_path: Path, complain: Complain) -> None:
     """Between two numbers of its node it is in no listing, and its environment names no run."""
     run = old_run(tmp_path / "old")
     run_id = run.read_run().run_id
     held = cleanup.claim_segments(run, run_id)
     try:
-        assert "is alive" in complain(capsys, "clean", str(run.path))
+        assert "is alive" in complain("clean", str(run.path))
         assert segment_root(run_id).exists()
     finally:
         os.close(held)
@@ -372,30 +349,27 @@ def test_clean_of_a_run_whose_agent_is_just_coming_back(
     assert not segment_root(run_id).exists()
 
 
-def test_damaged_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_run_file_is_named(tmp_path: Path, complain: Complain) -> None:
     run = old_run(tmp_path / "old")
     (run.path / "run.json").write_text(json.dumps({"run_id": "x"}))
-    assert "run.json is damaged" in complain(capsys, "status", str(run.path))
+    assert "run.json is damaged" in complain("status", str(run.path))
 
 
-def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_that_is_taken(tmp_path: Path, complain: Complain) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        line = complain(capsys, *run_arguments(tmp_path / "r", "--port", port))
+        line = complain(*run_arguments(tmp_path / "r", "--port", port))
     assert "Address already in use" in line
     assert not (tmp_path / "r" / "run.json").exists()
 
 
-def test_an_agent_on_a_host_without_the_file_of_domains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_agent_on_a_host_without_the_file_of_domains(tmp_path: Path, complain: Complain) -> None:
     """Which the host that has made the run has: said before anything is imported."""
     run = old_run(tmp_path / "r")
-    auth.create_secret(run.path)
     info = run.read_run()
     settings = replace(info.settings, domains_file="/nonexistent/file")
     write_json(run.path / "run.json", replace(info, settings=settings).to_dict())
-    line = complain(capsys, "agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
+    line = complain("agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
     assert "--deadpool-domains /nonexistent/file: No such file" in line
 
 
@@ -411,31 +385,25 @@ def test_an_agent_on_a_host_without_the_file_of_domains(
     ],
 )
 def test_an_agent_that_could_not_listen(
-    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: tuple[str, ...], said: str, tmp_path: Path, complain: Complain
 ) -> None:
-    assert said in complain(capsys, *agent_arguments(tmp_path / "r", *more))
+    assert said in complain(*agent_arguments(tmp_path / "r", *more))
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.usefixtures("imports_nothing")
 def test_the_port_of_an_agent_may_be_taken_by_its_own_run_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain
 ) -> None:
     run = old_run(tmp_path / "old")
-    (run.path / "secret").write_text("s" * 32)
-    (run.path / "secret").chmod(0o600)
-
-    def import_nothing(*_: object) -> None:
-        raise CommandError("so far it is good")
-
-    monkeypatch.setattr(agent, "preload_modules", import_nothing)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         where = ("--run-dir", str(run.path), "--host", "127.0.0.1", "--coordinator-port", str(port))
         arguments = ("agent", "--node-id", "0", "--preload", "", *where)
-        line = complain(capsys, *arguments)
+        line = complain(*arguments)
         assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in line
         write_json(run.coordinator, {"host": "127.0.0.1", "port": port})
-        assert "so far it is good" in complain(capsys, *arguments)
+        assert "so far it is good" in complain(*arguments)
     assert not segment_root(run.read_run().run_id).exists()
 
 
@@ -455,13 +423,13 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_several_parity_blocks_without_zfec(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "zfec" else find(name, *a)
     )
     more = ("--deadpool-protection", "parity", "--deadpool-replicas", "2", "--spares", "3")
-    said = complain(capsys, *run_arguments(tmp_path / "r", *more))
+    said = complain(*run_arguments(tmp_path / "r", *more))
     assert "needs the package zfec" in said
     assert "pip install 'deadpool-megatron[parity]'" in said

@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.start.refused import complain
+from tests.cli.told import Complain
 
 VARIABLE = "OPENBLAS_NUM_THREADS"
 
 
 @pytest.mark.parametrize("subcommand", ["run", "agent"])
 def test_looking_for_the_users_module_starts_no_threads(
-    subcommand: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    subcommand: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complain: Complain
 ) -> None:
     """Its package may import numpy, whose OpenBLAS asks this variable, at once and never again."""
     package = tmp_path / "users_package"
@@ -33,5 +30,5 @@ def test_looking_for_the_users_module_starts_no_threads(
     size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-start-method", "fork")
     where = ("--run-dir", str(tmp_path / "run"))
     command = ("-m", "users_package.train")
-    line = complain(capsys, subcommand, *which, *size, *where, "--", *command)
+    line = complain(subcommand, *which, *size, *where, "--", *command)
     assert line.endswith("(threads: 1)")

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import agent, checks, launch, restarting
+from deadpool_megatron.cli.start import checks, restarting
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -26,15 +25,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
-from tests.cli.start.refused import RUN_ID, complain, old_run, run_arguments
+from tests.cli.start.refused import RUN_ID, old_run, run_arguments
+from tests.cli.told import CarryOut, Complain
 
-
-@pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_launcher: launch.Launcher) -> int:
-        raise AssertionError("the launcher was reached")
-
-    monkeypatch.setattr(launch.Launcher, "run", start)
+pytestmark = pytest.mark.usefixtures("nothing_starts")
 
 
 def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
@@ -128,48 +122,46 @@ def with_settings(run: RunDirectory, **values: Any) -> None:
     ],
 )
 def test_a_run_started_again_on_its_slots_keeps_what_they_were_made_with(
-    more: tuple[str, ...], other: str, left: RunDirectory, capsys: pytest.CaptureFixture[str]
+    more: tuple[str, ...], other: str, left: RunDirectory, complain: Complain
 ) -> None:
     """New processes are given slots like the old ones before they say what they need: with a lag
     they found none to write to, and larger extras did not fit."""
-    line = complain(capsys, *run_arguments(left.path, *more))
+    line = complain(*run_arguments(left.path, *more))
     assert f"the run in {left.path} has {other}, which its slots in memory were made with" in line
     assert line.endswith(f"'deadpool run --resume {left.path} --run-dir NEW'")
     assert left.read_run().settings == Settings(close_seconds=0.2)
 
 
 def test_slots_with_room_for_steps_keep_their_number(
-    left: RunDirectory, capsys: pytest.CaptureFixture[str]
+    left: RunDirectory, complain: Complain
 ) -> None:
     more = ("--deadpool-protection", "recompute", "--deadpool-full-every", "4")
     with_settings(left, protection="recompute")
-    assert "has --deadpool-full-every 8, not 4" in complain(
-        capsys, *run_arguments(left.path, *more)
-    )
+    assert "has --deadpool-full-every 8, not 4" in complain(*run_arguments(left.path, *more))
     with_settings(left, protection="buddy")
     assert restarting.other_slots(left.read_run().settings, {"full_every": 4}) == ""
 
 
 def test_slots_on_a_host_that_cannot_be_seen_count_as_well(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, complain: Complain
 ) -> None:
     run = old_run(tmp_path / "old")
     listing = json.loads(cleanup.listing(1, {}, run.segments(RUN_ID, 0)))
     write_json(run.node(0), {**listing, "hostname": "another", "started": {}})
     with_lag = run_arguments(run.path, "--deadpool-max-lag", "1")
-    assert "has --deadpool-max-lag 0, not 1" in complain(capsys, *with_lag)
+    assert "has --deadpool-max-lag 0, not 1" in complain(*with_lag)
 
 
 def test_what_a_run_can_go_on_from_is_not_removed_without_a_word(
-    left: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    left: RunDirectory, complain: Complain, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = left.segments(RUN_ID, 0) / "own-0.0.0.0.seg"
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    line = complain(capsys, "clean", str(left.path))
+    line = complain("clean", str(left.path))
     assert line.startswith(f"deadpool clean: run {RUN_ID} holds 0.0 MiB in memory")
     assert line.endswith("say so with --yes")
-    assert cli.main(["clean"]) == 0
-    assert "left alone" in capsys.readouterr().out
+    status, out, _ = carry_out("clean")
+    assert (status, "left alone" in out) == (0, True)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: "")
     assert cli.main(["clean", str(left.path)]) == 0
@@ -180,18 +172,16 @@ def test_what_a_run_can_go_on_from_is_not_removed_without_a_word(
     left.segments(RUN_ID, 0).mkdir(parents=True)  # for the fixture
 
 
-def test_nothing_starts_from_nothing_by_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_starts_from_nothing_by_itself(tmp_path: Path, complain: Complain) -> None:
     run = old_run(tmp_path / "old")
     log = EventLog(run.events, 1)
     for k in (1, 2, 3):
         log.append(to_line(Event(Kind.STEP, 1, iteration=k, data={})))
-    line = complain(capsys, *run_arguments(run.path))
+    line = complain(*run_arguments(run.path))
     assert "has finished 3 iterations, and nothing is left of them" in line
     saved = tmp_path / "iter_0000002"
     write_json(run.latest, Restore("durable", Generation(1, 2), path=str(saved)).to_dict())
-    assert "nothing is left" in complain(capsys, *run_arguments(run.path)), "it is gone"
+    assert "nothing is left" in complain(*run_arguments(run.path)), "it is gone"
     for more in (("--from-scratch",), ()):
         if not more:
             saved.mkdir()
@@ -231,58 +221,46 @@ def test_a_new_directory_takes_other_slots(left: RunDirectory, tmp_path: Path) -
     assert restarted_with(left, Settings(extras_room_mb=2)) is None, "it is over"
 
 
+@pytest.mark.usefixtures("imports_nothing")
 def test_an_agent_cannot_ask_for_other_slots_than_its_run_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, complain: Complain
 ) -> None:
     """It took those of the run and said nothing. What other hosts hold is not to be seen here."""
     run = old_run(tmp_path / "old")
     with_settings(run, max_lag=1, extras_room_mb=2.0)
-    (run.path / "secret").write_text("s" * 32)
-    (run.path / "secret").chmod(0o600)
-
-    def import_nothing(*_: object) -> None:
-        raise CommandError("so far it is good")
-
-    monkeypatch.setattr(agent, "preload_modules", import_nothing)
     start = ("agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
-    line = complain(capsys, *start, "--deadpool-max-lag", "0")
+    line = complain(*start, "--deadpool-max-lag", "0")
     assert f"the run in {run.path} has --deadpool-max-lag 1, not 0" in line
     assert line.endswith(f"'deadpool agent --resume {run.path} --run-dir NEW'")
-    line = complain(capsys, *start, "--deadpool-extras-room-mb", "3")
+    line = complain(*start, "--deadpool-extras-room-mb", "3")
     assert "has --deadpool-extras-room-mb 2, not 3" in line
     for fits in ((), ("--deadpool-max-lag", "1"), ("--deadpool-full-every", "3")):
-        assert "so far it is good" in complain(capsys, *start, *fits)
+        assert "so far it is good" in complain(*start, *fits)
 
 
+@pytest.mark.usefixtures("imports_nothing")
 def test_slots_that_are_left_do_not_keep_their_agent_from_coming_back(
-    left: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    left: RunDirectory, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take more than half of what there is; nothing else has to fit in beside them."""
     with_settings(left, memory_gb=6.0)
-    (left.path / "secret").write_text("s" * 32)
-    (left.path / "secret").chmod(0o600)
     usage = namedtuple("usage", "total used free")
     gb = 10**9
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10 * gb, 6 * gb, 4 * gb))
     monkeypatch.setattr(checks, "cgroup_memory", lambda: None)
-
-    def import_nothing(*_: object) -> None:
-        raise CommandError("so far it is good")
-
-    monkeypatch.setattr(agent, "preload_modules", import_nothing)
     start = ("agent", "--run-dir", str(left.path), "--node-id", "0", "--preload", "")
-    assert "so far it is good" in complain(capsys, *start)
+    assert "so far it is good" in complain(*start)
     (left.segments(RUN_ID, 0) / "own-0.0.0.0.seg").unlink()
-    assert "--deadpool-memory-gb 6 on 1 nodes" in complain(capsys, *start)
+    assert "--deadpool-memory-gb 6 on 1 nodes" in complain(*start)
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_an_agent_of_a_run_that_ended_with_its_slots_says_how_they_go_on(
-    kept: bool, left: RunDirectory, capsys: pytest.CaptureFixture[str]
+    kept: bool, left: RunDirectory, complain: Complain
 ) -> None:
     """As a start with a slip in its command leaves it; its reason names the launcher's way."""
     write_json(left.final, {"exit_status": 2, "reason": "", "slots_kept": kept})
-    line = complain(capsys, "agent", "--run-dir", str(left.path), "--node-id", "0")
+    line = complain("agent", "--run-dir", str(left.path), "--node-id", "0")
     resume = f"'deadpool agent --resume {left.path} --run-dir NEW'"
     told = f"; what it holds in memory goes on in a new directory: {resume}" if kept else ""
     assert line.endswith(f"the run in {left.path} is over{told}")

@@ -12,6 +12,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch, preloading, scripts
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.megatron_lm import importing
+from tests.cli.told import Complain
 
 DEFAULT = "a.module,another"
 
@@ -169,27 +170,19 @@ def test_run_of_something_else(
     assert importing.script_of_this_run() is None
 
 
-def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 @pytest.mark.usefixtures("started")
-def test_bad_input_is_one_line(
-    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(script: str, tmp_path: Path, complain: Complain) -> None:
     run = ("run", *SIZE, "--run-dir", str(tmp_path / "run"), "--")
-    assert "there is no script" in complain(capsys, *run, "gone.py", "--deadpool")
-    said = complain(capsys, *run, script, "--deadpool", "--deadpool-replicas", "5")
+    assert "there is no script" in complain(*run, "gone.py", "--deadpool")
+    said = complain(*run, script, "--deadpool", "--deadpool-replicas", "5")
     assert "needs at least 6 nodes" in said
-    said = complain(capsys, *run, script, "--deadpool", "--use-nccl-ub")
+    said = complain(*run, script, "--deadpool", "--use-nccl-ub")
     assert said.startswith("deadpool run: --use-nccl-ub cannot be protected: ")
     assert not (tmp_path / "run").exists()
 
 
 def test_agent(
-    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: str, tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_made(*_: object) -> None:
         raise CommandError("far enough")
@@ -199,12 +192,12 @@ def test_agent(
     directory = str(tmp_path / "run")
     command = (script, "--deadpool", "--deadpool-max-lag", "1")
     agent = ("agent", "--run-dir", directory, "--node-id", "0")
-    assert "far enough" in complain(capsys, *agent, *SIZE, "--", *command)
+    assert "far enough" in complain(*agent, *SIZE, "--", *command)
     info = RunDirectory(Path(directory)).read_run()
     assert info.command == ("-m", scripts.MODULE, *command)
     assert info.settings.max_lag == 1
 
-    assert "another command" in complain(capsys, *agent, "--", *command, "--lr", "1")
+    assert "another command" in complain(*agent, "--", *command, "--lr", "1")
     (tmp_path / "run" / "coordinator.json").write_text('{"host": "127.0.0.1", "port": 1}')
     Path(script).unlink()
-    assert "there is no script" in complain(capsys, *agent)
+    assert "there is no script" in complain(*agent)

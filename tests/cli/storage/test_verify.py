@@ -9,6 +9,7 @@ import re
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -29,20 +30,27 @@ from deadpool_megatron.vault.shm import verify as verifying
 from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.verify import Verdict, verify_segment
+from tests.cli.told import CarryOut, Complain
 from tests.vault.harness import Member, cluster, make_layout
 from tests.vault.protected import begin
 
 G = Generation
 
 
-def findings(
-    capsys: pytest.CaptureFixture[str], directory: Path, status: int
-) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert main(["verify", "--json", str(directory)]) == status
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["ok"] == (status == 0)
-    return list(answer["findings"])
+Findings = Callable[[Path, int], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def findings(carry_out: CarryOut) -> Findings:
+    """What is found in a directory; the command ends with this status."""
+
+    def verify(directory: Path, status: int) -> list[dict[str, Any]]:
+        ended, out, _ = carry_out("verify", "--json", directory)
+        answer = json.loads(out)
+        assert (ended, answer["ok"]) == (status, status == 0)
+        return list(answer["findings"])
+
+    return verify
 
 
 def flip(path: Path, position: int) -> None:
@@ -54,11 +62,11 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_a_live_node_and_one_damaged_byte(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], findings: Findings
 ) -> None:
     with cluster(tmp_path, 2) as running:
         begin(running, {role: make_layout(role, peers=(0, 1)) for role in range(2)}, last=2)
-        good = findings(capsys, running.shm, 0)
+        good = findings(running.shm, 0)
         assert {f["verdict"] for f in good} == {"good"}
         assert {tuple(f["generation"]) for f in good} == {(1, 1), (1, 2)}
         assert {f["role"] for f in good} == {0, 1}
@@ -67,15 +75,15 @@ def test_a_live_node_and_one_damaged_byte(
         segment = Segment.open(path, writable=False)
         slot = next(s for s in range(2) if segment.generation(s) == G(1, 2))
         flip(path, segment.offset(slot, "shard") + 4711)
-        (bad,) = [f for f in findings(capsys, running.shm, 1) if f["verdict"] == "bad"]
+        (bad,) = [f for f in findings(running.shm, 1) if f["verdict"] == "bad"]
         assert (bad["path"], bad["what"]) == (str(path), "shard")
         assert main(["verify", str(running.nodes[0].directory)]) == 1
         output = capsys.readouterr().out
         assert f"BAD {path}: shard of 1:2: checksum" in output
         dumped = running.nodes[0].dump(tmp_path / "dump", G(1, 1), "step")
-        assert {f["verdict"] for f in findings(capsys, tmp_path / "dump", 0)} == {"good"}
+        assert {f["verdict"] for f in findings(tmp_path / "dump", 0)} == {"good"}
         flip(Path(dumped[0]), Path(dumped[0]).stat().st_size // 2)
-        assert findings(capsys, tmp_path / "dump", 1)
+        assert findings(tmp_path / "dump", 1)
 
 
 def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
@@ -135,23 +143,21 @@ def checkpoint(directory: Path) -> Path:
     return next(directory.glob("*.distcp"))
 
 
-def test_a_checkpoint_with_every_kind_of_damage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_with_every_kind_of_damage(tmp_path: Path, findings: Findings) -> None:
     data = checkpoint(tmp_path / "iter_1")
     whole = data.read_bytes()
-    assert {f["verdict"] for f in findings(capsys, tmp_path / "iter_1", 0)} == {"good"}
-    assert findings(capsys, tmp_path, 0), "a folder of checkpoints"
+    assert {f["verdict"] for f in findings(tmp_path / "iter_1", 0)} == {"good"}
+    assert findings(tmp_path, 0), "a folder of checkpoints"
 
     flip(data, len(whole) // 2)
-    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
     assert bad["path"] == str(data)
     data.write_bytes(whole[:-100])
-    assert "an entry lies at" in str(findings(capsys, tmp_path / "iter_1", 1))
+    assert "an entry lies at" in str(findings(tmp_path / "iter_1", 1))
     data.unlink()
-    assert "No such file" in str(findings(capsys, tmp_path / "iter_1", 1))
+    assert "No such file" in str(findings(tmp_path / "iter_1", 1))
     (tmp_path / "iter_1" / ".metadata").write_bytes(b"\x80\x04K")
-    assert findings(capsys, tmp_path / "iter_1", 1)
+    assert findings(tmp_path / "iter_1", 1)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +174,7 @@ def test_a_checkpoint_with_every_kind_of_damage(
     ],
 )
 def test_what_megatron_needs_beside_the_index(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: bytes | None,
-    reason: str,
+    tmp_path: Path, findings: Findings, name: str, content: bytes | None, reason: str
 ) -> None:
     """As a power failure leaves files that nobody had synced: empty, or not there."""
     checkpoint(tmp_path / "iter_1")
@@ -180,7 +182,7 @@ def test_what_megatron_needs_beside_the_index(
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
     assert bad["path"] == str(path)
     assert reason in bad["reason"]
 
@@ -202,25 +204,23 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
     assert [one.path for one in found if one.verdict is Verdict.BAD] == [path]
 
 
-def test_entries_that_were_never_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_entries_that_were_never_written(tmp_path: Path, findings: Findings) -> None:
     data = checkpoint(tmp_path / "iter_1")
     data.write_bytes(bytes(data.stat().st_size))
-    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
     assert (bad["path"], "is empty" in bad["reason"]) == (str(data), True)
 
 
-def test_common_values_in_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_common_values_in_the_index(tmp_path: Path, findings: Findings) -> None:
     """As Megatron-LM 0.19 saves them; a checkpoint of torch alone has none."""
     state = {"common_state/shard_0_1": torch.tensor(7)}
     dcp.save(state, checkpoint_id=str(tmp_path / "iter_1"), no_dist=True)
-    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
     assert bad["path"].endswith("metadata.json")
     (tmp_path / "iter_1" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    assert findings(capsys, tmp_path / "iter_1", 0)
+    assert findings(tmp_path / "iter_1", 0)
     dcp.save({"weight": torch.ones(3)}, checkpoint_id=str(tmp_path / "iter_2"), no_dist=True)
-    assert findings(capsys, tmp_path / "iter_2", 0)
+    assert findings(tmp_path / "iter_2", 0)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_common_values_in_the_index(tmp_path: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_what_an_index_holds_besides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: object, verdict: str, status: int
+    tmp_path: Path, findings: Findings, more: object, verdict: str, status: int
 ) -> None:
     """Megatron-LM 0.19 adds the plans of all ranks; another version may add anything."""
     data = checkpoint(tmp_path / "iter_1")
@@ -239,10 +239,10 @@ def test_what_an_index_holds_besides(
     index = pickle.loads(path.read_bytes())
     index.all_local_plans = [more]
     path.write_bytes(pickle.dumps(index))
-    found = {f["path"]: f["verdict"] for f in findings(capsys, data.parent, status)}
+    found = {f["path"]: f["verdict"] for f in findings(data.parent, status)}
     assert (found[str(path)], found[str(data)]) == (verdict, "good")
     data.write_bytes(data.read_bytes()[:-9])
-    findings(capsys, data.parent, 1)
+    findings(data.parent, 1)
 
 
 @pytest.mark.parametrize("moment", ["before", "within"])
@@ -263,10 +263,7 @@ def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, mom
 
 @pytest.mark.parametrize("damage", [OverflowError("too large"), MemoryError(), RuntimeError("?")])
 def test_whatever_a_parser_makes_of_damage_is_a_finding(
-    damage: Exception,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    damage: Exception, tmp_path: Path, findings: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise damage
@@ -274,29 +271,25 @@ def test_whatever_a_parser_makes_of_damage_is_a_finding(
     data = checkpoint(tmp_path / "iter_1")
     with monkeypatch.context() as patched:
         patched.setattr(zipfile.ZipFile, "testzip", fail)
-        found = findings(capsys, tmp_path / "iter_1", 1)
+        found = findings(tmp_path / "iter_1", 1)
     assert str(data) in {f["path"] for f in found if f["verdict"] == "bad"}
     monkeypatch.setattr(checkpoint_files, "_index", fail)
-    (bad,) = findings(capsys, tmp_path / "iter_1", 1)
+    (bad,) = findings(tmp_path / "iter_1", 1)
     assert bad["path"] == str(tmp_path / "iter_1" / ".metadata")
     assert type(damage).__name__ in bad["reason"]
 
 
-def test_one_bit_of_an_encrypted_archive(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_bit_of_an_encrypted_archive(tmp_path: Path, findings: Findings) -> None:
     """The bit that says so: without a password nothing of it can be read."""
     data = checkpoint(tmp_path / "iter_1")
     whole = bytearray(data.read_bytes())
     whole[whole.index(b"PK\x01\x02") + 8] ^= 1
     data.write_bytes(whole)
-    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
     assert "encrypted" in bad["reason"]
 
 
-def test_an_index_that_python_3_13_has_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_index_that_python_3_13_has_written(tmp_path: Path, findings: Findings) -> None:
     checkpoint(tmp_path / "iter_1")
     path = tmp_path / "iter_1" / ".metadata"
     index = pickle.loads(path.read_bytes())
@@ -305,23 +298,23 @@ def test_an_index_that_python_3_13_has_written(
     )
     assert b"pathlib._local" in written
     path.write_bytes(written)
-    assert {f["verdict"] for f in findings(capsys, tmp_path / "iter_1", 0)} == {"good"}
+    assert {f["verdict"] for f in findings(tmp_path / "iter_1", 0)} == {"good"}
 
 
-def test_frozen_weights_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frozen_weights_of_a_run(tmp_path: Path, findings: Findings) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
     tensors = [("base", torch.arange(5000.0))]
     name = frozen_file.name_of(tensors, time.sleep)
     frozen_file.write(run.frozen, name, tensors, time.sleep)
-    (good,) = findings(capsys, run.path, 0)
+    (good,) = findings(run.path, 0)
     assert (good["kind"], good["verdict"], good["bytes"]) == ("frozen", "good", 20000)
     flip(run.frozen / name, 19999)
-    (bad,) = findings(capsys, run.path, 1)
+    (bad,) = findings(run.path, 1)
     assert bad["path"] == str(run.frozen / name)
     run.frozen.chmod(0o700)
     (run.frozen / name).chmod(0o666)
-    assert "can be written by others" in str(findings(capsys, run.path, 1))
+    assert "can be written by others" in str(findings(run.path, 1))
 
 
 @pytest.mark.parametrize(
@@ -334,17 +327,17 @@ def test_frozen_weights_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_another_run_would_go_on_from_is_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+    tmp_path: Path, findings: Findings, text: str, reason: str
 ) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
     run.latest.write_text(text.replace("PLACE", str(tmp_path)))
-    (bad,) = findings(capsys, run.path, 1)
+    (bad,) = findings(run.path, 1)
     assert (bad["kind"], bad["path"]) == ("latest", str(run.latest))
     assert reason.replace("PLACE", str(tmp_path)) in bad["reason"]
     (tmp_path / "none").mkdir()
     run.latest.write_text(json.dumps({"kind": "dump", "path": str(tmp_path / "none")}))
-    assert [found["verdict"] for found in findings(capsys, run.path, 0)] == ["good"]
+    assert [found["verdict"] for found in findings(run.path, 0)] == ["good"]
 
 
 class Evil:
@@ -353,17 +346,16 @@ class Evil:
 
 
 def test_an_index_cannot_run_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, findings: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "iter_1").mkdir()
     (tmp_path / "iter_1" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    (index,) = findings(capsys, tmp_path / "iter_1", 2)
+    (index,) = findings(tmp_path / "iter_1", 2)
     assert (index["verdict"], "posix.mkdir" in index["reason"]) == ("not verified", True)
     assert not (tmp_path / "harmed").exists()
 
 
-def test_nothing_to_verify_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_verify_is_bad_input(tmp_path: Path, complain: Complain) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
-        assert main(["verify", str(directory)]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
+        complain("verify", directory)

@@ -1,0 +1,55 @@
+"""Commands that are carried out in the process of the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import agent, launch
+from tests.cli.told import CarryOut, Complain
+
+
+@pytest.fixture
+def carry_out(capsys: pytest.CaptureFixture[str]) -> CarryOut:
+    """Give a command; answers its exit status, output and errors."""
+
+    def give(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.main([*map(str, arguments)])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return give
+
+
+@pytest.fixture
+def complain(carry_out: CarryOut) -> Complain:
+    """Give a command that is refused; answers its one line."""
+
+    def refused(*arguments: object) -> str:
+        status, out, err = carry_out(*arguments)
+        assert (status, out) == (2, "")
+        (line,) = err.splitlines()
+        assert line.startswith(f"deadpool {arguments[0]}: ")
+        return str(line)
+
+    return refused
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_launcher: launch.Launcher) -> int:
+        raise AssertionError("the launcher was reached")
+
+    monkeypatch.setattr(launch.Launcher, "run", start)
+
+
+@pytest.fixture
+def imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent whose command is good so far ends where it would import."""
+
+    def import_nothing(*_: object) -> None:
+        raise CommandError("so far it is good")
+
+    monkeypatch.setattr(agent, "preload_modules", import_nothing)

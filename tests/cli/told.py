@@ -1,0 +1,10 @@
+"""What the fixtures of conftest.py are, for signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# Arguments of a command -> exit status, output, errors.
+CarryOut = Callable[..., tuple[int, str, str]]
+# Arguments of a command that is refused -> its line.
+Complain = Callable[..., str]
