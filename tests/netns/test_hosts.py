@@ -27,12 +27,8 @@ import socket, sys
 listener = socket.create_server(("", int(sys.argv[1])))
 print("listening", flush=True)
 connection, _ = listener.accept()
-try:
-    while piece := connection.recv(100):
-        connection.sendall(piece)
-    print("end of stream", flush=True)
-except OSError as error:
-    print(type(error).__name__, flush=True)
+while piece := connection.recv(100):
+    connection.sendall(piece)
 """
 
 
@@ -42,20 +38,16 @@ def three(tmp_path: Path) -> Iterator[Hosts]:
         yield built
 
 
-def wait_for_line(text: str, path: Path) -> None:
-    wait_for(f"{text!r} in {path}", lambda: path.exists() and text in path.read_text())
-
-
 class Conversation:
     """A TCP connection from one host to an echo on another; its near end is a socket of ours."""
 
-    def __init__(self, near: Host, far: Host, folder: Path, port: int = _PORT) -> None:
-        self.output = folder / f"echo-{far.name}-{port}"
-        self.echo = far.start([sys.executable, "-c", _ECHO, str(port)], self.output)
-        wait_for_line("listening", self.output)
+    def __init__(self, near: Host, far: Host, folder: Path) -> None:
+        output = folder / f"echo-{far.name}"
+        far.start([sys.executable, "-c", _ECHO, str(_PORT)], output)
+        wait_for("it to listen", lambda: output.exists() and "listening" in output.read_text())
         self.socket = socket_on(near)
         self.socket.settimeout(20)
-        self.socket.connect((far.address, port))
+        self.socket.connect((far.address, _PORT))
 
     def trip_seconds(self) -> float:
         """A byte there and back."""
@@ -107,17 +99,6 @@ def test_each_host_is_its_own(three: Hosts) -> None:
     assert 1 in host.processes()
 
 
-def test_start_reports_the_exit_status_and_the_output(three: Hosts, tmp_path: Path) -> None:
-    child = three[0].start(["bash", "-c", "echo $WHO; exit 7"], tmp_path / "out", {"WHO": "me"})
-    assert child.wait(20) == 7
-    assert (tmp_path / "out").read_text() == "me\n"
-
-
-def test_orphans_are_reaped(three: Hosts) -> None:
-    three[0].run("bash", "-c", "(sleep 0.01 & exec true) & wait")
-    wait_for("process 1 and its sleep to be alone", lambda: len(three[0].processes()) <= 2)
-
-
 def test_power_off_is_silence_and_kill_is_not(three: Hosts, tmp_path: Path) -> None:
     killed = Conversation(three[0], three[1], tmp_path)
     off = Conversation(three[0], three[2], tmp_path)
@@ -164,37 +145,10 @@ def test_mute_host_hears_and_deaf_host_speaks(three: Hosts) -> None:
         end.close()
 
 
-def test_parted_pair_reaches_everybody_else(three: Hosts, tmp_path: Path) -> None:
-    one = Conversation(three[0], three[1], tmp_path, 7001)
-    two = Conversation(three[0], three[2], tmp_path, 7002)
-    three.switch.part("host0", "host1")
-    assert one.is_silent()
-    assert two.trip_seconds() < 20
-
-
-def test_lossy_cable_loses_some_and_tcp_repairs_it(three: Hosts, tmp_path: Path) -> None:
-    talk = Conversation(three[0], three[1], tmp_path)
-    three.switch.lose("host1", 20)
-    for _ in range(25):
-        talk.trip_seconds()
-    counters = three[0].run("nstat", "-az", "TcpRetransSegs").stdout
-    assert int(counters.split()[-2]) > 0
-
-
 def test_slow_cable(three: Hosts, tmp_path: Path) -> None:
     three.switch.slow("host1", 0.1)
     talk = Conversation(three[0], three[1], tmp_path)
     assert talk.trip_seconds() >= 0.2
-    three.switch.hasten("host1")
-    talk.trip_seconds()
-    assert min(talk.trip_seconds() for _ in range(10)) < 0.2
-
-
-def test_reset_reaches_both_ends(three: Hosts, tmp_path: Path) -> None:
-    talk = Conversation(three[0], three[1], tmp_path)
-    assert three[0].reset_connections(three[1], _PORT) == 1
-    assert talk.has_ended()
-    wait_for_line("ConnectionResetError", talk.output)
 
 
 def test_hidden_directory_fails_or_hangs_on_one_host_only(three: Hosts, tmp_path: Path) -> None:
@@ -237,12 +191,3 @@ def test_killed_session_leaves_nothing(tmp_path: Path) -> None:
     assert posix.wait_gone(pids, 20) == []
     hosts.remove_leftovers()
     assert not list(Path("/run/netns").glob(f"deadpool-test-{session.pid}-*"))
-
-
-def test_two_sets_of_hosts_stand_side_by_side(three: Hosts, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    with Hosts(2, other) as two:
-        assert two[0].run("hostname").stdout == "host0\n"
-        assert len(two) == 2
-    assert three[0].run("hostname").stdout == "host0\n"

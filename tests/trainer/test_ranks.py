@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from tests.trainer.nursery import other_threads
 from tests.trainer.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -48,16 +45,3 @@ def test_the_end_of_a_rank_is_told(how: str, wanted: tuple[str, ...]) -> None:
 def test_a_rank_that_hangs_is_named() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 0 did not finish in time.* in end"):
         run_ranks(1, end, "", seconds=0.2, connect=alone)
-
-
-def test_other_threads_are_named() -> None:
-    before = other_threads()
-    go_on = threading.Event()
-    thread = threading.Thread(target=go_on.wait, name="somebody-else")
-    thread.start()
-    try:
-        assert sorted([*before, "somebody-else"]) == other_threads()
-    finally:
-        go_on.set()
-        thread.join()
-    assert "MainThread" not in before, sys.argv

@@ -18,11 +18,9 @@ from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.etcd_client import Credentials, EtcdClient, EtcdError
 from deadpool_megatron.cluster.journal.etcd_journal import EtcdJournal
-from deadpool_megatron.cluster.run_directory.directory import read_json
-from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings, SettingsError
 from tests.cluster.journal.etcd_server import EtcdServer
-from tests.cluster.running import Run, deadpool, send
+from tests.cluster.running import deadpool
 from tests.common.ports import free_port
 from tests.common.waiting import wait_for
 from tests.wire import certificates
@@ -410,38 +408,13 @@ def test_users_of_etcd(tmp_path: Path) -> None:
         server.kill()
 
 
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_run_with_its_journal_in_etcd_survives_its_coordinator(
-    etcd: EtcdServer, tmp_path: Path
-) -> None:
-    option = ("--deadpool-journal", f"etcd://127.0.0.1:{free_port()},{etcd.endpoint}/runs")
-    with Run(tmp_path / "run", options=option) as run:
-        run.wait_iteration(3)
-        send(read_json(run.run.coordinator)["pid"])
-        run.wait_iteration(6)
-        assert deadpool("kill", str(run.run.path), "--role", "0").returncode == 0
-        run.wait_event(Kind.RECOVERED)
-        final = run.finish()
-    assert final["recoveries"]
-    assert list(run.run.journal.iterdir()) == []
-
-
 def test_an_etcd_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     place = f"etcd://127.0.0.1:{free_port()}/runs"
     size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-connect-seconds", "0.4")
     member = str(Path(__file__).parents[1] / "counting_member.py")
     done = deadpool(
-        "run",
-        *size,
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--preload",
-        "",
-        "--deadpool-journal",
-        place,
-        "--",
-        member,
+        *("run", *size, "--run-dir", str(tmp_path / "run"), "--preload", ""),
+        *("--deadpool-journal", place, "--", member),
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -87,15 +87,15 @@ class Events:
 Scenario = Callable[[Events, tuple[str, int]], Awaitable[None]]
 
 
-def serve(scenario: Scenario, connect_seconds: float = SECONDS) -> Events:
+def serve(scenario: Scenario) -> Events:
     """Run a scenario against a listening :class:`Peers`."""
 
     async def run() -> Events:
         events = Events()
-        peers = Peers(Settings(connect_seconds=connect_seconds), events, term=1)
+        peers = Peers(Settings(connect_seconds=SECONDS), events, term=1)
         events.peers = peers
         listener = socket.create_server(("127.0.0.1", 0))
-        door = Door(listener, Lock(SECRET, "run", None, connect_seconds), peers)
+        door = Door(listener, Lock(SECRET, "run", None, SECONDS), peers)
         opened = asyncio.create_task(door.run())
         try:
             await scenario(events, listener.getsockname())
@@ -112,66 +112,10 @@ def join(node: int, boot: str = "a", greeting: int = 1) -> dict[str, Any]:
     return {**first, "hostname": "h", "term": 0}
 
 
-async def connect(
-    address: tuple[str, int], secret: bytes = SECRET, run_id: str = "run"
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await open_stream(address, None)
-    try:
-        await connect_stream(reader, writer, secret, run_id)
-    except BaseException:
-        writer.close()
-        raise
+    await connect_stream(reader, writer, SECRET, "run")
     return reader, writer
-
-
-async def greet(address: tuple[str, int], secret: bytes, run_id: str) -> None:
-    """The accepting side answers a wrong greeting by closing."""
-    reader, writer = await connect(address, secret, run_id)
-    try:
-        await framing.read_frame(reader)
-    finally:
-        writer.close()
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"GET / HTTP/1.0\r\n\r\n", "not a deadpool frame"),
-        (framing.MAGIC + b"\x7f\xff\xff\xff", "is over 4096"),
-        (framing.MAGIC + b"\x00\x00\x00\x02[]", "not a JSON object"),
-        (framing.MAGIC + b"\x00\x00\x00\x05\x80\x04N.x", "not JSON"),
-        (framing.MAGIC + b"\x00\x00", "connection closed"),
-    ],
-)
-def test_strangers_bytes_are_refused_and_counted(data: bytes, why: str) -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(data)
-        writer.write_eof()
-        await events.until(lambda: events.refusals)
-        assert await reader.read() == b""
-
-    assert why in serve(scenario).refusals[0]
-
-
-def test_wrong_secret_and_other_runs_are_refused() -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        for secret, run_id in ((b"wrong", "run"), (SECRET, "other")):
-            with pytest.raises((framing.WireError, ConnectionError)):
-                await greet(address, secret, run_id)
-        await events.until(lambda: len(events.refusals) == 2)
-
-    events = serve(scenario)
-    assert events.joined == []
-
-
-def test_silent_stranger_is_dropped_after_the_limit() -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        reader, _ = await asyncio.open_connection(*address)
-        await events.until(lambda: events.refusals)
-        assert await reader.read() == b""
-
-    assert "no complete greeting" in serve(scenario, connect_seconds=0.1).refusals[0]
 
 
 def test_command_and_unknown_first_message() -> None:

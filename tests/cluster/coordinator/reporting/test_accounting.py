@@ -132,19 +132,6 @@ def test_a_hang_stands_still_and_a_planned_swap_loses_nothing() -> None:
     assert planned.seconds()[Use.RECOMPUTED] == 0.0
 
 
-def test_nobody_works_while_a_whole_run_is_away() -> None:
-    steps = [event(Kind.STEP, 12.0, iteration=1)]
-    again = [event(Kind.NODE_JOINED, 1000.0, node=n, spare=n == 2) for n in range(3)]
-    restart = [
-        *again,
-        event(Kind.EPOCH_CLOSED, 1005.0, kind="restart"),
-        event(Kind.EPOCH_OPENED, 1005.0 + sum(PHASES.values()), epoch=2, phases=PHASES),
-    ]
-    found = account([*started(), *steps, *restart])
-    assert found.seconds()[Use.START] == 20.0 + 10.0
-    assert sum(found.seconds().values()) == pytest.approx(3 * 12.0 + 3 * 11.0)
-
-
 KINDS = st.sampled_from(
     [
         *(Kind.STEP, Kind.EPOCH_CLOSED, Kind.EPOCH_DECIDED, Kind.EPOCH_OPENED, Kind.RECOVERED),
