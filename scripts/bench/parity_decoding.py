@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from common.machine import ROOT
+from common.machine import ROOT, machine_facts
 
 from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
 from deadpool_megatron.layout.records import Restore, Seat, Source
@@ -147,8 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     groups = [(2, 1), (4, 1), (4, 2)]
     found = [compare(k, m, arguments.megabytes, arguments.rounds) for k, m in groups]
-    facts = {"python": platform.python_version(), "machine": platform.machine()}
-    print(json.dumps({"facts": facts, "groups": found}, indent=1))
+    print(json.dumps({"facts": machine_facts(), "groups": found}, indent=1))
 
 
 if __name__ == "__main__":

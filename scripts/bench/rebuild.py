@@ -19,14 +19,13 @@ import socket
 import statistics
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common.command import parser_of, run_bench
-from store import Tree, link_of
+from store import Tree, connect, link_of
 
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.comms.builders import AT_ONCE
@@ -66,8 +65,7 @@ def play_role(
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     link = link_of(role, links)
-    limit = timedelta(seconds=_DEADLINE_SECONDS)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    client = connect(port)
     if delay_seconds:
         _slow_down(delay_seconds)
     while order := orders.recv(64).decode():
@@ -92,9 +90,7 @@ def play_role(
         else:
             before = time.monotonic()
             prefixed = dist.PrefixStore(epoch, client)
-            dist.init_process_group(
-                "gloo", store=prefixed, rank=role, world_size=roles, timeout=limit
-            )
+            dist.init_process_group("gloo", store=prefixed, rank=role, world_size=roles)
             for ranks in groups_of(roles, count):
                 dist.new_group(ranks)
             dist.barrier()

@@ -75,6 +75,12 @@ def link_of(role: int, links: socket.socket) -> MemberLink:
     return link
 
 
+def connect(port: int) -> Any:
+    """Returns a client of the TCPStore."""
+    limit = timedelta(seconds=_DEADLINE_SECONDS)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+
+
 def play_role(
     role: int, roles: int, links: socket.socket, orders: socket.socket, port: int
 ) -> None:
@@ -91,8 +97,7 @@ def play_role(
         side, _, number = order.partition(" ")
         before, used = time.monotonic(), _processor_seconds()
         if side == "connect":
-            limit = timedelta(seconds=_DEADLINE_SECONDS)
-            client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+            client = connect(port)
         else:
             epoch = int(number)
             ours = EpochStore(link.store, epoch, _DEADLINE_SECONDS)

@@ -20,6 +20,7 @@ from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 NODES = 4
 # Unmeasured steps before and after the one that is interrupted.
 BEFORE, AFTER = 2, 4
+UNMEASURED = BEFORE + AFTER
 # The configuration file and what is changed in it: hidden size, layers.
 SIZES = {"5M": (256, 6), "20M": (512, 6), "50M": (832, 6)}
 TOKENS = 2048
@@ -64,7 +65,7 @@ def training_arguments(name: str, iterations: int) -> list[str]:
 
 def iterations(steps: int) -> int:
     """Steps of a whole run, of which ``steps`` are measured."""
-    return WARM_UP + 1 + steps + BEFORE + AFTER
+    return WARM_UP + 1 + steps + UNMEASURED
 
 
 def strike(steps: int, victim: str) -> dict[str, object]:
@@ -102,7 +103,7 @@ def run_protected(
         1,
         ("--spares", "1", *flags),
         faults=[strike(steps, victim)] if victim else [],
-        unmeasured_steps=BEFORE + AFTER,
+        unmeasured_steps=UNMEASURED,
         look=look,
     )
     directory = run.measured.directory

@@ -14,15 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.machine import marked_processes
-from common.struck import (
-    AFTER,
-    BEFORE,
-    NODES,
-    iterations,
-    run_protected,
-    strike,
-    training_arguments,
-)
+from common.struck import NODES, UNMEASURED, iterations, run_protected, strike, training_arguments
 from common.trainings import BenchError, Measured, run_plain, watch
 
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
@@ -120,7 +112,7 @@ def run_undisturbed(name: str, steps: int, base: Path) -> Run:
     """The training on stock gloo that nothing strikes and nothing protects."""
     facts = base / f"{uuid.uuid4().hex}.json"
     training = [*training_arguments(name, iterations(steps)), "--out", str(facts)]
-    measured = run_plain(training, NODES, steps, base, BEFORE + AFTER)
+    measured = run_plain(training, NODES, steps, base, UNMEASURED)
     found = json.loads(facts.read_text())
     # It prints no times, and nothing asks for those of an undisturbed run.
     reports = [StepReport(s["iteration"], s["loss"], 0.0) for s in found["steps"]]
@@ -161,7 +153,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
 
         try:
             measured = watch(
-                command, log, steps, new_steps, variables, BEFORE + AFTER, _SILENCE_SECONDS
+                command, log, steps, new_steps, variables, UNMEASURED, _SILENCE_SECONDS
             )
         except BenchError as error:
             # The end of a launcher's output tells which rank failed, and seldom why.
