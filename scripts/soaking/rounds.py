@@ -275,9 +275,11 @@ def _strike_on(
     info = round_.run.read_run()
     target = faults.Target(round_.run, info.run_id, dice, plan.isolated)
     names = sorted(plan.kinds)
-    last = iterations - 40
+    last, told = iterations - 40, 0
     while time.monotonic() < deadline and round_.newest < last and not round_.is_over:
         pause(round_, dice.uniform(*plan.pause_seconds))
+        if struck:  # an order may be carried out an iteration later
+            struck[-1].observed |= round_.told > told
         if round_.newest >= last or round_.is_over:
             break
         if not names:
@@ -285,7 +287,7 @@ def _strike_on(
         kind = dice.choice(names)
         try:
             target.seats = round_.seats()
-            target.is_seen, told = False, round_.told
+            target.is_seen, before = False, round_.told
             now = time.monotonic()
             one = Struck(kind, "", now - round_.began, round_.newest, epochs=round_.epoch)
             one.what = plan.kinds[kind](target)
@@ -293,6 +295,7 @@ def _strike_on(
             print(f"  {kind}: not now: {error}", file=sys.stderr)
             continue
         struck.append(one)
+        told = before
         round_.look()
         await_progress(round_, plan.patience_seconds, one.what)
         one.seconds = time.monotonic() - now
