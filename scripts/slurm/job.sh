@@ -2,6 +2,9 @@
 # What every batch script of this directory does; they source it after they have set:
 #
 #   NODES SPARES GPUS_PER_NODE   the size: one allocation of NODES + SPARES nodes
+#   SMALLER                      other numbers of nodes that can train, the largest first; exported, as
+#                                NODES and SPARES are. The job after one that has lost nodes begins
+#                                with as many as were left: so many of them train, others are spares
 #   RUNS                         directory on the shared file system; each job makes RUNS/<job id>
 #   TRAINING                     array: what stands behind the "--" of `deadpool agent`
 #   SETTINGS                     array: --deadpool-* settings, may be empty
@@ -37,15 +40,23 @@ newest_state() {
     [ -z "$newest" ] || dirname "$newest"
 }
 
+# The most nodes that $1 nodes can train on.
+fitting() {
+    local size
+    for size in $NODES ${SMALLER:-}; do [ "$size" -gt "$1" ] || break; done
+    echo "$size"
+}
+
 run_training() {
-    local run step old over since patience status=0 verdict=0
+    local run step old over since patience status=0 verdict=0 nodes=$NODES all=$((NODES + SPARES))
+    [ -z "${SMALLER:-}" ] || all=$SLURM_JOB_NUM_NODES nodes=$(fitting "$SLURM_JOB_NUM_NODES")
     mkdir -p "$RUNS"
     if is_ours "$RUNS/OVER"; then
         over=$(<"$RUNS/OVER")
         say "nothing to do: $over (remove $RUNS/OVER to go on all the same)"
         # Who waits for the end of the chain (afterok) is told how it has ended.
-        [[ ! $over =~ status\ ([0-9]+)$ ]] || return "${BASH_REMATCH[1]}"
-        return 0
+        [[ $over =~ status\ ([0-9]+)$ ]]
+        return "${BASH_REMATCH[1]:-0}"
     fi
     run=$RUNS/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
     old=$(newest_state)
@@ -62,10 +73,10 @@ run_training() {
         return 2
     }
 
-    on_all_nodes --output="$run.logs/%N.log" --open-mode=append \
+    on_all_nodes "$all" --output="$run.logs/%N.log" --open-mode=append \
         "$CHECKOUT/scripts/slurm/node.sh" "$run" "$NOTICE_SECONDS" \
         deadpool agent --from-slurm --run-dir "$run" ${old:+--resume "$old"} \
-        --nodes "$NODES" --spares "$SPARES" --nproc-per-node "$GPUS_PER_NODE" \
+        --nodes "$nodes" --spares "$((all - nodes))" --nproc-per-node "$GPUS_PER_NODE" \
         "${SETTINGS[@]}" -- "${TRAINING[@]}" &
     step=$!
     # A node that hangs, but answers Slurm, keeps srun until the time limit.
@@ -75,7 +86,7 @@ run_training() {
 
     while kill -0 "$step" 2>/dev/null; do
         answer_nodes "$run"
-        leave_out_bad_nodes "$run"
+        prepare_next_job "$run"
         if [ -e "$run/final.json" ] && [ $((SECONDS - ${since:=$SECONDS})) -ge "$patience" ]; then
             say "the run has been over for $patience s, some node does not end: the job does"
             kill -KILL "$step"
@@ -88,7 +99,7 @@ run_training() {
         nap 5
     done
     answer_nodes "$run"
-    leave_out_bad_nodes "$run"
+    prepare_next_job "$run"
     if [ "$status" = 2 ] && ! [ -e "$run/run.json" ]; then
         stop_chain "job ${run##*/} was refused, see $run.logs"
     fi
@@ -107,8 +118,7 @@ stop_chain() {
 # Takes the place of the (sub)shell that calls it, so that signals reach srun.
 on_all_nodes() {
     exec srun --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --cpu-bind=none \
-        --nodes="$((NODES + SPARES))" --ntasks="$((NODES + SPARES))" --ntasks-per-node=1 \
-        "${SRUN_OPTIONS[@]}" "$@"
+        --nodes="$1" --ntasks="$1" --ntasks-per-node=1 "${SRUN_OPTIONS[@]}" "${@:2}"
 }
 
 # The nodes ask whether anybody is left on this host to end the job (node.sh).
@@ -116,25 +126,31 @@ answer_nodes() {
     [ ! -e "$1/final.json" ] || [ -e "$1.logs/batch-host-knows" ] || touch "$1.logs/batch-host-knows"
 }
 
-# The next job of the chain does without the nodes that were put aside. It waits already, so that its
-# list is changed; what it was submitted with (--exclude) stays in it. Done whenever the file of bad
-# nodes is new: nobody knows how this job will end.
-leave_out_bad_nodes() {
-    local noted=${1%/*}/bad-nodes.json seen=$1.logs/bad-nodes-left-out bad job after given name
-    [ -e "$noted" ] && ! [ "$seen" -nt "$noted" ] || return 0
+# The next job of the chain does without the nodes that were put aside, and begins with as
+# many as this one has left. It waits already, so that its lists are changed; what it was
+# submitted with (--exclude) stays in it. Done whenever the file of bad nodes is new, as nobody knows
+# how this job will end, and when it has.
+prepare_next_job() {
+    local noted=${1%/*}/bad-nodes.json over=$1/final.json seen=$1.logs/next-job-prepared
+    local bad left job after given name
+    { [ -e "$noted" ] && ! [ "$seen" -nt "$noted" ]; } ||
+        { [ -e "$over" ] && ! [ "$seen" -nt "$over" ]; } || return 0
     touch "$seen"
     bad=$(deadpool bad-nodes --names --hours "${BAD_NODE_HOURS:-72}" "${1%/*}") || return 0
     bad=$(sed 's/\.[^,]*//g' <<<"$bad") # Slurm names nodes without their domain
-    [ -n "$bad" ] || return 0
+    left=$(squeue -h -j "$SLURM_JOB_ID" -o %N) && [ -n "$left" ] || return 0
+    left=$(scontrol show hostnames "$left" | grep -vcxFf <(tr , '\n' <<<"$bad"))
     while IFS="|" read -r job after given; do
         [[ $after =~ :$SLURM_JOB_ID([^0-9]|$) ]] || continue
         [ "$given" != "(null)" ] || given=
-        say "job $job, the next one, leaves out $bad"
+        say "job $job, the next one, leaves out ${bad:-no node}; $left nodes are left of this one"
         # One by one: with a name in it that Slurm does not know it takes none of a list.
         for name in ${bad//,/ }; do
             ! scontrol update "JobId=$job" "ExcNodeList=${given:+$given,}$name" ||
                 given=${given:+$given,}$name
         done
+        [ -z "${SMALLER:-}" ] || ((left >= NODES + SPARES || left < $(fitting "$left"))) ||
+            scontrol update "JobId=$job" "NumNodes=$left" "NumTasks=$left"
     done < <(squeue -h -t PD -o "%i|%E|%x")
 }
 

@@ -26,7 +26,7 @@ job_end() {
 }
 
 save_in_time() {
-    local end left later
+    local end left later repeated=()
     end=${SLURM_JOB_END_TIME:-$(job_end)}
     [ -n "$end" ] || return 0
     while true; do
@@ -42,19 +42,15 @@ save_in_time() {
     left=$((end - $(date +%s)))
     [ "$left" -gt 0 ] || left=1
     # The first ones repeat the order, should a coordinator be lost that has heard it.
-    if [ "${SLURM_PROCID:-0}" -lt 4 ]; then
-        deadpool stop --dump --within "$left" --wait "$left" "$run"
-    else
-        deadpool stop --dump --within "$left" "$run"
-    fi
+    [ "${SLURM_PROCID:-0}" -ge 4 ] || repeated=(--wait "$left")
+    deadpool stop --dump --within "$left" "${repeated[@]}" "$run"
 }
 
 batch_host_lives() {
-    local waited=0
-    while [ ! -e "$run.logs/batch-host-knows" ]; do
-        [ "$waited" -lt "$patience" ] || return 1
+    local limit=$((SECONDS + patience))
+    until [ -e "$run.logs/batch-host-knows" ]; do
+        [ "$SECONDS" -lt "$limit" ] || return 1
         sleep 1
-        waited=$((waited + 1))
     done
 }
 
@@ -74,7 +70,7 @@ kill "$clock" 2>/dev/null
 
 if is_over && ! batch_host_lives; then
     echo "node.sh: the batch host does not answer: the run is over, and the job is ended from here"
-    leave_out_bad_nodes "$run"
+    prepare_next_job "$run"
     judge "$run"
     sleep "$((SLURM_PROCID % 10))"
     scancel "$SLURM_JOB_ID"

@@ -71,6 +71,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
         "PATH": f"{programs}:{os.environ['PATH']}",
         "HOME": str(folder),
         "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NUM_NODES": "66",
         "SLURM_SUBMIT_DIR": str(folder),
         # The site block asks for these.
         "CHECKOUT": str(ROOT),
@@ -149,6 +150,27 @@ def test_the_agent_takes_the_command(info: RunInfo) -> None:
     assert info.spares == cluster["spares"]
     assert "--deadpool" in info.command
     assert info.settings.check == "links"
+
+
+def test_megatron_accepts_each_number_of_nodes_that_the_script_can_go_on_with(
+    task: Task, info: RunInfo, questions: dict[str, Question]
+) -> None:
+    """A replica's share of the batch has to be a multiple of the pipeline: it is interleaved."""
+    large, nodes = questions["65b"], [64, 56, 48, 32]
+    assert list(map(int, task.environment["SMALLER"].split())) == nodes[1:]
+    assert (info.settings.persist_interval, info.settings.persist_directory) == (
+        200,
+        f"{task.environment['HOME']}/runs/pretrain-65b/exports",
+    )
+    show = ("data_parallel_size", "global_batch_size", "micro_batch_size")
+    answers = ask(
+        [dataclasses.replace(large, world_size=n * info.nproc_per_node, show=show) for n in nodes]
+    )
+    assert [(a.error, a.refused) for a in answers] == [("", "")] * len(nodes)
+    for answer, count in zip(answers, nodes, strict=True):
+        replicas, batch, micro = map(int, answer.shown.values())
+        assert replicas == count / 8
+        assert batch % (replicas * micro * 8) == 0
 
 
 def test_megatron_accepts_what_members_run(questions: dict[str, Question]) -> None:

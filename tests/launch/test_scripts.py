@@ -51,8 +51,9 @@ def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
     options = re.findall(r"^#SBATCH (\S+)", batch, re.MULTILINE)
     assert "--no-kill" in options
     nodes = next(int(o.partition("=")[2]) for o in options if o.startswith("--nodes="))
-    sizes = [int(re.search(rf"^{n}=\D*(\d+)", batch, re.MULTILINE)[1]) for n in ("NODES", "SPARES")]  # type: ignore[index]
-    assert nodes == sum(sizes)
+    sizes = re.findall(r"\b(?:NODES|SPARES)=\$\D*(\d+)", batch)
+    assert len(sizes) == 2
+    assert nodes == sum(map(int, sizes))
     srun = (SCRIPTS / "slurm" / "job.sh").read_text()
     assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 " in srun
 

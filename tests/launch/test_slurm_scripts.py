@@ -105,18 +105,23 @@ def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path: Path) -> No
     (runs / "bad-nodes.json").touch()
     stand_ins = {
         "deadpool": "echo login1,node3.cluster,node4",
-        "squeue": "echo '8|afterany:7(unfulfilled)|node[1-2]'; echo '9|afterany:8(unfulfilled)|'",
-        "scontrol": f'case $3 in *login1*) exit 1 ;; *) echo "$2 $3" >>{asked} ;; esac',
+        "squeue": "[ $2 != -j ] || exec echo 'node[1-9]'; "
+        "echo '8|afterany:7(unfulfilled)|node[1-2]'; echo '9|afterany:8(unfulfilled)|'",
+        "scontrol": "case $2$3 in hostnames*) printf 'node%s\\n' 1 2 3 4 5 6 7 8 9 ;;"
+        f' *login1*) exit 1 ;; *) shift; echo "$*" >>{asked} ;; esac',
     }
     for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
+    size = {"SLURM_JOB_ID": "7", "NODES": "8", "SPARES": "2", "SMALLER": "6 4"}
     subprocess.run(
-        ["bash", "-c", '. "$1" && leave_out_bad_nodes "$2"', "bash", SLURM / "job.sh", runs / "7"],
-        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        ["bash", "-c", '. "$1" && prepare_next_job "$2"', "bash", SLURM / "job.sh", runs / "7"],
+        env={**os.environ, **size, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         check=True,
     )
-    assert asked.read_text().splitlines()[-1] == "JobId=8 ExcNodeList=node[1-2],node3,node4"
+    *_, excluded, fewer = asked.read_text().splitlines()
+    assert excluded == "JobId=8 ExcNodeList=node[1-2],node3,node4"
+    assert fewer == "JobId=8 NumNodes=7 NumTasks=7"
 
 
 @pytest.mark.parametrize(

@@ -149,10 +149,11 @@ class Jobs:
         number = self.cluster.submit(SCRIPTS / script, size, *options, **self.environment())
         return self.job(number)
 
-    def chain(self, count: int) -> list[Job]:
+    def chain(self, count: int, *options: str) -> list[Job]:
         """Submit so many jobs of which each waits for the one before."""
         size = f"--nodes={self.nodes + self.spares}"
-        command = (str(SCRIPTS / "chain.sh"), str(count), str(SCRIPTS / "small_test.sbatch"), size)
+        script = str(SCRIPTS / "small_test.sbatch")
+        command = (str(SCRIPTS / "chain.sh"), str(count), script, size, *options)
         output = f"--output={self.cluster.directory}/job-%j.out"
         numbers = self.cluster.control(*command, output, **self.environment())
         return [self.job(int(number)) for number in numbers.split()]

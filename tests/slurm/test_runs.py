@@ -11,6 +11,8 @@ from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.run_result import read_result
 from deadpool_megatron.events import Kind
 from tests.faults.harness.jobs import Layout, reference, trainer
+from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SCRIPTS, Jobs
 
@@ -218,3 +220,46 @@ def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: 
     assert found.resumed_after == first.final_iteration(), "what was finished is saved"
     comparison = compare_results(read_result(whole.directory), found)
     assert comparison.identical, "\n".join(map(str, comparison.differences))
+
+
+@needs_megatron_lm
+@LOADS
+def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_are_left(
+    cluster: Cluster, jobs: Jobs
+) -> None:
+    """The next job's data-parallel size is another one: Megatron cuts the checkpoint anew."""
+    flags = small(
+        save_interval=100, train_iters=50, global_batch_size=6, use_distributed_optimizer=True
+    )
+    exports = str(jobs.directory / "exports")
+    wanted = dataclasses.replace(
+        jobs,
+        nodes=3,
+        settings=(
+            *("--deadpool-persist-directory", exports, "--deadpool-spare-timeout", "3"),
+            *("--deadpool-start-seconds", "80"),
+        ),
+        training=(f"{checkout()}/pretrain_gpt.py", *flags, "--deadpool"),
+        variables={"SMALLER": "2"},
+    )
+    first, second = wanted.chain(2, f"--exclude={','.join(cluster.nodes[4:])}")
+    first.wait_iteration(2)
+    _, *others = cluster.nodes_of(first.number)  # without the batch host
+    lost = next(name for name in others if name != first.host(3))
+    cluster.lose(lost)
+    first.wait_for("a recovery", lambda: first.events(Kind.RECOVERED))
+    cluster.lose(next(name for name in others if name != lost))
+    final = first.wait_over()
+    assert final["exit_status"] == 75, first.story()
+    assert "no spare" in final["reason"]
+    assert second.wait_over()["exit_status"] == 0, second.story()
+    assert len(cluster.nodes_of(second.number)) == 2
+    assert "goes on with 2 roles instead of 3 from the checkpoint" in second.logs()
+    before, after = (
+        {step["iteration"]: float.fromhex(step["loss"]) for step in told["steps"]}
+        for told in (final, second.wait_over())
+    )
+    assert min(after) == max(before) + 1, "nothing that was finished is computed again"
+    assert max(after) == 50
+    assert abs(after[min(after)] - before[max(before)]) < 0.1, "the loss goes on"
+    assert after[50] < min(before.values())

@@ -68,14 +68,11 @@ def resume_point(
     (with what it has left in memory of this host, and of the hosts of ``others``), or its newest
     checkpoint, whichever is newer.
 
-    Says so in a line. Raises CommandError when there is none.
+    A run of another number of roles goes on from a checkpoint, which Megatron cuts anew. Says so
+    in a line. Raises CommandError when there is none.
     """
     info = old.read_run()
-    world_size = args.nodes * args.nproc_per_node
-    if info.world_size != world_size:
-        raise CommandError(
-            f"--resume {old.path}: that run has {info.world_size} roles, this one {world_size}"
-        )
+    roles = args.nodes * args.nproc_per_node
     history: History | None = None
     whole, why_not = None, list[str]()
     try:
@@ -86,6 +83,8 @@ def resume_point(
     else:
         whole, why_not = _whole(old, info, history.kept, others)
     durable, lacking = _durable(old, info, history)
+    if info.world_size != roles:
+        return as_dict(_for_other_roles(old, info.world_size, roles, whole, durable))
     if whole is None and not durable:
         told = f": {'; '.join([*lacking, *why_not[:3]])}" if lacking or why_not else ""
         raise CommandError(f"--resume {old.path}: that run has no durable state{told}")
@@ -105,6 +104,30 @@ def resume_point(
             flush=True,
         )
     return as_dict(durable)
+
+
+def _for_other_roles(
+    old: RunDirectory, known: int, roles: int, whole: Restore | None, durable: list[Restore]
+) -> list[Restore]:
+    """The checkpoints among what a run of ``known`` roles has left: a dump is of them only."""
+    found = [one for one in durable if one.kind == "durable"]
+    dumps = [one for one in (whole, *durable) if one is not None and one.kind == "dump"]
+    newest = max((one.generation.iteration for one in dumps), default=0)
+    dumped = f"; its dump of iteration {newest} is for {known} roles only" if dumps else ""
+    if not found:
+        raise CommandError(
+            f"--resume {old.path}: that run has {known} roles, this one {roles}, and there is no"
+            f" checkpoint to go on from with another number{dumped}: give as many nodes as it had"
+            " (exports beside the training, --deadpool-persist-interval, would fit any number)"
+        )
+    iteration = found[0].generation.iteration
+    newer = dumped if newest > iteration else ""
+    print(
+        f"goes on with {roles} roles instead of {known} from the checkpoint {found[0].path} of"
+        f" iteration {iteration}{newer}",
+        flush=True,
+    )
+    return found
 
 
 def _durable(

@@ -214,7 +214,7 @@ def test_resume_points_that_cannot_be_used(tmp_path: Path, complain: Complain) -
     other = old_run(tmp_path / "other", world_size=4)
     write_json(other.latest, restore.to_dict())
     arguments = run_arguments(tmp_path / "r", "--resume", str(other.path))
-    assert "has 4 roles, this one 2" in complain(*arguments)
+    assert "has 4 roles, this one 2, and there is no checkpoint" in complain(*arguments)
 
 
 def test_resume_does_not_leave_behind_what_cannot_be_written(

@@ -177,6 +177,24 @@ def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(
     assert resume_point(host.old, ARGS) == WHOLE.to_dict()
 
 
+def test_another_number_of_roles_goes_on_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest one; a dump is of the roles that wrote it."""
+    host, fewer = Host(tmp_path, monkeypatch), argparse.Namespace(nodes=1, nproc_per_node=1)
+    saved = Restore("durable", Generation(1, 5), path=str(tmp_path))
+    dump = Restore("dump", Generation(1, 9), path=str(tmp_path))
+    monkeypatch.setattr(resuming, "last_boundary", lambda *_: ("step", ""))
+    write_json(host.old.latest, as_dict([dump, saved]))
+    assert resume_point(host.old, fewer) == saved.to_dict()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"goes on with 1 roles instead of 2 from the checkpoint {tmp_path} of")
+    assert line.endswith("its dump of iteration 9 is for 2 roles only")
+    write_json(host.old.latest, dump.to_dict())
+    with pytest.raises(CommandError, match=r"2 roles, this one 1, .* give as many nodes as it had"):
+        resume_point(host.old, fewer)
+
+
 def test_a_checkpoint_that_was_taken_back_is_not_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
