@@ -1,7 +1,8 @@
 """What a node says about its host and its links, when it joins and when it is asked.
 
-As long as it has no role it looks at its host again now and then, in a process of its own: what
-there is to ask may hang (a driver, a file system), which the agent must not.
+As long as it has no role, or where the site has a word on its health, it looks at its host again
+now and then, in a process of its own: what there is to ask may hang (a driver, a file system),
+which the agent must not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Examiner:
         """Look again, for ever; what cannot be found out stays as it was."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._facts is not None and self._is_spare():
+            asked = self._options.info.settings.health_command
+            if self._facts is not None and (asked or self._is_spare()):
                 await self.look()
 
     async def look(self) -> None:

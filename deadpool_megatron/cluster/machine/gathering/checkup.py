@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Probe
 from deadpool_megatron.cluster.machine.epoch.closing import drop_node
-from deadpool_megatron.cluster.machine.epoch.deciding import seating
+from deadpool_megatron.cluster.machine.epoch.deciding import drained, seating
 from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
 from deadpool_megatron.cluster.machine.state.blame import Failure
@@ -101,26 +101,38 @@ def agree_again(turn: Turn) -> None:
 
 
 def told(turn: Turn, event: ev.FactsTold) -> None:
-    """A node without a role has looked at itself again, or one with roles after a device error.
-    Memory is not asked for any more: by now it may hold copies.
+    """A node has looked at itself again. Memory is not asked for any more: by now it may hold
+    copies.
     """
     state, fleet = turn.state, turn.state.fleet
     if event.node not in fleet.nodes:
         return
+    before = fleet.nodes[event.node].facts
     known = replace(fleet.nodes[event.node], facts=event.facts)
     turn.state = state._replace(fleet=fleet.with_node(event.node, known))
     if event.node not in state.seats.nodes:
         look_again(turn, event.node, fresh=False)
-    elif event.facts.health.health is Health.OUT and event.node not in fleet.drains:
-        _move_away(turn, event.node, event.facts.health.text)
+    elif event.facts.health.health is not Health.GOOD and event.node not in fleet.drains:
+        _move_away(turn, event.node, event.facts, None if before is None else before.health.health)
 
 
-def _move_away(turn: Turn, node: int, text: str) -> None:
+def _move_away(turn: Turn, node: int, facts: HostFacts, before: Health | None) -> None:
     """The roles of a node that trains go to a spare as soon as there is one; without one it goes
-    on, as it has so far.
+    on, as it has so far. Where it is only worse than a good one, a good one is what they go to.
+
+    A node that was moved away from is a spare of last resort from then on: a check that fails only
+    where somebody trains moves roles to each node once, not to and fro.
     """
-    cause = f"node {node} is put aside, its health command says: {text}"
-    turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
+    text = facts.health.text
+    if facts.health.health is Health.OUT:
+        cause = f"node {node} is put aside, its health command says: {text}"
+        turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
+    else:
+        if before is not facts.health.health:
+            judged = Judgement(Standing.WEAK, (f"its health command says: {text}",))
+            _emit(turn, node, judged, facts, turn.state.fleet.nodes[node].domain)
+        if not _can_spare(turn, drained(turn.state) | {node}):
+            return
     turn.state = turn.state._replace(fleet=turn.state.fleet.draining(node))
     consider_pause(turn)
 

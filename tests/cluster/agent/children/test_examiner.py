@@ -31,9 +31,11 @@ class FakeVault:
         return [{"peer": peer, "bulk": bulk} for peer, _, _ in peers]
 
 
-def examiner(directory: Path, seat: int, *command: str, vault: Any = None) -> tuple[Any, list[Any]]:
+def examiner(
+    directory: Path, seat: int, *command: str, vault: Any = None, settings: Settings | None = None
+) -> tuple[Any, list[Any]]:
     """Of node 0 in an epoch whose only role is on node ``seat``."""
-    info = RunInfo("testrun", 1, 1, 1, 1, (), Settings(), "")
+    info = RunInfo("testrun", 1, 1, 1, 1, (), settings or Settings(), "")
     run = RunDirectory(directory)
     sent: list[Any] = []
     options = AgentOptions(
@@ -60,12 +62,14 @@ def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("seat", "looks"), [(1, True), (0, False)])
-async def test_a_spare_looks_again_a_node_that_trains_does_not(
-    seat: int, looks: bool, segments: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seat", "health", "looks"), [(1, "", True), (0, "", False), (0, "check_node", True)]
+)
+async def test_a_spare_looks_again_a_node_that_trains_only_at_its_health(
+    seat: int, health: str, looks: bool, segments: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
-    made, sent = examiner(segments, seat)
+    made, sent = examiner(segments, seat, settings=Settings(health_command=health))
     looked = 0
 
     async def look() -> None:

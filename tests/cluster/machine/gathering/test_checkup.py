@@ -170,7 +170,7 @@ def test_a_spare_becomes_weak_and_good_again() -> None:
 
 
 def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
-    """It is asked after a device error."""
+    """It is asked each minute, and after a device error."""
     sick = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed"))
     rig = Rig(nodes=2, spares=1)
     come(rig)
@@ -191,6 +191,30 @@ def test_a_node_whose_health_is_gone_trains_on_while_there_is_no_spare() -> None
     rig.feed(ev.FactsTold(1, dataclasses.replace(GOOD, health=Answer(Health.OUT, "ECC"))))
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.fleet.drains == {1}
+
+
+def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_good() -> None:
+    """It says so of itself each minute; what it is moved away from is no better one afterwards."""
+    worse = dataclasses.replace(GOOD, health=Answer(Health.SPARE_ONLY, "hot"))
+    rig = Rig(nodes=2, spares=1)
+    come(rig)
+    rig.opened()
+    rig.warm(2)
+    rig.feed(ev.FactsTold(2, worse), ev.FactsTold(1, worse))
+    assert [e.node for e in rig.emitted(Kind.NODE_JUDGED)] == [2, 1]
+    rig.feed(ev.FactsTold(1, worse))
+    assert not rig.emitted(Kind.NODE_JUDGED), "told once"
+    assert not rig.emitted(Kind.NODE_ASIDE)
+    assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
+    rig.feed(ev.FactsTold(2, GOOD), ev.FactsTold(1, worse))
+    assert (rig.state.phase, rig.state.fleet.drains) == (Phase.PAUSING, {1})
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
+    rig.closed(g(2))
+    rig.journal()
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    rig.restored()
+    rig.feed(ev.FactsTold(1, GOOD), ev.FactsTold(2, worse))
+    assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
 
 
 def test_after_a_takeover_the_nodes_agree_again() -> None:
