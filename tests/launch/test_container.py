@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_lm.harness.checkout import TAGS
+from deadpool_megatron.comms.torch_versions import remark
+from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "share" / "container" / "Dockerfile"
+#: what the vendor's image has, as it says of itself
+TORCH = {"nvcr.io/nvidia/pytorch:26.06-py3": "2.13.0a0+8145d630e8.nv26.06"}
 
 
 def test_it_is_linted() -> None:
@@ -36,3 +39,14 @@ def test_what_it_names_is_there() -> None:
     for files in project["tool"]["setuptools"]["data-files"].values():
         used |= {file.partition("/")[0] for file in files}
     assert sent == used
+
+
+def test_its_torch_is_one_that_a_run_accepts() -> None:
+    """And its build looks at it: another base that somebody names may have another one."""
+    text = RECIPE.read_text()
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
+    assert remark(TORCH[base]) == ""
+    assert "import remark; print(remark(torch.__version__))" in text
+    tree = checkout(TAGS[-1])
+    if tree is not None:
+        assert (tree / "docker" / ".ngc_version.dev").read_text().strip() == base
