@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from deadpool_megatron.hooks.dimensions.dimension import (
@@ -35,13 +34,6 @@ class DataHook(DimensionHook):
         self._loop = loop
         self._shared = shared
 
-    def groups(self) -> Mapping[str, dist.ProcessGroup]:
-        """Data-parallel group (context parallel included) and the experts' one."""
-        return {
-            "data": parallel_state.get_data_parallel_group(with_context_parallel=True),
-            "expert-data": parallel_state.get_expert_data_parallel_group(),
-        }
-
     def rebuild_from_peers(self) -> None:
         """Master weights -> model copy -> all-gather over the group, forced.
 
@@ -71,11 +63,12 @@ class DataHook(DimensionHook):
         the state that peers have gathered."""
         for shared in self._shared:
             compare_with_peers(shared.tensors, shared.group, "the optimizer state")
-        groups = self.groups()
         dense, expert = (
             [raw for parameter in found for raw in plain_tensors(parameter)]
             for found in (parameters(self._loop, expert=kind) for kind in (False, True))
         )
-        compare_with_peers(dense, groups["data"], "parameters")
+        data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        compare_with_peers(dense, data, "parameters")
         if expert:
-            compare_with_peers(expert, groups["expert-data"], "expert parameters")
+            experts = parallel_state.get_expert_data_parallel_group()
+            compare_with_peers(expert, experts, "expert parameters")

@@ -1,9 +1,9 @@
-"""The seam for one dimension of parallelism: groups, what peers can rebuild."""
+"""The seam for one dimension of parallelism: what peers can rebuild, and hold equal."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,6 @@ class DimensionHook(ABC):
     """Registered once per built loop; all methods run on the member's main thread."""
 
     name: str
-
-    @abstractmethod
-    def groups(self) -> Mapping[str, dist.ProcessGroup]:
-        """The process groups of this dimension that Megatron made, by a readable name."""
 
     @abstractmethod
     def rebuild_from_peers(self) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -19,13 +16,6 @@ class PipelineHook(DimensionHook):
 
     def __init__(self, loop: ProtectedLoop) -> None:
         self._loop = loop
-
-    def groups(self) -> Mapping[str, dist.ProcessGroup]:
-        """Pipeline and, on the stages that have one, embedding group."""
-        groups = {"pipeline": parallel_state.get_pipeline_model_parallel_group()}
-        if parallel_state.is_rank_in_embedding_group():
-            groups["embedding"] = parallel_state.get_embedding_group()
-        return groups
 
     def rebuild_from_peers(self) -> None:
         """Nothing: each stage restores its own layers."""

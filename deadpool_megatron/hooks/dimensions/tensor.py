@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from deadpool_megatron.hooks.dimensions.dimension import (
@@ -23,10 +20,6 @@ class TensorHook(DimensionHook):
 
     def __init__(self, loop: ProtectedLoop) -> None:
         self._loop = loop
-
-    def groups(self) -> Mapping[str, dist.ProcessGroup]:
-        """The tensor-parallel group."""
-        return {"tensor": parallel_state.get_tensor_model_parallel_group()}
 
     def rebuild_from_peers(self) -> None:
         """Nothing: a tensor shard is unique to its role in this dimension."""
