@@ -58,6 +58,16 @@ def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
     assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 " in srun
 
 
+def test_the_65b_batch_can_be_spread_over_each_number_of_nodes_it_goes_on_with() -> None:
+    """A replica is 8 nodes, and its micro-batches a multiple of 8, the pipeline being interleaved;
+    test_pretrain_65b.py asks Megatron."""
+    batch = (SCRIPTS / "slurm" / "pretrain_65b.sbatch").read_text()
+    smaller = re.findall(r"SMALLER=\S+?-([\d ]+)\}", batch)
+    arguments = (SCRIPTS.parent / "configs" / "megatron-lm" / "gpt-65b.args").read_text().split()
+    samples = int(arguments[arguments.index("--global-batch-size") + 1])
+    assert [samples % int(nodes) for nodes in ["64", *smaller[0].split()]] == [0] * 4
+
+
 def documents() -> dict[str, dict[str, Any]]:
     text = (SCRIPTS / "launch" / "kubernetes.yaml").read_text()
     return {document["kind"]: document for document in yaml.safe_load_all(text)}

@@ -252,6 +252,7 @@ def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_ar
     final = first.wait_over()
     assert final["exit_status"] == 75, first.story()
     assert "no spare" in final["reason"]
+    second.wait_iteration(8)
     assert second.wait_over()["exit_status"] == 0, second.story()
     assert len(cluster.nodes_of(second.number)) == 2
     assert "goes on with 2 roles instead of 3 from the checkpoint" in second.logs()
