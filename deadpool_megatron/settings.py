@@ -80,7 +80,7 @@ class Settings:
     health_command: str = _setting(
         "",
         "the site's own check of a node, by the shell: exit status 0 good, 1 a spare only, 2 out;"
-        " asked when a node joins, each minute of a spare, and after a device error",
+        " asked when a node joins, each minute, training or not, and after a device error",
     )
     health_seconds: float = _setting(
         60.0, "limit for the health command; a node whose command needs longer is used last"

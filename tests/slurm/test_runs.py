@@ -222,6 +222,7 @@ def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: 
     assert comparison.identical, "\n".join(map(str, comparison.differences))
 
 
+@pytest.mark.full
 @needs_megatron_lm
 @LOADS
 def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_are_left(
