@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +18,9 @@ import pytest
 
 from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.auth import connect_stream
-from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import open_stream
 from tests.vault.harness import RUN_ID, cluster, wait_until
-from tests.wire.visitors import SECONDS, SECRET, Recorder
-
-Address = tuple[str, int]
-
-
-def behind(
-    scenario: Callable[[Recorder, Address], Awaitable[None]],
-    most_strangers: int,
-    seconds: float = SECONDS,
-    listener: socket.socket | None = None,
-) -> Recorder:
-    """Run a scenario in front of a door."""
-
-    async def run() -> Recorder:
-        inside = Recorder()
-        listening = listener or socket.socket()
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(1024)
-        door = Door(listening, Lock(SECRET, "run", None, seconds), inside, most_strangers)
-        opened = asyncio.create_task(door.run())
-        try:
-            await scenario(inside, listening.getsockname())
-        finally:
-            opened.cancel()
-            door.close()
-        return inside
-
-    return asyncio.run(run())
-
-
-async def enter(address: Address) -> asyncio.StreamWriter:
-    reader, writer = await open_stream(address, None)
-    await connect_stream(reader, writer, SECRET, "run")
-    assert await framing.read_frame(reader) == {"t": "welcome"}
-    return writer
+from tests.wire.visitors import SECONDS, SECRET, Address, enter, open_door
 
 
 def descriptors() -> int:
@@ -103,45 +67,40 @@ class Slow(socket.socket):
         pytest.param(6, 2, 0.3, id="its process stands still for longer than one may be mute"),
     ],
 )
-def test_who_waits_in_a_crowd_is_heard_however_slow_the_host_is(
+async def test_who_waits_in_a_crowd_is_heard_however_slow_the_host_is(
     agents: int, most_strangers: int, seconds: float
 ) -> None:
     """The door takes connections that wait without a pause, and each has a fifth of a second."""
     listener = Slow()
     listener.seconds = seconds
 
-    async def scenario(inside: Recorder, address: Address) -> None:
+    async with open_door(most_strangers, listener=listener) as (inside, address):
         writers = await asyncio.gather(*(enter(address) for _ in range(agents)))
         assert len(inside.served) == agents
         for writer in writers:
             writer.close()
+    assert inside.refusals == []
 
-    assert behind(scenario, most_strangers, listener=listener).refusals == []
 
-
-def test_a_moment_without_descriptors_does_not_end_the_door() -> None:
-    async def scenario(inside: Recorder, address: Address) -> None:
+async def test_a_moment_without_descriptors_does_not_end_the_door() -> None:
+    async with open_door(most_strangers=16, listener=Short()) as (inside, address):
         (await enter(address)).close()
         assert len(inside.served) == 1
-
-    behind(scenario, most_strangers=16, listener=Short())
 
 
 @pytest.mark.parametrize("strangers", [800, pytest.param(1500, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("many_files")
-def test_who_says_nothing_stays_in_the_kernel(strangers: int) -> None:
+async def test_who_says_nothing_stays_in_the_kernel(strangers: int) -> None:
     """All agents come back after a takeover, with 256 strangers let in, as of 1024 open files."""
 
-    async def scenario(inside: Recorder, address: Address) -> None:
+    async with open_door(most_strangers=256) as (inside, address):
         silent = [socket.create_connection(address, SECONDS) for _ in range(strangers)]
         writers = await asyncio.gather(*(enter(address) for _ in range(16)))
         assert len(inside.served) == 16
         for connection in (*silent, *writers):
             connection.close()
-
-    refusals = behind(scenario, most_strangers=256).refusals
     # Of more than the kernel remembers some are handed over; they go before any agent does.
-    assert strangers > 1000 or refusals == []
+    assert strangers > 1000 or inside.refusals == []
 
 
 def crowd(address: Address, count: int, said: bytes) -> list[socket.socket]:
@@ -151,8 +110,8 @@ def crowd(address: Address, count: int, said: bytes) -> list[socket.socket]:
     return connections
 
 
-def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
-    async def scenario(_inside: Recorder, address: Address) -> None:
+async def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
+    async with open_door(most_strangers=16) as (inside, address):
         before = descriptors()
         strangers = crowd(address, 40, b"D")
         (await enter(address)).close()
@@ -160,8 +119,6 @@ def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
         assert descriptors() <= before + len(strangers) + 16 + 1
         for connection in strangers:
             connection.close()
-
-    inside = behind(scenario, most_strangers=16)
     assert len(inside.served) == 1
     crowded = [why for why in inside.refusals if why.startswith("too many strangers")]
     assert 25 <= len(crowded) <= 40, "it came after them and had to wait for its turn"
@@ -180,10 +137,10 @@ async def come_again(connection: socket.socket, said: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
-def test_strangers_who_come_again_keep_nobody_out() -> None:
+async def test_strangers_who_come_again_keep_nobody_out() -> None:
     """Put out one after the other, with a last call for each, they held every place for ever."""
 
-    async def scenario(_inside: Recorder, address: Address) -> None:
+    async with open_door(most_strangers=100) as (inside, address):
         said = b"D"
         connections = crowd(address, 600, said)
         strangers = [asyncio.create_task(come_again(one, said)) for one in connections]
@@ -195,14 +152,13 @@ def test_strangers_who_come_again_keep_nobody_out() -> None:
         await asyncio.gather(*strangers, return_exceptions=True)
         for writer in writers:
             writer.close()
+    assert len(inside.served) == 16
 
-    assert len(behind(scenario, most_strangers=100).served) == 16
 
-
-def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
+async def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
     """Who floods from one address takes the places of his own connections."""
 
-    async def scenario(inside: Recorder, address: Address) -> None:
+    async with open_door(most_strangers=8) as (inside, address):
         lonely = socket.create_connection(address, SECONDS, ("127.0.0.2", 0))
         lonely.sendall(b"D")  # the oldest of all
         strangers = crowd(address, 30, b"D")
@@ -214,36 +170,31 @@ def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
         for connection in (lonely, *strangers):
             connection.close()
 
-    behind(scenario, most_strangers=8)
 
-
-def test_a_knock_is_no_refusal_but_half_a_word_is() -> None:
-    async def scenario(inside: Recorder, address: Address) -> None:
+async def test_a_knock_is_no_refusal_but_half_a_word_is() -> None:
+    async with open_door(most_strangers=4) as (inside, address):
         socket.create_connection(address).close()
         with socket.create_connection(address) as connection:
             connection.sendall(b"D")
         await inside.until(lambda: inside.refusals)
         (await enter(address)).close()
-
-    inside = behind(scenario, most_strangers=4)
     assert inside.refusals == ["ConnectionCut: connection closed"]
 
 
 OLDER = b"DPM1\x00\x00\x00\x0d" + b'{"t":"hello"}'
 
 
-def test_who_speaks_another_version_hears_so() -> None:
+async def test_who_speaks_another_version_hears_so() -> None:
     """In a form that tells it, whatever its own is: the first bytes say the version."""
 
-    async def scenario(inside: Recorder, address: Address) -> None:
+    async with open_door(most_strangers=4) as (inside, address):
         reader, writer = await open_stream(address, None)
         writer.write(OLDER)
         assert (await framing.read_frame(reader))["t"] == "other-version"
         assert await reader.read() == b""
         writer.close()
         await inside.until(lambda: inside.refusals)
-
-    (why,) = behind(scenario, most_strangers=4).refusals
+    (why,) = inside.refusals
     assert "the other end speaks 'DPM1', this one 'DPM2': install one version" in why
 
 
@@ -263,20 +214,19 @@ def test_who_dials_another_version_says_so() -> None:
         accepting.join()
 
 
-def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
+async def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
     """As many as all agents of a large run that come back at once: none of them is put out."""
 
-    async def scenario(inside: Recorder, address: Address) -> None:
+    async with open_door(most_strangers=4) as (inside, address):
         writers = await asyncio.gather(*(enter(address) for _ in range(200)))
         assert len(inside.served) == 200
         for writer in writers:
             writer.close()
+    assert inside.refusals == []
 
-    assert behind(scenario, most_strangers=4).refusals == []
 
-
-def test_who_drips_is_put_out_at_the_limit_for_all_of_it() -> None:
-    async def scenario(inside: Recorder, address: Address) -> None:
+async def test_who_drips_is_put_out_at_the_limit_for_all_of_it() -> None:
+    async with open_door(most_strangers=4, seconds=0.2) as (inside, address):
         reader, writer = await asyncio.open_connection(*address)
         for byte in framing.encode({"t": "hello", "run": "run", "nonce": "0" * 32}):
             writer.write(bytes([byte]))
@@ -286,13 +236,11 @@ def test_who_drips_is_put_out_at_the_limit_for_all_of_it() -> None:
         await inside.until(lambda: inside.refusals)
         with contextlib.suppress(ConnectionResetError):  # a byte of ours was still on its way
             assert await reader.read() == b""
-
-    inside = behind(scenario, most_strangers=4, seconds=0.2)
     assert inside.refusals == ["no complete greeting within 0.2 s"]
 
 
-def test_strangers_leave_no_descriptor_behind() -> None:
-    async def scenario(inside: Recorder, address: Address) -> None:
+async def test_strangers_leave_no_descriptor_behind() -> None:
+    async with open_door(most_strangers=4) as (inside, address):
         (await enter(address)).close()
         before = descriptors()
         for payload in (b"", framing.MAGIC, b"GET /", framing.encode({"t": "hello", "run": "x"})):
@@ -303,8 +251,6 @@ def test_strangers_leave_no_descriptor_behind() -> None:
             await asyncio.sleep(0)
         gc.collect()
         assert descriptors() <= before
-
-    behind(scenario, most_strangers=4)
 
 
 def test_strangers_at_a_vault(tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -15,12 +14,11 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.wire import auth, framing, records
 from deadpool_megatron.wire.auth import AuthenticationError
-from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.records import AlteredError, Direction, Opener, RecordSocket
-from deadpool_megatron.wire.tls import open_stream
-from tests.wire.visitors import SECONDS, SECRET, Recorder
+from tests.wire.visitors import SECONDS, SECRET, enter, open_door
 
 KEY = b"k" * 32
+ORDER = {"t": "order"}
 Change = Callable[[list[bytes]], list[bytes]]
 
 
@@ -169,63 +167,35 @@ class Between:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def behind_door(scenario: Callable[[tuple[str, int]], Awaitable[None]]) -> Recorder:
-    async def run() -> Recorder:
-        inside, listener = Recorder(), socket.create_server(("127.0.0.1", 0))
-        door = Door(listener, Lock(SECRET, "run", None, SECONDS), inside)
-        opened = asyncio.create_task(door.run())
-        try:
-            await scenario(listener.getsockname())
-        finally:
-            opened.cancel()
-            door.close()
-        return inside
-
-    return asyncio.run(run())
-
-
-async def enter(address: tuple[str, int]) -> dict[str, object]:
-    reader, writer = await open_stream(address, None)
-    try:
-        await auth.connect_stream(reader, writer, SECRET, "run")
-        return await framing.read_frame(reader)
-    finally:
-        writer.close()
-
-
-def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the port that a coordinator had, and hands the handshake on to the real one."""
     monkeypatch.delenv(auth.TRANSLATED, raising=False)
-
-    async def scenario(address: tuple[str, int]) -> None:
+    async with open_door() as (inside, address):
         with (
             Between(address, lambda data, _: data) as relay,
             pytest.raises((framing.WireError, OSError)),
         ):
             await enter(relay.address)
-        assert (await enter(address))["t"] == "welcome"
-
-    inside = behind_door(scenario)
+        (await enter(address)).close()
     assert len(inside.served) == 1
     assert "somebody relays it, or addresses are translated" in inside.refusals[0]
 
 
-def test_where_addresses_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_addresses_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(auth.TRANSLATED, "1")
-
-    async def scenario(address: tuple[str, int]) -> None:
+    async with open_door() as (inside, address):
         with Between(address, lambda data, _: data) as relay:
-            assert (await enter(relay.address))["t"] == "welcome"
+            (await enter(relay.address)).close()
+    assert inside.refusals == []
 
-    assert behind_door(scenario).refusals == []
 
-
-def test_a_relay_that_says_what_the_acceptor_wants_to_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_that_says_what_the_acceptor_wants_to_hear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The proof is of the address that was dialled, not of the one in the message."""
     monkeypatch.delenv(auth.TRANSLATED, raising=False)
-
-    async def scenario(address: tuple[str, int]) -> None:
-        place: list[Between] = []
+    place: list[Between] = []
+    async with open_door() as (inside, address):
 
         def other(data: bytes, _: int) -> bytes:
             old = f"127.0.0.1:{place[0].address[1]}".encode()
@@ -235,8 +205,7 @@ def test_a_relay_that_says_what_the_acceptor_wants_to_hear(monkeypatch: pytest.M
             place.append(relay)
             with pytest.raises((AuthenticationError, OSError)):
                 await enter(relay.address)
-
-    assert behind_door(scenario).served == []
+    assert inside.served == []
 
 
 @pytest.mark.parametrize("kind", ["changed", "twice", "none"])
@@ -272,17 +241,10 @@ def test_blocking_ends_do_not_take_what_was_altered(
             connection = auth.connect(relay.address, SECRET, "run", SECONDS)
             with connection:
                 framing.receive(connection)  # so that what follows is a piece of its own
-                framing.send(connection, {"t": "order"})
+                framing.send(connection, ORDER)
             thread.join()
-    order = {"t": "order"}
-    assert (
-        taken
-        == {
-            "changed": ["AlteredError"],
-            "twice": [order, "AlteredError"],
-            "none": [order, "ConnectionClosed"],
-        }[kind]
-    )
+    wanted = {"changed": ["AlteredError"], "twice": [ORDER, "AlteredError"]}
+    assert taken == wanted.get(kind, [ORDER, "ConnectionClosed"])
 
 
 def test_addresses_are_written_in_one_way() -> None:
@@ -293,11 +255,6 @@ def test_addresses_are_written_in_one_way() -> None:
 
 
 async def test_a_listener_on_all_addresses_knows_which_one_was_dialled() -> None:
-    inside, listener = Recorder(), socket.create_server(("0.0.0.0", 0))
-    door = Door(listener, Lock(SECRET, "run", None, SECONDS), inside)
-    opened = asyncio.create_task(door.run())
-    port = listener.getsockname()[1]
-    for address in ("127.0.0.1", "127.0.0.2", "localhost"):
-        assert (await enter((address, port)))["t"] == "welcome"
-    opened.cancel()
-    door.close()
+    async with open_door(host="0.0.0.0") as (_, (_, port)):
+        for address in ("127.0.0.1", "127.0.0.2", "localhost"):
+            (await enter((address, port))).close()

@@ -19,12 +19,11 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings, SettingsError
 from deadpool_megatron.vault.net.transport import SocketChannel, TcpTransport, realm_of
 from deadpool_megatron.wire import auth, framing, tls
-from deadpool_megatron.wire.door import Door, Lock
 from tests.cluster.running import Run, deadpool
 from tests.vault.harness import RUN_ID, cluster, wait_until
 from tests.vault.protected import begin
 from tests.wire import certificates
-from tests.wire.visitors import SECONDS, SECRET, Recorder
+from tests.wire.visitors import SECONDS, SECRET, enter, open_door
 
 Files = dict[str, str]
 
@@ -113,11 +112,7 @@ def test_a_run_with_wrong_files_does_not_start(foreign_settings: Files, tmp_path
 async def test_strangers_stay_outside(
     tls_settings: Files, foreign_settings: Files, who: str
 ) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    inside = Recorder()
     known = contexts(tls_settings)
-    door = Door(listener, Lock(SECRET, "run", known, SECONDS), inside)
-    opened = asyncio.create_task(door.run())
     nameless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nameless.check_hostname = False
     nameless.verify_mode = ssl.CERT_NONE
@@ -128,24 +123,11 @@ async def test_strangers_stay_outside(
         "wrong secret": known,
     }
     secret = b"wrong" * 8 if who == "wrong secret" else SECRET
-
-    async def enter() -> None:
-        reader, writer = await tls.open_stream(listener.getsockname(), sides[who])
-        try:
-            await auth.connect_stream(reader, writer, secret, "run")
-            await framing.read_frame(reader)
-        finally:
-            writer.close()
-
-    with pytest.raises((OSError, framing.WireError)):
-        await enter()
-    await inside.until(lambda: inside.refusals)
-    reader, writer = await tls.open_stream(listener.getsockname(), known)
-    await auth.connect_stream(reader, writer, SECRET, "run")
-    await inside.until(lambda: inside.served)
-    assert (await framing.read_frame(reader))["t"] == "welcome"
-    opened.cancel()
-    door.close()
+    async with open_door(tls=known) as (inside, address):
+        with pytest.raises((OSError, framing.WireError)):
+            await enter(address, sides[who], secret)
+        await inside.until(lambda: inside.refusals)
+        (await enter(address, known)).close()
     assert len(inside.refusals) == 1
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from deadpool_megatron.wire import framing
+from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.tls import Tls, open_stream
 
 SECRET = b"a secret of thirty-two characters"
 SECONDS = 20.0
+Address = tuple[str, int]
 
 
 class Recorder:
@@ -38,3 +43,37 @@ class Recorder:
             while not ready():
                 self._changed.clear()
                 await self._changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def open_door(
+    most_strangers: int | None = None,
+    seconds: float = SECONDS,
+    listener: socket.socket | None = None,
+    tls: Tls | None = None,
+    host: str = "127.0.0.1",
+) -> AsyncIterator[tuple[Recorder, Address]]:
+    """A door, who is behind it, and where it is."""
+    inside, listening = Recorder(), listener or socket.socket()
+    listening.bind((host, 0))
+    listening.listen(1024)
+    door = Door(listening, Lock(SECRET, "run", tls, seconds), inside, most_strangers)
+    opened = asyncio.create_task(door.run())
+    try:
+        yield inside, listening.getsockname()
+    finally:
+        opened.cancel()
+        door.close()
+
+
+async def enter(
+    address: Address, tls: Tls | None = None, secret: bytes = SECRET
+) -> asyncio.StreamWriter:
+    reader, writer = await open_stream(address, tls)
+    try:
+        await auth.connect_stream(reader, writer, secret, "run")
+        assert await framing.read_frame(reader) == {"t": "welcome"}
+    except BaseException:
+        writer.close()
+        raise
+    return writer
