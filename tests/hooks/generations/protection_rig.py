@@ -134,6 +134,11 @@ class SlowPlatform(CpuPlatform):
     def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         self.pinned.remove(id(memory))
 
+    def end(self) -> None:
+        """End all copies that have begun."""
+        for copy in self.copies:
+            copy.ended.set()
+
 
 class Rig:
     """A protection with two parts, its vault, and the switch that closes the epoch."""
@@ -160,10 +165,10 @@ class Rig:
             pinned=PinnedSlots(platform, self.warnings.append),
         )
 
-    def start(self) -> Rig:
+    def start(self, every: int = 1) -> Rig:
         """Enter the epoch and seal generation 0, as a fresh start does."""
-        self.protection.enter(EPOCH)
-        self.protection.announce(generation(0))
+        self.protection.enter(EPOCH, every)
+        self.protection.announce(generation(0), first=True)
         self.protection.complete(b"0")
         self.protection.owe(generation(0), "step")
         return self
@@ -180,6 +185,14 @@ class Rig:
                 protection.updated(index)
         if protection.is_wanted:
             protection.complete(f"extras {iteration}".encode())
+
+    def come_to_update(self) -> Rig:
+        """Seal generation 0, and come through the gate of the first iteration."""
+        self.start()
+        self.settled()
+        self.protection.announce(generation(1))
+        self.protection.gate()
+        return self
 
     def settled(self) -> list[Generation]:
         """What was handed to the vault so far, after everything under way has ended."""
@@ -207,12 +220,16 @@ class Rig:
         return thread
 
 
+# A platform, or that of the CPU, and settings -> a rig.
+Make = Callable[..., Rig]
+
+
 def generation(iteration: int) -> Generation:
     return Generation(EPOCH, iteration)
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Rig]]:
+def make() -> Iterator[Make]:
     rigs: list[Rig] = []
 
     def build(platform: Platform | None = None, **settings: Any) -> Rig:

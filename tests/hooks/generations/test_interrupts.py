@@ -14,7 +14,14 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.errors import Frozen, VaultError
 from tests.common.waiting import wait_for
 from tests.hooks.generations import protection_rig
-from tests.hooks.generations.protection_rig import EPOCH, SECONDS, Rig, SlowPlatform, generation
+from tests.hooks.generations.protection_rig import (
+    EPOCH,
+    SECONDS,
+    Make,
+    Rig,
+    SlowPlatform,
+    generation,
+)
 
 make = protection_rig.make
 
@@ -22,41 +29,31 @@ make = protection_rig.make
 # Interrupts, at each wait (rule 11).
 
 
-def test_interrupt_while_the_vault_makes_the_slots(make: Callable[..., Rig]) -> None:
+def test_interrupt_while_the_vault_makes_the_slots(make: Make) -> None:
     rig = make()
     rig.close()
     with pytest.raises(EpochClosed, match="slots of the role"):
         rig.protection.enter(EPOCH)
 
 
-def test_interrupt_while_waiting_for_a_commit(make: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("wait", ["gate", "settle"])  # settle: at the end of the run
+def test_interrupt_while_waiting_for_a_commit(make: Make, wait: str) -> None:
     rig = make().start()
     rig.vault.holds_back = True
     thread = rig.close_when(rig.vault.waiting)
     with pytest.raises(EpochClosed, match="commit of iteration 0"):
-        rig.protection.gate()
+        getattr(rig.protection, wait)()
     thread.join(SECONDS)
 
 
-def test_a_commit_that_comes_with_the_close_does_not_open_the_gate(
-    make: Callable[..., Rig],
-) -> None:
+def test_a_commit_that_comes_with_the_close_does_not_open_the_gate(make: Make) -> None:
     rig = make().start()
     rig.closed = EPOCH
     with pytest.raises(EpochClosed):
         rig.protection.gate()
 
 
-def test_interrupt_at_the_end_of_the_run(make: Callable[..., Rig]) -> None:
-    rig = make().start()
-    rig.vault.holds_back = True
-    thread = rig.close_when(rig.vault.waiting)
-    with pytest.raises(EpochClosed):
-        rig.protection.settle()
-    thread.join(SECONDS)
-
-
-def test_interrupt_before_an_inner_update(make: Callable[..., Rig]) -> None:
+def test_interrupt_before_an_inner_update(make: Make) -> None:
     rig = make().start()
     rig.protection.gate()
     rig.close()
@@ -64,7 +61,7 @@ def test_interrupt_before_an_inner_update(make: Callable[..., Rig]) -> None:
         rig.protection.fence()
 
 
-def test_interrupt_while_a_copy_still_reads(make: Callable[..., Rig]) -> None:
+def test_interrupt_while_a_copy_still_reads(make: Make) -> None:
     platform = SlowPlatform()
     rig = make(platform).start()
     thread = threading.Timer(0.05, rig.close)
@@ -73,17 +70,14 @@ def test_interrupt_while_a_copy_still_reads(make: Callable[..., Rig]) -> None:
         rig.protection.gate()
     thread.join(SECONDS)
     assert not rig.protection.quiesce(0.05), "the copies still read"
-    for copy in platform.copies:
-        copy.ended.set()
+    platform.end()
     assert rig.protection.quiesce(SECONDS)
     assert rig.vault.filled == []
     assert rig.vault.writers[-1].abandoned
 
 
 @pytest.mark.parametrize("write", ["begin", "append"])
-def test_the_vault_freezes_before_the_member_hears_of_the_close(
-    make: Callable[..., Rig], write: str
-) -> None:
+def test_the_vault_freezes_before_the_member_hears_of_the_close(make: Make, write: str) -> None:
     rig = make().start()
     rig.protection.gate()
     rig.vault.frozen = True
@@ -114,7 +108,7 @@ def steps_until_thawed(rig: Rig, wait: Callable[[], object]) -> None:
     assert rig.settled() == [generation(0), generation(1)]
 
 
-def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Callable[..., Rig]) -> None:
+def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Make) -> None:
     """It is told of the last closed epoch before it is told of the open one."""
     rig = make().start()
     rig.protection.gate()
@@ -124,9 +118,7 @@ def test_a_vault_that_was_restarted_freezes_for_a_moment_only(make: Callable[...
     steps_until_thawed(rig, lambda: rig.vault.waiting.wait(SECONDS))
 
 
-def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(
-    make: Callable[..., Rig],
-) -> None:
+def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(make: Make) -> None:
     """Told of in time: the role does not wait by its own fault, so that this is no hang of it."""
     rig = make(close_seconds=0.05, gate_report_seconds=0.2).start()
     rig.protection.gate()
@@ -139,9 +131,7 @@ def test_a_vault_that_freezes_for_longer_than_a_close_is_waited_for(
     assert rig.protection.stall_seconds > 0.2
 
 
-def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(
-    make: Callable[..., Rig],
-) -> None:
+def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(make: Make) -> None:
     """And not the process, which has no part in it."""
     rig = make(close_seconds=0.05, operation_timeout_seconds=0.2).start()
     rig.protection.gate()
@@ -152,11 +142,10 @@ def test_a_vault_that_stays_frozen_in_an_open_epoch_ends_the_epoch(
 
 
 @pytest.mark.parametrize("when", ["before the copy ends", "before extras are complete"])
-def test_nothing_is_handed_over_after_a_close(make: Callable[..., Rig], when: str) -> None:
+def test_nothing_is_handed_over_after_a_close(make: Make, when: str) -> None:
     platform = SlowPlatform()
     rig = make(platform).start()
-    for copy in platform.copies:
-        copy.ended.set()
+    platform.end()
     rig.protection.gate()
     rig.protection.announce(generation(1))
     rig.protection.updated(0)
@@ -164,8 +153,7 @@ def test_nothing_is_handed_over_after_a_close(make: Callable[..., Rig], when: st
         rig.close()
     rig.protection.complete(b"")
     rig.close()
-    for copy in platform.copies:
-        copy.ended.set()
+    platform.end()
     assert rig.settled() == [generation(0)]
     assert rig.vault.writers[-1].abandoned
     with pytest.raises(EpochClosed):
@@ -175,7 +163,7 @@ def test_nothing_is_handed_over_after_a_close(make: Callable[..., Rig], when: st
 # After an interrupt.
 
 
-def test_quiesce_gives_back_a_slot_that_was_begun(make: Callable[..., Rig]) -> None:
+def test_quiesce_gives_back_a_slot_that_was_begun(make: Make) -> None:
     rig = make().start()
     rig.protection.gate()
     rig.protection.announce(generation(1))
@@ -193,7 +181,7 @@ def test_quiesce_gives_back_a_slot_that_was_begun(make: Callable[..., Rig]) -> N
     assert rig.settled()[-1] == Generation(EPOCH + 1, 1)
 
 
-def test_a_copy_that_failed_cannot_be_left_cleanly(make: Callable[..., Rig]) -> None:
+def test_a_copy_that_failed_cannot_be_left_cleanly(make: Make) -> None:
     platform = SlowPlatform()
     rig = make(platform)
     rig.protection.enter(EPOCH)
@@ -204,7 +192,7 @@ def test_a_copy_that_failed_cannot_be_left_cleanly(make: Callable[..., Rig]) -> 
     assert not rig.protection.quiesce(0.1)
 
 
-def test_quiesce_has_one_deadline_for_all_copies(make: Callable[..., Rig]) -> None:
+def test_quiesce_has_one_deadline_for_all_copies(make: Make) -> None:
     rig = make(SlowPlatform())
     rig.protection.enter(EPOCH)
     rig.protection.announce(generation(1))
@@ -218,9 +206,7 @@ def test_quiesce_has_one_deadline_for_all_copies(make: Callable[..., Rig]) -> No
 # Failures of the helper thread.
 
 
-def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(
-    make: Callable[..., Rig],
-) -> None:
+def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(make: Make) -> None:
     rig = make()
     rig.vault.refuses_to_fill = True
     rig.start()
@@ -235,7 +221,7 @@ def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(
     rig.protection.gate()
 
 
-def test_helper_threads_end_with_their_role(make: Callable[..., Rig]) -> None:
+def test_helper_threads_end_with_their_role(make: Make) -> None:
     for _ in range(5):
         rig = make().start()
         rig.step(1)
@@ -255,13 +241,10 @@ class Entering(SlowPlatform):
         return lambda: self.entered.append(threading.current_thread().name)
 
 
-def test_the_thread_that_waits_for_copies_has_the_device_of_its_member(
-    make: Callable[..., Rig],
-) -> None:
+def test_the_thread_that_waits_for_copies_has_the_device_of_its_member(make: Make) -> None:
     """It asks for events of CUDA: on the first device of the node that would make a context."""
     platform = Entering()
     rig = make(platform).start()
-    for copy in platform.copies:
-        copy.ended.set()
+    platform.end()
     assert rig.settled() == [generation(0)]
     assert platform.entered == ["deadpool-sealer"]
