@@ -110,15 +110,6 @@ def test_copies_in_other_domains_survive_what_they_are_for(values: dict[str, Any
         assert fatal_domains(sets, placement.domains) == ()
 
 
-def test_as_many_losses_as_copies_lose_nothing() -> None:
-    for replicas in (1, 2, 3):
-        placement = place(make(protection={"replicas": replicas}))
-        sets = holder_sets(placement)
-        chances = [loss_probability(sets, placement.nodes, lost) for lost in (1, 2, 3)]
-        assert all(chance == 0 for chance in chances[:replicas])
-        assert all(chance > 0 for chance in chances[replicas:])
-
-
 def test_a_domain_that_holds_all_copies_is_named() -> None:
     sets = frozenset({frozenset({0, 1}), frozenset({1, 2})})
     assert fatal_domains(sets, {0: "a", 1: "a", 2: "b"}) == ("a",)

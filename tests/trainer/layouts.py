@@ -46,6 +46,13 @@ LAYOUTS = {
     ),
 }
 
+# Small enough for many iterations in tests of what a generation holds.
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    " --global-batch-size 8 --train-iters 8 --lr 1e-2 --lr-decay-style cosine --min-lr 1e-4"
+    " --lr-warmup-iters 2 --seed 7"
+)
+
 Facts = dict[str, Any]
 
 

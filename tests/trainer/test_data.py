@@ -14,19 +14,15 @@ import pytest
 import torch
 
 from deadpool_megatron.trainer import __main__ as protected
+from deadpool_megatron.trainer import corpus
 from deadpool_megatron.trainer.arguments import parse_args
+from deadpool_megatron.trainer.corpus import END_OF_DOCUMENT, DataError, token_file
+from deadpool_megatron.trainer.data import build_sources
+from deadpool_megatron.trainer.megatron_api import IndexedDataset
 from tests.trainer.layouts import MODEL
-from tests.trainer.ranks import preload
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatron() -> None:
-    preload()
 
 
 def sources(text: str, data_rank: int = 0, size: int = 2) -> tuple[Any, Any]:
-    from deadpool_megatron.trainer.data import build_sources
-
     config = parse_args(f"{MODEL} {text} --micro-batch-size 2".split())
     return build_sources(config, data_rank, size)
 
@@ -87,8 +83,6 @@ def test_wrapping_at_the_end_of_the_dataset(text: str) -> None:
 
 
 def test_racing_processes_build_one_cache(tmp_path: Path) -> None:
-    from deadpool_megatron.trainer.corpus import token_file
-
     (tmp_path / "a.txt").write_text("some text " * 4000)
     pids = []
     for _ in range(4):
@@ -104,11 +98,9 @@ def test_racing_processes_build_one_cache(tmp_path: Path) -> None:
 
 
 def test_a_builder_that_lost_the_race_takes_the_other_folder(tmp_path: Path) -> None:
-    from deadpool_megatron.trainer import corpus
-
     (tmp_path / "a.txt").write_text("some text " * 400)
     cache = tmp_path / "cache"
-    prefix = corpus.token_file([tmp_path / "a.txt"], cache)
+    prefix = token_file([tmp_path / "a.txt"], cache)
     written = prefix.with_suffix(".bin").read_bytes()
     corpus._build([tmp_path / "a.txt"], prefix.parent)
     assert prefix.with_suffix(".bin").read_bytes() == written
@@ -116,8 +108,6 @@ def test_a_builder_that_lost_the_race_takes_the_other_folder(tmp_path: Path) -> 
 
 
 def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
-    from deadpool_megatron.trainer.corpus import token_file
-
     (tmp_path / "a.txt").write_text("some text " * 400)
     cache = tmp_path / "cache"
     built = token_file([tmp_path / "a.txt"], cache).parent
@@ -129,8 +119,6 @@ def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_a_changed_text_is_built_anew(tmp_path: Path) -> None:
-    from deadpool_megatron.trainer.corpus import token_file
-
     file = tmp_path / "a.txt"
     file.write_text("one")
     first = token_file([file], tmp_path / "cache")
@@ -139,9 +127,6 @@ def test_a_changed_text_is_built_anew(tmp_path: Path) -> None:
 
 
 def test_folders_are_read_in_order_without_binaries(tmp_path: Path) -> None:
-    from deadpool_megatron.trainer.corpus import END_OF_DOCUMENT, token_file
-    from deadpool_megatron.trainer.megatron_api import IndexedDataset
-
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "b.txt").write_text("b")
@@ -156,8 +141,6 @@ def test_folders_are_read_in_order_without_binaries(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_one_clear_line(tmp_path: Path) -> None:
-    from deadpool_megatron.trainer.corpus import DataError
-
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(DataError, match="train text has 6 tokens"):
         sources(f"--data {tmp_path / 'short.txt'} --data-cache-path {tmp_path / 'cache'}")
@@ -186,9 +169,7 @@ def test_a_protected_run_without_text_ends_with_that_line(
 
 
 def test_the_default_text_is_the_standard_library() -> None:
-    from deadpool_megatron.trainer.corpus import _standard_library
-
-    files = _standard_library()
-    assert files == _standard_library()
+    files = corpus._standard_library()
+    assert files == corpus._standard_library()
     assert 4 << 20 < sum(file.stat().st_size for file in files) <= 8 << 20
     assert not any("site-packages" in file.parts for file in files)

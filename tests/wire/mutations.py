@@ -68,16 +68,21 @@ def damaged(frames: Sequence[bytes], random_: random.Random) -> bytes:
 def tell(address: tuple[str, int], data: bytes) -> None:
     """Send it all and wait until the other side has ended the connection."""
     with socket.create_connection(address, 20) as connection:
-        connection.settimeout(20)
-        try:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(65536):
-                pass
-        except TimeoutError:
-            raise
-        except OSError:
-            return  # reset: it had not read everything
+        drain(connection, data)
+
+
+def drain(connection: socket.socket, data: bytes = b"") -> None:
+    """Send it, and wait until the other side has read everything and ended the connection."""
+    connection.settimeout(20)
+    try:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        raise
+    except OSError:
+        return  # reset: it had not read everything
 
 
 def strange(message: Mapping[str, Any], random_: random.Random) -> dict[str, Any]:

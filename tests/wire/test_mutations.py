@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def _go_mad(address: tuple[str, int], secret: bytes, run_id: str, random_: rando
     for node in range(8, 11):  # a number that was gone is not taken again
         with auth.connect(address, secret, run_id, 20) as connection:
             framing.send(connection, mutations.strange({**_JOIN, "node": node}, random_))
-            _drain(connection)
+            mutations.drain(connection)
     with auth.connect(address, secret, run_id, 20) as connection:
         framing.send(connection, _JOIN)
         assert framing.receive(connection)["t"] == "welcome"
@@ -109,18 +108,7 @@ def _go_mad(address: tuple[str, int], secret: bytes, run_id: str, random_: rando
                 return  # it has had enough of us
         sent = {"b": float("nan"), "o": 0}
         framing.send(connection, {"t": "beat", "members": [], "vault": {}, **sent})
-        _drain(connection)
-
-
-def _drain(connection: socket.socket) -> None:
-    """Until the other side has read everything and ended it."""
-    connection.settimeout(20)
-    try:
-        connection.shutdown(socket.SHUT_WR)
-        while connection.recv(65536):
-            pass
-    except OSError:
-        return
+        mutations.drain(connection)
 
 
 def test_a_vault_under_damaged_conversations(tmp_path: Path) -> None:
@@ -176,4 +164,4 @@ def _insiders(node: Node, secret: bytes, random_: random.Random) -> None:
                 connection.sendall(random_.randbytes(random_.randrange(300)))
             except OSError:
                 continue
-            _drain(connection)
+            mutations.drain(connection)

@@ -17,10 +17,22 @@ from deadpool_megatron.hooks.generations.replay import (
     replay,
     used_values,
 )
-from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
+from deadpool_megatron.hooks.generations.steps import StepKeeper
+from deadpool_megatron.hooks.training_state import extras
+from deadpool_megatron.hooks.training_state.optimizer import (
+    ShardState,
+    StepHooks,
+    UnsupportedOptimizer,
+    complete_state,
+    inner_optimizers,
+)
 from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.platform import select_platform
+from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part, move_into_arenas
 from tests.state.loading import load
+from tests.trainer.layouts import TINY, make_loop
 from tests.trainer.ranks import run_ranks
 
 FLAGS = {
@@ -175,11 +187,6 @@ def test_what_cannot_be_replayed_is_refused_at_start() -> None:
         refuse_what_cannot_be_replayed(chained)
 
 
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
-    " --global-batch-size 8 --train-iters 8 --lr 1e-2 --lr-decay-style cosine --min-lr 1e-4"
-    " --lr-warmup-iters 2 --seed 7 --weight-decay 0.1"
-)
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"
 LAYOUTS = {
     "fp32-plain": "",
@@ -211,21 +218,7 @@ class _Slots:
 
 def train_and_replay(arguments: str) -> dict[str, Any]:
     """On one rank: six iterations with steps kept, then all of them again from the first state."""
-    from deadpool_megatron.hooks.generations.steps import StepKeeper
-    from deadpool_megatron.hooks.training_state import extras
-    from deadpool_megatron.hooks.training_state.optimizer import (
-        ShardState,
-        StepHooks,
-        complete_state,
-        inner_optimizers,
-    )
-    from deadpool_megatron.layout.records import Generation
-    from deadpool_megatron.platform import select_platform
-    from deadpool_megatron.state import extras as codec
-    from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.loop import TrainingLoop
-
-    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    loop, _ = make_loop(arguments)
     complete_state(loop.optimizer)
     shard, vault, reports = ShardState(loop.optimizer), _Slots(), list[Any]()
     keeper = StepKeeper(
@@ -301,7 +294,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_megatron_iterations_again_from_their_steps(name: str) -> None:
-    for result in run_ranks(2, train_and_replay, f"{TINY} {LAYOUTS[name]}"):
+    for result in run_ranks(2, train_and_replay, f"{TINY} --weight-decay 0.1 {LAYOUTS[name]}"):
         assert result["matched"] == [True]
         assert result["copied"]
         assert result["differs"] == []

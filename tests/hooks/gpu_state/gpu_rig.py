@@ -24,23 +24,6 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
 
 
-class Loop:
-    """The parts of a loop that are captured."""
-
-    def __init__(self, chunks: list[Any], *inner: Any) -> None:
-        self.model_chunks = chunks
-        self.optimizer = SimpleNamespace(chained_optimizers=list(inner), zero_grad=lambda: None)
-        self.scheduler = SimpleNamespace(num_steps=0)
-        self.counters = {"iteration": 0}
-        self.log_sums: dict[str, float] = {}
-
-    def extra_state(self) -> dict[str, Any]:
-        return {}
-
-    def restore_extra_state(self, values: Any) -> None:
-        """Nothing."""
-
-
 class Slot:
     """A generation: bytes of all parts, and extras."""
 

@@ -30,7 +30,8 @@ from deadpool_megatron.hooks.training_state.optimizer import (
 from deadpool_megatron.state.extras import ExtrasError
 from tests.hooks.gpu_state import fake_te, gpu_rig
 from tests.hooks.gpu_state.fake_te import Float8Tensor, FusedAdam, Manager, Model
-from tests.hooks.gpu_state.gpu_rig import Loop, Slot, differences, distributed_inner, plain_inner
+from tests.hooks.gpu_state.gpu_rig import Slot, differences, distributed_inner, plain_inner
+from tests.hooks.training_state.plain_loop import plain_loop
 
 transformer_engine = fake_te.transformer_engine
 _one_rank = gpu_rig.one_rank
@@ -46,7 +47,7 @@ def recipe_loop(recipe: str = "delayed", chunks: int = 1) -> Any:
     models = [Model([kind() for kind in kinds], recipe) for _ in range(chunks)]
     weights = [parameter for model in models for parameter in model.parameters()]
     inner = plain_inner(torch.optim.AdamW(weights, lr=0.01))
-    loop = Loop(models, inner)
+    loop = plain_loop(models, inner)
     complete_state(loop.optimizer)
     return loop
 
@@ -229,7 +230,7 @@ def test_other_modules_than_those_captured_are_an_error() -> None:
         fp8_state.restore(recipe_loop(chunks=2), values)
     with pytest.raises(ExtrasError, match="differ"):
         fp8_state.restore(recipe_loop(), {})
-    plain: Any = Loop([torch.nn.Linear(2, 2)])
+    plain = plain_loop([torch.nn.Linear(2, 2)])
     assert fp8_state.capture(plain) == {}
     fp8_state.restore(plain, {})
     with pytest.raises(ExtrasError, match="differ"):
@@ -279,7 +280,7 @@ def test_weights_in_fp8_are_read_as_their_bytes(monkeypatch: pytest.MonkeyPatch)
     assert plain_tensors(weight) == [weight._data, weight._scale_inv]
     model = Model([fake_te.Linear(2)], "tensorwise")
     model.layers[0].weight = weight
-    loop: Any = Loop([model], plain_inner(FusedAdam([torch.ones(4)], 0.1)))
+    loop = plain_loop([model], plain_inner(FusedAdam([torch.ones(4)], 0.1)))
     fp8_state.capture(loop)
     before = state_digests(loop)
     assert {f"parameter.0.layers.0.weight.{raw}" for raw in ("_data", "_scale_inv")} < set(before)
@@ -343,7 +344,7 @@ def test_peers_compare_the_bytes_of_weights_in_fp8(monkeypatch: pytest.MonkeyPat
         lambda tensors, group, what: seen.append((tensors, group)),
     )
     monkeypatch.setattr(DataHook, "groups", lambda self: {"data": 1, "expert-data": 2})
-    loop: Any = Loop([model])
+    loop = plain_loop([model])
     DataHook(loop).verify()
     weight.allreduce = False
     DataHook(loop).verify()
@@ -357,4 +358,4 @@ def test_frozen_weights_in_fp8_are_refused() -> None:
     weight = Float8Tensor(torch.ones(4))
     model.layers[0].weight = torch.nn.Parameter(weight, requires_grad=False)
     with pytest.raises(UnsupportedOptimizer, match="frozen and in FP8"):
-        fp8_state.capture(Loop([model]))  # type: ignore[arg-type]
+        fp8_state.capture(plain_loop([model]))

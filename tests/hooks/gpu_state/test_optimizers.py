@@ -26,7 +26,8 @@ from deadpool_megatron.hooks.training_state.optimizer import (
 from deadpool_megatron.state.extras import decode
 from tests.hooks.gpu_state import gpu_rig
 from tests.hooks.gpu_state.fake_te import FusedAdam
-from tests.hooks.gpu_state.gpu_rig import Loop, Slot, differences, distributed_inner, plain_inner
+from tests.hooks.gpu_state.gpu_rig import Slot, differences, distributed_inner, plain_inner
+from tests.hooks.training_state.plain_loop import plain_loop
 
 _one_rank = gpu_rig.one_rank
 
@@ -98,7 +99,7 @@ def test_the_precision_aware_optimizer_goes_on_exactly(kinds: dict[str, Any]) ->
     """Traps, A8: the model's shard is state, and is in its place before the forced gather."""
     chunk = Sharded([5, 64, 7])
     inner = precision_aware(chunk, **kinds)
-    loop: Any = Loop([chunk], inner)
+    loop = plain_loop([chunk], inner)
     refuse_unknown_state(loop.optimizer, chunk.config)
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer)
@@ -124,7 +125,7 @@ def test_state_made_at_the_start_is_what_a_first_step_makes(kinds: dict[str, Any
         torch.manual_seed(3)
         chunk = Sharded([5, 64, 7])
         inner = precision_aware(chunk, **kinds)
-        loop: Any = Loop([chunk], inner)
+        loop = plain_loop([chunk], inner)
         if eager:
             complete_state(loop.optimizer)
             ShardState(loop.optimizer)
@@ -138,7 +139,7 @@ def test_a_parameter_that_fills_its_buffer_stays_there() -> None:
     """Packing would take it from under the model."""
     chunk = Sharded([64])
     chunk.own = [chunk.buffer[:]]
-    loop: Any = Loop([chunk], inner := precision_aware(chunk, store_param_remainders=True))
+    loop = plain_loop([chunk], inner := precision_aware(chunk, store_param_remainders=True))
     complete_state(loop.optimizer)
     ShardState(loop.optimizer)
     update(inner, 1, seed=1)
@@ -154,7 +155,7 @@ def test_masters_that_megatron_keeps_are_packed_with_narrow_moments() -> None:
         use_precision_aware_optimizer=True,
         use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
     )
-    loop: Any = Loop([], inner)
+    loop = plain_loop([], inner)
     complete_state(loop.optimizer)
     (part,) = (shard := ShardState(loop.optimizer)).parts
     assert {tensor.dtype for tensor in part.tensors} == {
@@ -173,7 +174,7 @@ def test_masters_that_megatron_keeps_are_packed_with_narrow_moments() -> None:
 def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow() -> None:
     chunk = Sharded([5, 7])
     kinds = NARROW["all-narrow"]
-    loop: Any = Loop([chunk], inner := precision_aware(chunk, **kinds))
+    loop = plain_loop([chunk], inner := precision_aware(chunk, **kinds))
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer)
     update(inner, 2, seed=1)
@@ -197,7 +198,7 @@ def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow() -> None:
 
 def test_a_load_that_leaves_state_out_is_noticed() -> None:
     chunk = Sharded([5])
-    loop: Any = Loop([chunk], inner := precision_aware(chunk))
+    loop = plain_loop([chunk], inner := precision_aware(chunk))
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer)
     del inner.optimizer.state[chunk.own[0]]["exp_avg"]
@@ -210,7 +211,7 @@ def test_the_count_of_steps_in_the_groups_is_exact(capturable: bool) -> None:
     """It begins with the first step: a generation from before it has none."""
     weight = torch.nn.Parameter(torch.ones(3))
     inner = plain_inner(FusedAdam([weight], 0.5, capturable=capturable))
-    loop: Any = Loop([], inner)
+    loop = plain_loop([], inner)
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer)
     (group,) = inner.optimizer.param_groups
@@ -238,7 +239,7 @@ def test_the_count_of_steps_in_the_groups_is_exact(capturable: bool) -> None:
     assert differences(state_digests(loop), shown) == []
     # A process that has made no step yet.
     newcomer = plain_inner(FusedAdam([torch.nn.Parameter(torch.ones(3))], 0.5, capturable=False))
-    target: Any = Loop([], newcomer)
+    target = plain_loop([], newcomer)
     complete_state(target.optimizer)
     values = decode(second.extras)
     extras.restore(target, values)
@@ -264,7 +265,7 @@ def megatrons_init_state(opt: Any, config: Any = None) -> None:
 def test_apex_state_is_made_by_megatron_and_packed() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     inner = plain_inner(ApexAdam([weight], 0.5), init_state_fn=megatrons_init_state)
-    loop: Any = Loop([], inner)
+    loop = plain_loop([], inner)
     refuse_unknown_state(loop.optimizer, SimpleNamespace())
     complete_state(loop.optimizer)
     (part,) = ShardState(loop.optimizer).parts
@@ -300,7 +301,7 @@ def test_a_tracker_of_generators_keeps_them(monkeypatch: pytest.MonkeyPatch) -> 
     def draw() -> list[float]:
         return [torch.rand(1, generator=g).item() for g in tracker.states_.values()]
 
-    loop: Any = Loop([])
+    loop = plain_loop([])
     draw()
     slot, shown = Slot(loop, ShardState(loop.optimizer)), state_digests(loop)
     first = draw()

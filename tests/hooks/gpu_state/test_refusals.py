@@ -76,11 +76,22 @@ def test_what_cannot_be_done_right_is_refused(
     )
 
 
-@pytest.mark.parametrize("name", ["LayerWiseDistributedOptimizer", "TensorParallelMuon"])
-def test_optimizers_without_an_inventory_stay_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("LayerWiseDistributedOptimizer", {}, "LayerWiseDistributedOptimizer"),
+        ("TensorParallelMuon", {}, "TensorParallelMuon"),
+        ("HybridDeviceOptimizer", {}, "HybridDeviceOptimizer"),
+        ("SGD", {"use_precision_aware_optimizer": True}, "precision-aware use of SGD"),
+    ],
+)
+def test_optimizers_without_an_inventory_stay_refused(
+    name: str, config: dict[str, Any], words: str
+) -> None:
     kind = type(name, (torch.optim.SGD,), {})
     inner = plain_inner(kind([torch.nn.Parameter(torch.ones(1))], 0.1))
-    with pytest.raises(UnsupportedOptimizer, match=name):
+    inner.config = SimpleNamespace(**config)
+    with pytest.raises(UnsupportedOptimizer, match=words):
         refuse_unknown_state(SimpleNamespace(chained_optimizers=[inner]), SimpleNamespace())
 
 

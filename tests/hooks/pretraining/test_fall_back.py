@@ -8,29 +8,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from deadpool_megatron.hooks.pretraining import loop as loop_module
 from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
+from tests.hooks.training_state.plain_loop import schedule
 
 
-def schedule(weight_decay: float) -> Any:
-    optimizer = SimpleNamespace(param_groups=[{"max_lr": 0.1, "min_lr": 0.0}])
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=0.1,
-        min_lr=0.0,
-        lr_warmup_steps=2,
-        lr_decay_steps=20,
-        lr_decay_style="linear",
-        start_wd=weight_decay,
-        end_wd=weight_decay,
-        wd_incr_steps=20,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=True,
-        override_opt_param_scheduler=False,
-    )
+def decaying(weights_by: float) -> Any:
+    groups = SimpleNamespace(param_groups=[{"max_lr": 0.1, "min_lr": 0.0}])
+    return schedule(groups, start_wd=weights_by, end_wd=weights_by)
 
 
 def test_a_survivor_has_what_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +28,7 @@ def test_a_survivor_has_what_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch
         clear_metadata_cache=read.clear
     )
     monkeypatch.setitem(sys.modules, loop_module._METADATA_READER, reader)
-    saved = schedule(0.2)
+    saved = decaying(0.2)
     saved.step(6)
     packages = {name: ModuleType(name) for name in ("megatron.training", "checkpointing")}
     package, checkpointing = packages.values()
@@ -55,7 +41,7 @@ def test_a_survivor_has_what_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch
         return 6, 0.0
 
     vars(checkpointing)["load_checkpoint"] = load_checkpoint
-    newcomer = schedule(0.01)
+    newcomer = decaying(0.01)
     names = "load ckpt_step exit_on_missing_checkpoint pretrained_checkpoint finetune"
     names += " no_load_optim no_load_rng"
     loop = SimpleNamespace(

@@ -65,6 +65,15 @@ class Book(Logbook):
         self._give(self._writer, None)
 
 
+@pytest.fixture
+def book(tmp_path: Path, megatron: Any) -> Book:
+    """One that begins a run."""
+    found = Book(tmp_path)
+    found.open(restored=False, first_iteration=1)
+    assert megatron._GLOBAL_TENSORBOARD_WRITER is found.writer
+    return found
+
+
 def open_epoch() -> None:
     """It is."""
 
@@ -89,10 +98,8 @@ def write(
 
 
 def test_a_repeated_step_is_written_once(
-    tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]
+    book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    book = Book(tmp_path)
-    book.open(restored=False, first_iteration=1)
     for kind, iteration in (("log", 1), ("log", 2), ("evaluation", 2), ("log", 2), ("log", 3)):
         write(book, megatron, kind, iteration)
     assert book.writer.lines == ["log 1", "log 2", "evaluation 2", "log 3"]
@@ -102,11 +109,10 @@ def test_a_repeated_step_is_written_once(
 
 @pytest.mark.parametrize("came_to", ["nothing", "begun", "done"])
 def test_an_adopter_goes_on_where_the_other_has_stopped(
-    tmp_path: Path, megatron: Any, came_to: str
+    book: Book, tmp_path: Path, megatron: Any, came_to: str
 ) -> None:
     """The state is that of before the evaluation of iteration 7."""
-    dead = Book(tmp_path)
-    dead.open(restored=False, first_iteration=1)
+    dead = book
     write(dead, megatron, "log", 7)
     if came_to == "begun":
         dead.writer.add("a part of evaluation 7")
@@ -133,10 +139,7 @@ def test_an_adopter_of_somebody_who_left_no_note(tmp_path: Path, megatron: Any) 
     assert json.loads((tmp_path / "lines-written.json").read_text())["written"]["log"] == 7
 
 
-def test_what_train_writes_first_is_not_repeated(tmp_path: Path, megatron: Any) -> None:
-    book = Book(tmp_path)
-    book.open(restored=False, first_iteration=1)
-    assert megatron._GLOBAL_TENSORBOARD_WRITER is book.writer
+def test_what_train_writes_first_is_not_repeated(book: Book, megatron: Any) -> None:
     book.mute()
     assert megatron._GLOBAL_TENSORBOARD_WRITER is None
     write(book, megatron, "log", 1)
@@ -144,10 +147,8 @@ def test_what_train_writes_first_is_not_repeated(tmp_path: Path, megatron: Any) 
 
 
 def test_lines_that_were_cut_off_are_written_again(
-    tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]
+    book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    book = Book(tmp_path)
-    book.open(restored=False, first_iteration=1)
 
     def write_half() -> None:
         with book.lines("log", 1, open_epoch, epoch=2):
@@ -163,10 +164,8 @@ def test_lines_that_were_cut_off_are_written_again(
 
 
 def test_what_a_closed_epoch_has_computed_is_not_written(
-    tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]
+    book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    book = Book(tmp_path)
-    book.open(restored=False, first_iteration=1)
     with pytest.raises(EpochClosed):
         write(book, megatron, "log", 1, closed_epoch)
     assert (book.writer.lines, capsys.readouterr().out) == ([], "")
@@ -174,9 +173,7 @@ def test_what_a_closed_epoch_has_computed_is_not_written(
     assert (book.writer.lines, capsys.readouterr().out) == (["log 1"], "log 1\n")
 
 
-def test_weights_and_biases_are_held_likewise(tmp_path: Path, megatron: Any) -> None:
-    book = Book(tmp_path)
-    book.open(restored=False, first_iteration=1)
+def test_weights_and_biases_are_held_likewise(book: Book, megatron: Any) -> None:
     logged: list[Any] = []
     book._wandb = SimpleNamespace(log=lambda *args: logged.append(args))
     with pytest.raises(EpochClosed), book.lines("log", 1, closed_epoch, epoch=2):
@@ -191,9 +188,8 @@ def test_weights_and_biases_are_held_likewise(tmp_path: Path, megatron: Any) -> 
     assert book.writer.lines == ["deadpool/epoch 2 1"]
 
 
-@pytest.mark.usefixtures("megatron")
 def test_a_recovery_is_marked_once_at_the_first_new_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    book: Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repeated lines, an evaluation and a line that is not shown come before."""
     clock = iter(float(second) for second in range(100, 200, 10))
@@ -203,8 +199,7 @@ def test_a_recovery_is_marked_once_at_the_first_new_line(
         with book.lines("log", iteration, open_epoch, epoch):
             book.mark(epoch, 1, iteration, shown=shown)
 
-    dead = Book(tmp_path)
-    dead.open(restored=False, first_iteration=1)
+    dead = book
     log(dead, 1, 1)
     log(dead, 2, 1)  # at 110
     book = Book(tmp_path, "second")
@@ -224,10 +219,8 @@ def test_a_recovery_is_marked_once_at_the_first_new_line(
     ]
 
 
-@pytest.mark.usefixtures("megatron")
-def test_at_the_end_the_run_of_weights_and_biases_is_ended(tmp_path: Path) -> None:
-    book, ended = Book(tmp_path), []
-    book.open(restored=False, first_iteration=1)
+def test_at_the_end_the_run_of_weights_and_biases_is_ended(book: Book) -> None:
+    ended = []
     book._wandb = SimpleNamespace(finish=lambda: ended.append(True))
     book.mute()
     book.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from deadpool_megatron.hooks.training_state import attributes, extras, hashing
 from deadpool_megatron.state import extras as codec
-from tests.hooks.training_state.plain_loop import plain_loop
+from tests.hooks.training_state.plain_loop import captured, plain_loop
 
 
 class Attention(torch.nn.Module):
@@ -29,12 +28,8 @@ class Attention(torch.nn.Module):
         self.current_max_attn_logits = found if known is None else torch.max(known, found)
 
 
-def captured(made: Any) -> dict[str, Any]:
-    return codec.decode(codec.encode(extras.capture(made)))
-
-
 def test_the_largest_logits_are_logged_with_what_an_evaluation_has_seen() -> None:
-    made = plain_loop(attention := Attention())
+    made = plain_loop([attention := Attention()])
     before, digests = captured(made), hashing.state_digests(made)
     attention.see(3.0, 14.5)
     behind, seen = captured(made), hashing.state_digests(made)
@@ -51,7 +46,7 @@ def test_the_largest_logits_are_logged_with_what_an_evaluation_has_seen() -> Non
 
 def test_what_a_pass_of_an_audit_has_seen_is_neither_logged_nor_clipped_by() -> None:
     """It computes what is another role's, and on another device perhaps."""
-    made = plain_loop(attention := Attention())
+    made = plain_loop([attention := Attention()])
     for seen in (None, [3.0, 14.5]):
         if seen is not None:
             attention.see(*seen)
@@ -66,7 +61,7 @@ def test_spikes_are_judged_by_what_the_run_has_seen(monkeypatch: pytest.MonkeyPa
     """And not by a warm-up, or by an iteration that was interrupted."""
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
-    made = plain_loop(Attention())
+    made = plain_loop([Attention()])
 
     def is_spike(loss: float) -> bool:
         seen = torch.tensor(loss)
@@ -87,5 +82,5 @@ def test_spikes_are_judged_by_what_the_run_has_seen(monkeypatch: pytest.MonkeyPa
 def test_extras_that_know_nothing_of_it_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(large_value_counts={"loss": 3}, max_values={"loss": 2.5})
     monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
-    attributes.restore(plain_loop(Attention()), {})
+    attributes.restore(plain_loop([Attention()]), {})
     assert machine.max_values == {"loss": 2.5}

@@ -11,9 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-from megatron.core.transformer.moe.moe_utils import (
-    save_to_aux_losses_tracker,
-)
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
@@ -24,11 +22,11 @@ from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     UnsupportedOptimizer,
     complete_state,
-    refuse_unknown_state,
 )
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.state.extras import ExtrasError, decode, encode
+from deadpool_megatron.state.extras import ExtrasError
+from tests.hooks.training_state.plain_loop import captured, scaler
 
 
 class Model(torch.nn.Module):
@@ -48,17 +46,9 @@ class Loop:
     def __init__(self) -> None:
         self.model = Model()
         self.model_chunks: list[Any] = [self.model]
-        scaler = DynamicGradScaler(
-            initial_scale=2.0**16,
-            min_scale=1.0,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=2,
-            hysteresis=2,
-        )
         inner = SimpleNamespace(
             optimizer=torch.optim.AdamW([self.model.weight], lr=0.5),
-            grad_scaler=scaler,
+            grad_scaler=scaler(hysteresis=2),
             config=SimpleNamespace(),
         )
         inner.param_groups = inner.optimizer.param_groups
@@ -95,11 +85,6 @@ def loop() -> Iterator[Loop]:
     MTPLossLoggingHelper.tracker.clear()
 
 
-def kept(loop: Loop) -> dict[str, Any]:
-    """Captured, as it comes back from a slot."""
-    return decode(encode(extras.capture(loop)))
-
-
 def put_back(loop: Loop, values: dict[str, Any]) -> None:
     extras.restore(loop, values)
     extras.restore_last(values)
@@ -110,7 +95,7 @@ def test_frozen_weights_and_all_buffers_come_back(loop: Loop) -> None:
     with torch.no_grad():
         loop.model.expert_bias.fill_(0.25)
         loop.model.local_tokens_per_expert.fill_(12)
-    values = kept(loop)
+    values = captured(loop)
     spare = Loop()
     with torch.no_grad():
         for tensor in (*spare.model.buffers(), spare.model.frozen):
@@ -127,7 +112,7 @@ def test_a_buffer_comes_back_as_wide_as_it_was(loop: Loop) -> None:
     """Built in bf16 and not run yet, a router's bias is narrower than the one that is trained."""
     with torch.no_grad():
         loop.model.expert_bias.fill_(0.001)
-    values = kept(loop)
+    values = captured(loop)
     spare = Loop()
     bias = spare.model.expert_bias
     bias.data = bias.data.bfloat16()
@@ -140,7 +125,7 @@ def test_a_buffer_comes_back_as_wide_as_it_was(loop: Loop) -> None:
 def test_what_moves_before_the_update_comes_back(loop: Loop) -> None:
     """Traps, A4 and A5: the scaler and the bias move although the update is skipped."""
     loop.scaler.update(True)
-    values = kept(loop)
+    values = captured(loop)
     wanted = {name: float(value) for name, value in loop.scaler.state_dict().items()}
     loop.scaler.update(True)
     loop.model.expert_bias.add_(1)
@@ -166,10 +151,10 @@ def test_what_moves_before_the_update_comes_back(loop: Loop) -> None:
 
 def test_an_evaluation_draws_and_counts(loop: Loop) -> None:
     """Traps, A9: the extras of two boundaries of one iteration differ, and each is exact."""
-    before = kept(loop)
+    before = captured(loop)
     jitter = torch.rand(3)
     loop.counters["consumed_valid_samples"] += 16
-    after = kept(loop)
+    after = captured(loop)
     following = torch.rand(3)
     put_back(loop, before)
     assert torch.equal(torch.rand(3), jitter)
@@ -181,7 +166,7 @@ def test_an_evaluation_draws_and_counts(loop: Loop) -> None:
 def test_loss_sums_reach_a_process_that_has_none(loop: Loop) -> None:
     save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4)
     MTPLossLoggingHelper.tracker["values"] = torch.tensor([0.75])
-    values = kept(loop)
+    values = captured(loop)
     loss_sums._of_experts().clear()
     MTPLossLoggingHelper.tracker.clear()
     # Warm-up of a spare: an entry of its own, of something that was not captured.
@@ -205,7 +190,7 @@ def test_loss_sums_are_summed_over_the_groups_of_the_role(
     monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", ours)
     save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4, reduce_group=ours)
     save_to_aux_losses_tracker("of their own", torch.tensor(0.5), 2, 4, avg_group=object())
-    values = kept(loop)
+    values = captured(loop)
     save_to_aux_losses_tracker("z_loss", torch.tensor(0.5), 2, 4)
     entries = loss_sums._entries()
     restored, other = entries["moe.load_balancing_loss"], entries["moe.z_loss"]
@@ -225,12 +210,12 @@ def test_loss_sums_are_summed_over_the_groups_of_the_role(
 
 
 def test_a_buffer_that_only_one_side_has_is_an_error(loop: Loop) -> None:
-    values = kept(loop)
+    values = captured(loop)
     loop.model.register_buffer("made_later", torch.zeros(1))
     with pytest.raises(ExtrasError, match=r"buffer\.0\.made_later"):
         extras.restore(loop, values)
     with pytest.raises(ExtrasError, match=r"buffer\.0\.made_later"):
-        extras.restore(Loop(), kept(loop))
+        extras.restore(Loop(), captured(loop))
 
 
 def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_path: Path) -> None:
@@ -308,36 +293,6 @@ def test_a_load_that_replaces_tensors_is_brought_back_into_the_parts(
 
 
 # Refusals (traps, A8 and C).
-
-
-class HybridDeviceOptimizer(torch.optim.SGD):
-    """Of that name only."""
-
-
-@pytest.mark.parametrize(
-    ("flags", "settings", "kind", "words"),
-    [
-        (
-            {},
-            {"use_precision_aware_optimizer": True},
-            torch.optim.SGD,
-            "precision-aware use of SGD",
-        ),
-        ({}, {}, HybridDeviceOptimizer, "HybridDeviceOptimizer"),
-        ({"fp8": None}, {}, torch.optim.SGD, ""),
-    ],
-)
-def test_state_that_nobody_would_save_is_refused(
-    flags: dict[str, Any], settings: dict[str, Any], kind: type[torch.optim.SGD], words: str
-) -> None:
-    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    inner = SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(**settings))
-    chained = SimpleNamespace(chained_optimizers=[inner])
-    if not words:
-        refuse_unknown_state(chained, SimpleNamespace(**flags))
-        return
-    with pytest.raises(UnsupportedOptimizer, match=words):
-        refuse_unknown_state(chained, SimpleNamespace(**flags))
 
 
 @pytest.mark.parametrize("megatrons", [{}, {"init_state_fn": None}])

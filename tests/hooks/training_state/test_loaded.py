@@ -7,43 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from deadpool_megatron.hooks.training_state import extras
-from deadpool_megatron.state import extras as codec
-from tests.hooks.training_state.plain_loop import plain_loop
+from tests.hooks.training_state.plain_loop import captured, plain_loop, schedule
 
 STYLES = ["linear", "cosine", "inverse-square-root", "WSD"]
 
 
-def made(beta: float = 0.95, **schedule: Any) -> Any:
+def made(beta: float = 0.95, **changes: Any) -> Any:
     """A loop as its arguments say."""
-    loop = plain_loop(chunk := torch.nn.Linear(2, 2, bias=False))
+    chunk = torch.nn.Linear(2, 2, bias=False)
     adam = torch.optim.AdamW(chunk.parameters(), betas=(0.9, beta))
     inner = SimpleNamespace(optimizer=adam, param_groups=adam.param_groups)
-    loop.optimizer.chained_optimizers.append(inner)
-    values: dict[str, Any] = {
-        "init_lr": 0.0,
-        "max_lr": 1e-3,
-        "min_lr": 1e-5,
-        "lr_warmup_steps": 4,
-        "lr_decay_steps": 100,
-        "lr_decay_style": "cosine",
-        "start_wd": 0.01,
-        "end_wd": 0.1,
-        "wd_incr_steps": 100,
-        "wd_incr_style": "linear",
-        "use_checkpoint_opt_param_scheduler": True,
-        "override_opt_param_scheduler": False,
-        "wsd_decay_steps": 10,
-        "lr_wsd_decay_style": "linear",
-    }
-    loop.scheduler = OptimizerParamScheduler(inner, **{**values, **schedule})
+    loop = plain_loop([chunk], inner)
+    loop.scheduler = schedule(inner, **changes)
     return loop
 
 
 def put_over(loop: Any, spare: Any) -> None:
-    extras.restore(spare, codec.decode(codec.encode(extras.capture(loop))))
+    extras.restore(spare, captured(loop))
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -9,15 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.qk_clip import clip_qk
 
+from deadpool_megatron.hooks.dimensions.data import DataHook
+from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
+from deadpool_megatron.hooks.dimensions.tensor import TensorHook
+from deadpool_megatron.hooks.leftovers import Leftovers
+from deadpool_megatron.hooks.training_state import extras
+from deadpool_megatron.hooks.training_state.hashing import state_digests
+from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
+from deadpool_megatron.state.extras import decode, encode
 from tests.state.loading import load
+from tests.trainer.layouts import TINY, make_loop
 from tests.trainer.ranks import run_ranks
 
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
-    " --global-batch-size 8 --train-iters 8 --lr 1e-2 --lr-decay-style cosine --min-lr 1e-4"
-    " --lr-warmup-iters 2 --seed 7"
-)
 MOE = (
     " --num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid"
     " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.01 --disable-bias-linear"
@@ -48,22 +56,7 @@ LAYOUTS = {
 def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
     """On one rank: three iterations, capture, two more, restore, the same two again. ``holders``:
     see ShardState."""
-    from deadpool_megatron.hooks.dimensions.data import DataHook
-    from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
-    from deadpool_megatron.hooks.dimensions.tensor import TensorHook
-    from deadpool_megatron.hooks.leftovers import Leftovers
-    from deadpool_megatron.hooks.training_state import extras
-    from deadpool_megatron.hooks.training_state.hashing import state_digests
-    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
-    from deadpool_megatron.state.extras import decode, encode
-    from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.loop import TrainingLoop
-
-    losses: list[str] = []
-    loop = TrainingLoop(
-        parse_args(arguments.split()),
-        lambda kind, data: losses.append(data["loss"]) if kind == "step" else None,
-    )
+    loop, emitted = make_loop(arguments)
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer, holders)
     leftovers = Leftovers(loop)
@@ -102,7 +95,7 @@ def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
     return {
         "wrong after restore": [k for k in at_capture if back.get(k) != at_capture[k]],
         "wrong after replay": [k for k in first if second.get(k) != first[k]],
-        "losses": losses,
+        "losses": [data["loss"] for kind, data in emitted if kind == "step"],
         "skipped": loop.counters["skipped_iterations"],
         "bytes": sum(part.nbytes for part in shard.parts),
         "pieces": max(len(part.tensors) for part in shard.parts),
@@ -144,11 +137,7 @@ def test_what_peers_have_captured_a_part_of_each_is_put_together(flags: str) -> 
 
 def same_bytes(arguments: str) -> list[tuple[int, ...]]:
     """On one rank: which roles hold the same bytes of each part."""
-    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
-    from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.loop import TrainingLoop
-
-    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    loop, _ = make_loop(arguments)
     complete_state(loop.optimizer)
     return [part.replicas for part in ShardState(loop.optimizer).parts]
 
@@ -165,13 +154,7 @@ def test_experts_of_peers_are_not_the_same_experts(precision: str) -> None:
 def packed_again(arguments: str) -> bool:
     """On one rank: whether the state of a second optimizer of a model, as a spare makes it that
     takes another role in place, is laid out as that of the first one."""
-    from megatron.core.optimizer import get_megatron_optimizer
-
-    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
-    from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.loop import TrainingLoop
-
-    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    loop, _ = make_loop(arguments)
     complete_state(loop.optimizer)
     first = ShardState(loop.optimizer)
     wanted = [part.signature() for part in first.parts]
@@ -191,14 +174,7 @@ def test_a_model_that_gets_another_optimizer_is_laid_out_as_before(flags: str) -
 
 def forget_the_sync(arguments: str) -> str:
     """On one rank: restore the shard but leave out the parameter sync; what verify() says."""
-    import torch
-
-    from deadpool_megatron.hooks.dimensions.data import DataHook
-    from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
-    from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.loop import TrainingLoop
-
-    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    loop, _ = make_loop(arguments)
     loop.train_step()
     if torch.distributed.get_rank() == 1:
         with torch.no_grad():
@@ -219,15 +195,7 @@ def test_a_missed_parameter_sync_is_found_by_comparison() -> None:
 def clip(arguments: str) -> list[str]:
     """On one rank: train, clip as Megatron does behind an update, cast the weights anew from their
     masters; the names of those that are others then."""
-    import torch
-    from megatron.core.optimizer.qk_clip import clip_qk
-
-    from deadpool_megatron.hooks.dimensions.data import DataHook
-    from deadpool_megatron.hooks.training_state.hashing import state_digests
-    from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.loop import TrainingLoop
-
-    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    loop, _ = make_loop(arguments)
     for _ in range(3):
         loop.train_step()
     for module in loop.model_chunks[0].modules():

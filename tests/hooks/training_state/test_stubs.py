@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 
 from deadpool_megatron.hooks.training_state import extras, hashing
-from deadpool_megatron.state import extras as codec
-from tests.hooks.training_state.plain_loop import plain_loop
+from tests.hooks.training_state.plain_loop import captured, plain_loop, scaler
 
 
 class Loop:
@@ -18,10 +16,10 @@ class Loop:
 
     def __init__(self) -> None:
         weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-        self.made = plain_loop(torch.nn.Module())
+        self.made = plain_loop([torch.nn.Module()])
         config = OptimizerConfig(fp16=True, lr=0.1)
         self.stub, experts = (
-            Float16OptimizerWithFloat16Params(adam, config, scaler(), None)
+            Float16OptimizerWithFloat16Params(adam, config, scaler(hysteresis=1), None)
             for adam in (None, torch.optim.AdamW([weight]))
         )
         self.made.optimizer = ChainedOptimizer([self.stub, experts])
@@ -35,17 +33,6 @@ class Loop:
         return float(self.made.optimizer.get_loss_scale())
 
 
-def scaler() -> DynamicGradScaler:
-    return DynamicGradScaler(
-        initial_scale=2.0**16,
-        min_scale=1.0,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=2,
-        hysteresis=1,
-    )
-
-
 @pytest.mark.parametrize("by", ["survivor", "spare"])
 def test_the_loss_is_scaled_as_before(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chain the first one's scale is that of the loss, be it a stub or not."""
@@ -53,11 +40,11 @@ def test_the_loss_is_scaled_as_before(by: str, monkeypatch: pytest.MonkeyPatch) 
     loop = Loop()
     assert loop.stub.is_stub_optimizer
     loop.overflow()
-    kept = codec.encode(extras.capture(loop.made))
+    kept = captured(loop.made)
     digests = hashing.state_digests(loop.made)
     loop.overflow()
     assert (loop.scale, hashing.state_digests(loop.made) == digests) == (2.0**14, False)
     found = loop if by == "survivor" else Loop()
-    extras.restore(found.made, codec.decode(kept))
+    extras.restore(found.made, kept)
     assert found.scale == 2.0**15
     assert hashing.state_digests(found.made) == digests

@@ -11,7 +11,7 @@ import torch
 from deadpool_megatron.hooks.training_state import extras, hashing
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
-from tests.hooks.training_state.plain_loop import plain_loop
+from tests.hooks.training_state.plain_loop import captured, plain_loop
 
 select_platform().install()
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # noqa: E402
@@ -49,18 +49,18 @@ def test_the_tables_of_yarn_are_the_same_after_a_return_to_before_the_first_pass
     sequence_length: int,
 ) -> None:
     """Those of a new model are in fp32 and of 4,096 rows. A kernel reads beyond them unasked."""
-    made = plain_loop(Attention())
+    made = plain_loop([Attention()])
     (attention,) = made.model_chunks
-    first = codec.encode(extras.capture(made))
+    first = captured(made)
     before = attention.tables(sequence_length)
     attention.expert_bias += 1
-    extras.restore(made, codec.decode(first))
+    extras.restore(made, first)
     assert same(attention.tables(sequence_length), before)
     assert not attention.expert_bias.any(), "what training changes comes back"
 
 
 def test_a_first_pass_may_be_done_again_for_an_audit() -> None:
-    made = plain_loop(Attention())
+    made = plain_loop([Attention()])
     kept = codec.decode(codec.encode(extras.capture_passing(made)))
     before = made.model_chunks[0].tables(2048)
     extras.restore_passing(made, kept)
@@ -68,7 +68,7 @@ def test_a_first_pass_may_be_done_again_for_an_audit() -> None:
 
 
 def test_longer_tables_are_neither_state_nor_sent_to_a_buddy() -> None:
-    made = plain_loop(Attention())
+    made = plain_loop([Attention()])
     sent, digests = len(codec.encode(extras.capture(made))), hashing.state_digests(made)
     made.model_chunks[0].tables(16384)
     assert len(codec.encode(extras.capture(made))) == sent
@@ -77,8 +77,8 @@ def test_longer_tables_are_neither_state_nor_sent_to_a_buddy() -> None:
 
 @pytest.mark.parametrize("restore", [extras.restore, extras.restore_passing])
 def test_a_buffer_of_another_shape_is_named(restore: Any) -> None:
-    made = plain_loop(Attention())
-    kept = codec.decode(codec.encode(extras.capture(made)))
+    made = plain_loop([Attention()])
+    kept = captured(made)
     made.model_chunks[0].expert_bias = torch.zeros(5)
     with pytest.raises(codec.ExtrasError, match=r"captured: buffer\.0\.expert_bias$"):
         restore(made, kept)
