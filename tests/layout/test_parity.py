@@ -171,13 +171,6 @@ def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
     assert len(moved) - held <= 4 * parities
 
 
-def test_two_domains_in_turn_are_mixed() -> None:
-    """Neighbours i and i + 2 share a domain, as every second node does: groups still mix."""
-    groups = parity_groups(record([f"rack{node % 2}" for node in range(9)], 1, 1, 2, 1))
-    for group in groups:
-        assert {role % 2 for role in group.roles} == {0, 1}
-
-
 def test_roles_and_blocks_find_their_group() -> None:
     domains = dict.fromkeys(range(6), "a") | {6: "b"}
     seats = {role: role for role in range(6)} | {6: 9}  # node 9 is lost

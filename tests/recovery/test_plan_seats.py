@@ -22,11 +22,6 @@ def members_of(*nodes: int, per_node: int = 2) -> dict[tuple[int, int], int]:
     return {(node, slot): 0 for node in nodes for slot in range(per_node)}
 
 
-def test_nothing_changes_while_all_live() -> None:
-    old = seats_of(0, 1)
-    assert assign_seats(SeatingQuery(old, members_of(0, 1, 2))).seats == old
-
-
 def test_dead_member_is_replaced_on_its_slot() -> None:
     members = {**members_of(0, 1, 2), (1, 0): 3}
     answer = assign_seats(SeatingQuery(seats_of(0, 1), members))
