@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
     read_json,
     segment_root,
 )
-from deadpool_megatron.events import Event, Kind
-from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, start
+from deadpool_megatron.events import Kind
+from tests.cluster.running import FAST, MEMBER, Told, start
 from tests.common import forks
-from tests.common.told import read_final
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
@@ -34,7 +29,7 @@ _LIMITS = (
 )
 
 
-class Agents:
+class Agents(Told):
     """Agents of one run. A context manager: its end checks that nothing is left behind."""
 
     def __init__(
@@ -47,21 +42,13 @@ class Agents:
         faults: Sequence[dict[str, Any]] = (),
         outputs: Path | None = None,
     ) -> None:
-        self.run = RunDirectory(directory)
-        self.nodes, self.spares = nodes, spares
+        super().__init__(directory, nodes, faults)
         self._outputs = outputs or directory.with_name(directory.name + "-outputs")
         self._outputs.mkdir()
-        self._extra = {}
-        if faults:
-            plan = directory.with_name(directory.name + "-faults.json")
-            plan.write_text(json.dumps(list(faults)))
-            self._extra["DEADPOOL_FAULTS"] = str(plan)
         size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", "1")
         self._size = (*size, *FAST, *_LIMITS, *options)
         self._member = (MEMBER, *member)
         self.agents: dict[str, forks.Forked] = {}
-        self._tail = EventTail(self.run.events)
-        self._events: list[Event] = []
         for node in range(nodes + spares):
             self.start(str(node), "--node-id", str(node))
 
@@ -71,7 +58,7 @@ class Agents:
             self._outputs / f"{name}.out",
             *("agent", "--preload", "", "--run-dir", str(self.run.path)),
             *(*self._size, *which, "--", *self._member),
-            **self._extra,
+            **self.extra,
         )
         return self.agents[name]
 
@@ -86,7 +73,7 @@ class Agents:
         for agent in self.agents.values():
             agent.kill()
             agent.wait()
-        self.show()
+        self.tell(self._outputs.iterdir())
         if run_id:
             cleanup.clean_run(self.run, run_id)
 
@@ -97,26 +84,6 @@ class Agents:
         # A killed agent cannot clear up; on a real cluster its memory dies with its host.
         cleanup.clean_run(self.run, run_id)
         assert not segment_root(run_id).exists()
-
-    def show(self) -> None:
-        """Print what a failed test needs to be understood."""
-        logs = (self.run.path / "logs").glob("*.log") if self.run.path.exists() else ()
-        for log in [*sorted(self._outputs.iterdir()), *sorted(logs)]:
-            text = log.read_text(errors="replace").strip()
-            if text:
-                print(f"== {log.name}\n{text[-3000:]}")
-        for event in self.events():
-            if event.kind not in (Kind.COMMITTED, Kind.SEALED, Kind.STEP):
-                print(json.dumps(event.to_dict()))
-
-    def events(self, *kinds: Kind) -> list[Event]:
-        """Events so far, of these kinds, of all coordinators."""
-        self._events += self._tail.poll()
-        return [e for e in self._events if not kinds or e.kind in kinds]
-
-    def newest_iteration(self) -> int:
-        """Of the steps reported so far."""
-        return max((e.iteration or 0 for e in self.events(Kind.STEP)), default=0)
 
     def wait_iteration(self, iteration: int) -> None:
         """Until a step has been reported."""
@@ -168,9 +135,4 @@ class Agents:
     def check_result(self, iterations: int) -> dict[str, Any]:
         """The run ended well, each step is there once, every role's state is exact."""
         wait_for("the result", self.run.final.exists)
-        final = read_final(self.run.path)
-        assert final["exit_status"] == 0, final["reason"]
-        assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
-        for role in range(self.nodes):
-            assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
-        return final
+        return self.check_final(iterations)

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.process import posix, stacks
 from deadpool_megatron.cluster.run_directory import cleanup
@@ -88,7 +89,50 @@ def _ask_stacks(launcher: int) -> None:
     time.sleep(_STACKS_SECONDS)
 
 
-class Run:
+class Told:
+    """What a run tells in its directory, and what it has told in the end if all went well."""
+
+    def __init__(self, directory: Path, roles: int, faults: Sequence[dict[str, Any]] = ()) -> None:
+        self.run = RunDirectory(directory)
+        self.roles = roles
+        self.extra: dict[str, str] = {}
+        if faults:
+            plan = directory.with_name(directory.name + "-faults.json")
+            plan.write_text(json.dumps(list(faults)))
+            self.extra[failpoints.ENVIRONMENT_NAME] = str(plan)
+        self._tail = EventTail(self.run.events)
+        self._events: list[Event] = []
+
+    def tell(self, outputs: Iterable[Path]) -> None:
+        """Print what a failed test needs to be understood."""
+        for event in self.events():
+            if event.kind not in (Kind.COMMITTED, Kind.SEALED, Kind.STEP):
+                print(json.dumps(event.to_dict()))
+        for log in [*sorted(outputs), *sorted((self.run.path / "logs").glob("*.log"))]:
+            text = log.read_text(errors="replace").strip()
+            if text:
+                print(f"== {log.name}\n{text[-3000:]}")
+
+    def events(self, *kinds: Kind) -> list[Event]:
+        """Events so far, of these kinds, of all coordinators."""
+        self._events += self._tail.poll()
+        return [e for e in self._events if not kinds or e.kind in kinds]
+
+    def newest_iteration(self) -> int:
+        """Of the steps reported so far."""
+        return max((e.iteration or 0 for e in self.events(Kind.STEP)), default=0)
+
+    def check_final(self, iterations: int) -> dict[str, Any]:
+        """The run ended well, each step is there once, every role's state is exact."""
+        final = read_final(self.run.path)
+        assert final["exit_status"] == 0, final["reason"]
+        assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
+        for role in range(self.roles):
+            assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
+        return final
+
+
+class Run(Told):
     """``deadpool run`` as a child. Use as a context manager: its end checks for leftovers."""
 
     def __init__(
@@ -102,13 +146,7 @@ class Run:
         faults: Sequence[dict[str, Any]] = (),
         preload: str = "",
     ) -> None:
-        self.run = RunDirectory(directory)
-        self.world_size = nodes * nproc
-        extra = {}
-        if faults:
-            plan = directory.with_name(directory.name + "-faults.json")
-            plan.write_text(json.dumps(list(faults)))
-            extra["DEADPOOL_FAULTS"] = str(plan)
+        super().__init__(directory, nodes * nproc, faults)
         size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", str(nproc))
         self.output = directory.with_name(directory.name + ".out")
         self.output.unlink(missing_ok=True)
@@ -116,10 +154,8 @@ class Run:
             self.output,
             *("run", *size, "--preload", preload),
             *("--run-dir", str(directory), *FAST, *options, "--", MEMBER, *member),
-            **extra,
+            **self.extra,
         )
-        self._tail = EventTail(self.run.events)
-        self._events: list[Event] = []
 
     def __enter__(self) -> Run:
         return self
@@ -133,16 +169,8 @@ class Run:
         if kind is None:
             self.wait_clean()
         elif (self.run.path / "run.json").exists():
-            self.show()
+            self.tell([self.output])
             cleanup.clean_run(self.run, self.run.read_run().run_id)
-
-    def show(self) -> None:
-        """Print what a failed test needs to be understood."""
-        print(self.output.read_text())
-        for log in sorted((self.run.path / "logs").glob("*.log")):
-            text = log.read_text(errors="replace").strip()
-            if text:
-                print(f"== {log.name}\n{text[-3000:]}")
 
     def wait_for(self, what: str, ready: Callable[[], T]) -> T:
         """Poll until ``ready()`` is true; fail when the run has ended or the patience is over."""
@@ -153,18 +181,9 @@ class Run:
 
         return wait_for(what, ready, hopeless=ended)
 
-    def events(self, *kinds: Kind) -> list[Event]:
-        """Events so far, of these kinds."""
-        self._events += self._tail.poll()
-        return [e for e in self._events if not kinds or e.kind in kinds]
-
     def wait_iteration(self, iteration: int) -> None:
         """Until a step has been reported."""
-
-        def reached() -> bool:
-            return any((e.iteration or 0) >= iteration for e in self.events(Kind.STEP))
-
-        self.wait_for(f"iteration {iteration}", reached)
+        self.wait_for(f"iteration {iteration}", lambda: self.newest_iteration() >= iteration)
 
     def wait_event(self, kind: Kind, count: int = 1) -> Event:
         """Until the ``count``-th event of a kind."""
@@ -188,12 +207,8 @@ class Run:
 
     def check_result(self, iterations: int) -> dict[str, Any]:
         """The run ended well, each step is there once, every role's state is exact."""
-        final = self.wait_end()
-        assert final["goodput"] is not None
-        assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
-        for role in range(self.world_size):
-            assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
-        return final
+        assert self.wait_end()["goodput"] is not None
+        return self.check_final(iterations)
 
     def wait_clean(self) -> None:
         """No process and no shared memory of the run is left."""

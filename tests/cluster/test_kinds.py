@@ -53,9 +53,7 @@ def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
 def test_three_crashes_on_one_node_move_its_role_to_the_spare(tmp_path: Path) -> None:
     with Run(tmp_path / "r") as run:
         for count in range(1, 4):
-            run.wait_iteration(
-                3 + max((e.iteration or 0 for e in run.events(Kind.STEP)), default=0)
-            )
+            run.wait_iteration(3 + run.newest_iteration())
             send(run.listing(1)["members"]["0"])
             run.wait_event(Kind.RECOVERED, count)
         aside = run.wait_event(Kind.NODE_ASIDE)

@@ -43,7 +43,7 @@ def mind_a_notice_and_lose_agents(first: Run) -> None:
     everybody = [first.launcher.pid, *cleanup.run_processes(first.run, first.run.read_run().run_id)]
     for pid in everybody:
         posix.kill(pid, signal.SIGUSR1)
-    first.wait_iteration(max(e.iteration or 0 for e in first.events(Kind.STEP)) + 5)
+    first.wait_iteration(first.newest_iteration() + 5)
     assert all(posix.is_alive(pid) for pid in everybody)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in agents:
@@ -102,7 +102,7 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
         assert f"'deadpool clean {first.run.path}' removes it" in last
     first.launcher.wait()
     run_id = first.run.read_run().run_id
-    reached = max(e.iteration or 0 for e in first.events(Kind.STEP))
+    reached = first.newest_iteration()
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as run:
         run.wait_event(Kind.RECOVERED)
         assert run.run.read_run().run_id == run_id

@@ -47,7 +47,7 @@ def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path: P
         run.wait_iteration(5)
         send(run.listing(0)["vault"])
         run.wait_event(Kind.VAULT_LOST)
-        run.wait_iteration(5 + max(event.iteration or 0 for event in run.events(Kind.STEP)))
+        run.wait_iteration(5 + run.newest_iteration())
         send(run.listing(1)["vault"], signal.SIGSTOP)
         run.wait_event(Kind.VAULT_LOST, 2)
         final = run.finish()

@@ -21,8 +21,9 @@ from tests.trainer.layouts import (
 )
 from tests.trainer.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_runs_are_bit_identical(name: str, text: str) -> None:
@@ -47,7 +48,6 @@ def test_two_runs_are_bit_identical(name: str, text: str) -> None:
         assert one["skipped"] == 0
 
 
-@pytest.mark.slow
 def test_the_seed_matters(text: str) -> None:
     arguments = f"{MODEL} {text} {BF16} --train-iters 3"
     (one,) = run_ranks(1, train, arguments)
@@ -56,7 +56,6 @@ def test_the_seed_matters(text: str) -> None:
     assert losses(one) != losses(other)
 
 
-@pytest.mark.slow
 def test_at_the_default_scale_a_half_precision_run_starts_by_skipping(text: str) -> None:
     (facts,) = run_ranks(1, train, f"{MODEL} {text} --fp16 --use-distributed-optimizer")
     assert facts["skipped"] == 6
@@ -64,7 +63,6 @@ def test_at_the_default_scale_a_half_precision_run_starts_by_skipping(text: str)
     assert {float.fromhex(step["learning_rate"]) for step in facts["steps"]} == {0.0}
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_overlap_changes_no_bit(text: str) -> None:
     arguments = f"{MODEL} {text} {PP2} {BF16} {BUCKETS}"
@@ -89,7 +87,6 @@ def replicated_parameters(arguments: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_sequence_parallel_keeps_replicated_parameters_equal(text: str) -> None:
     found = run_ranks(
@@ -100,7 +97,6 @@ def test_sequence_parallel_keeps_replicated_parameters_equal(text: str) -> None:
     assert len(found[0]) >= 10
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_the_dispatchers_agree(text: str) -> None:
     answers = []

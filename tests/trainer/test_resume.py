@@ -11,6 +11,8 @@ import pytest
 from tests.trainer.layouts import LAYOUTS, MODEL, make_loop, steps, train
 from tests.trainer.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 DUE = "--eval-interval 2 --eval-iters 1 --log-interval 4"
 EXACT = (
     "bf16",
@@ -68,7 +70,6 @@ def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", EXACT)
 def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
@@ -86,7 +87,6 @@ def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
         assert half["kept"], "optimizer state keeps its tensors"
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_a_checkpoint_before_the_first_update(text: str, tmp_path: Path) -> None:
     """Steps of zero, which Megatron does not write for unsharded optimizers."""
@@ -120,7 +120,6 @@ def publish_over_a_torn_attempt(arguments: str, folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "iter_0000001").iterdir())
 
 
-@pytest.mark.slow
 def test_a_torn_attempt_is_replaced(text: str, tmp_path: Path) -> None:
     (names,) = run_ranks(
         1, publish_over_a_torn_attempt, f"{MODEL} {text} --save {tmp_path}", tmp_path
@@ -130,7 +129,6 @@ def test_a_torn_attempt_is_replaced(text: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_load_flag_goes_on_to_the_same_end(text: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS["bf16"]

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.trainer.layouts import BF16, LAYOUTS, MODEL, MOE, OVERLAP, PP2, TP2, make_loop, train
 from tests.trainer.ranks import run_ranks
 
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
 VIRTUAL = f"{PP2} {BF16} --num-layers-per-virtual-pipeline-stage 1"
 EXPERTS = f"{TP2} {BF16} --sequence-parallel {MOE} --train-iters 3"
 SEAM_LAYOUTS = {
@@ -49,8 +51,6 @@ def train_on_seam(arguments: str) -> tuple[str, list[str]]:
     return loop.state_hash(), [facts["loss"] for kind, facts in emitted if kind == "step"]
 
 
-@pytest.mark.slow
-@pytest.mark.full
 @pytest.mark.parametrize("name", SEAM_LAYOUTS)
 def test_two_runs_are_bit_identical(name: str, text: str) -> None:
     arguments = f"{MODEL} {text} {SEAM_LAYOUTS[name]}"
@@ -58,8 +58,6 @@ def test_two_runs_are_bit_identical(name: str, text: str) -> None:
     assert one == other
 
 
-@pytest.mark.slow
-@pytest.mark.full
 def test_the_seam_changes_no_bit(text: str) -> None:
     ranks, flags = LAYOUTS["bf16"]
     arguments = f"{MODEL} {text} {flags}"
@@ -68,8 +66,6 @@ def test_the_seam_changes_no_bit(text: str) -> None:
     assert [answer[0] for answer in seam] == stock["hashes"]
 
 
-@pytest.mark.slow
-@pytest.mark.full
 def test_overlap_changes_no_bit_of_the_virtual_pipeline(text: str) -> None:
     arguments = f"{MODEL} {text} {VIRTUAL}"
     plain = run_ranks(4, train_on_seam, arguments, connect=connect)

@@ -44,6 +44,8 @@ from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import Member, content, make_layout, record_of
 from tests.vault.local_node import LocalNode
 
+pytestmark = pytest.mark.slow
+
 SHARDS = ("shard", "tail")
 SEATED, SPARES = 4, 2
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=60.0, chunk_bytes=4096)
@@ -369,7 +371,6 @@ def recover(nodes: Nodes) -> EpochRecord | None:
     raise AssertionError("no end")
 
 
-@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=False))
 def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
@@ -388,7 +389,6 @@ def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case)
             expect_any_loss_survived(nodes, reached + 2, record.epoch + 1)
 
 
-@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=True))
 def test_damaged_bytes_are_never_restored(case: Case) -> None:
@@ -402,7 +402,6 @@ def test_damaged_bytes_are_never_restored(case: Case) -> None:
             assert case.damaged or len(case.lost) > SCHEMES[case.scheme][1]
 
 
-@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 10)
 @given(cases(damage=False), st.integers(0, 20))
 def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:

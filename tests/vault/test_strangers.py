@@ -19,7 +19,7 @@ from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.records import RecordSocket
-from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, wait_until
+from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin
 
 
@@ -170,10 +170,7 @@ def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
         wait_until(lambda: node.count("refused: malformed") == 2, "they are counted")
         # A stranger that says nothing costs a thread for some seconds, nobody else anything.
         silent = [socket.create_connection(address, 5) for _ in range(20)]
-        for member in members:
-            member.write(Generation(1, 1))
-        for member in members:
-            assert member.wait(Generation(1, 1)) == "committed"
+        train(members, Generation(1, 1))
         for connection in silent:
             connection.close()
 

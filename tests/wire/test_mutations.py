@@ -16,7 +16,7 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from tests.cluster.running import Run, deadpool
-from tests.vault.harness import RUN_ID, Node, cluster, wait_until
+from tests.vault.harness import RUN_ID, Node, cluster, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin
 from tests.wire import mutations
 
@@ -130,10 +130,7 @@ def test_a_vault_under_damaged_conversations(tmp_path: Path) -> None:
         assert node.status()["holdings"] == before
         _insiders(node, secret, random_)
         assert (node.process.poll(), node.process.pid) == (None, pid)
-        for member in members:
-            member.write(Generation(1, 1))
-        for member in members:
-            assert member.wait(Generation(1, 1)) == "committed"
+        train(members, Generation(1, 1))
 
 
 _DIGEST = xxhash.xxh3_64_intdigest(b"x" * 100)

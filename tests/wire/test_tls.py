@@ -20,7 +20,7 @@ from deadpool_megatron.settings import Settings, SettingsError
 from deadpool_megatron.vault.net.transport import SocketChannel, TcpTransport, realm_of
 from deadpool_megatron.wire import auth, framing, tls
 from tests.cluster.running import Run, deadpool
-from tests.vault.harness import RUN_ID, cluster, wait_until
+from tests.vault.harness import RUN_ID, cluster, train, wait_until
 from tests.vault.protected import begin
 from tests.wire import certificates
 from tests.wire.visitors import SECONDS, SECRET, enter, open_door
@@ -196,10 +196,7 @@ def test_vaults_commit_and_restore_over_tls(tls_settings: Files, tmp_path: Path)
         with pytest.raises((OSError, framing.WireError)):
             auth.connect(("127.0.0.1", node.port), secret, realm_of(RUN_ID, 1), SECONDS)
         wait_until(lambda: node.count("refused: connection") == 1, "it is counted")
-        for member in members:
-            member.write(Generation(1, 1))
-        for member in members:
-            assert member.wait(Generation(1, 1)) == "committed"
+        train(members, Generation(1, 1))
 
 
 @pytest.mark.slow

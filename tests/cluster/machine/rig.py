@@ -180,6 +180,26 @@ class Rig:
         chosen = sorted(self.awaited) if nodes is None else list(nodes)
         self.feed(*(self.inventory(node, *generations) for node in chosen))
 
+    def lose(self, node: int, *held: Generation, why: str = "gone") -> None:
+        """A node is lost; the others close the epoch, in which they hold these generations."""
+        self.feed(ev.NodeLost(node, why))
+        self.closed(*held)
+
+    def kill(self, role: int, *held: Generation) -> None:
+        """The member of a role is killed; all close the epoch."""
+        self.feed(killed(self, role))
+        self.closed(*held)
+
+    def decided(self, *held: Generation) -> None:
+        """The epoch is closed, and the next one is in the journal."""
+        self.closed(*held)
+        self.journal()
+
+    def reopened(self, *held: Generation) -> None:
+        """The epoch is closed, and the next one begins."""
+        self.closed(*held)
+        self.opened()
+
     def saved_end(self, *generations: Generation) -> act.Finish:
         """The end that was begun: the close is answered, the newest generation is dumped."""
         self.closed(*generations)

@@ -34,8 +34,7 @@ def begun() -> Rig:
 def moved(rig: Rig) -> None:
     """Members stand still, and the next epoch opens."""
     rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, 9) for role in (0, 1)))
-    rig.closed(g(9, rig.record.epoch))
-    rig.opened()
+    rig.reopened(g(9, rig.record.epoch))
 
 
 def with_one_of_two_drained() -> Rig:
@@ -103,8 +102,7 @@ def test_nor_does_one_whose_spare_is_lost_in_the_meantime() -> None:
     rig.join(3)
     at = rig.one(act.Pause).iteration
     rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, at) for role in (0, 1)))
-    rig.feed(ev.NodeLost(3, "gone"))
-    rig.closed(g(at, rig.record.epoch))
+    rig.lose(3, g(at, rig.record.epoch))
     assert nodes_of(rig.pending) == {0: 2, 1: 1}
 
 
@@ -122,8 +120,7 @@ def test_a_failure_moves_roles_to_a_drained_node_if_there_is_no_other() -> None:
     rig.feed(ev.MemberLost(0, 0, 0, signal=9))
     rig.warm(0)
     rig.steps(10)
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(10, rig.record.epoch))
+    rig.lose(1, g(10, rig.record.epoch))
     rig.journal()
     assert nodes_of(rig.record) == {0: 2, 1: 0}
 
@@ -149,8 +146,7 @@ def test_a_takeover_goes_on_with_a_drain() -> None:
     assert outcome(rig)[0] is Stage.UNDER_WAY
     pause = rig.of(act.Pause, rig.log)[-1]
     rig.feed(*(ev.Paused(*rig.seat(role), 1, pause.iteration) for role in (0, 1)))
-    rig.closed(g(pause.iteration))
-    rig.opened()
+    rig.reopened(g(pause.iteration))
     rig.steps(pause.iteration + 1)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
 
@@ -313,8 +309,7 @@ def test_a_role_that_is_killed_is_replaced() -> None:
     ask(rig, Verb.KILL, part="role", number=1, signal="KILL", seat=[1, 0, 0])
     assert rig.one(act.Hurt) == act.Hurt(1, "role", "KILL", 0, 0)
     rig.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
-    rig.closed(g(7))
-    rig.journal()
+    rig.decided(g(7))
     assert outcome(rig)[0] is Stage.UNDER_WAY
     rig.restored()
     assert outcome(rig) == (Stage.DONE, "role 1 is played by node 1 slot 0, process 1")
@@ -337,8 +332,7 @@ def test_a_node_that_is_killed_is_done_when_its_roles_are_played_elsewhere(part:
     assert rig.one(act.Hurt) == act.Hurt(1, part, "KILL")
     rig.feed(ev.NodeLost(1, "connection closed"))
     assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
-    rig.closed(g(7))
-    rig.opened()
+    rig.reopened(g(7))
     assert outcome(rig)[0] is Stage.DONE
 
 
@@ -357,8 +351,7 @@ def test_a_vault_that_is_lost_with_its_node_is_waited_for_no_longer() -> None:
     ask(rig, Verb.KILL, part="vault", number=1, signal="KILL")
     rig.feed(ev.NodeLost(1, "connection closed"))
     assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
-    rig.closed(g(7))
-    rig.opened()
+    rig.reopened(g(7))
     assert outcome(rig) == (Stage.DONE, "node 1: connection closed")
 
 
@@ -374,8 +367,7 @@ def test_nothing_is_hurt_twice_by_a_takeover() -> None:
     ask(old, Verb.KILL, 1, part="vault", number=0, signal="KILL")
     ask(old, Verb.KILL, 2, part="role", number=1, signal="KILL", seat=[1, 0, 0])
     old.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
-    old.closed(g(7))
-    old.journal()
+    old.decided(g(7))
     rig = taken_over(old)
     rejoin(rig, old, 0, 1, 2, closed=1, restored=False)
     assert outcome(rig, 1)[0] is Stage.REFUSED

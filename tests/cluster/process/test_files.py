@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.process import file_worker, posix
 from deadpool_megatron.cluster.process.file_worker import LogCopier
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
+from tests.common.waiting import until
 
 SECONDS = 20.0
 
@@ -135,12 +136,6 @@ def test_another_process_follows_one_that_was_killed(tmp_path: Path) -> None:
         assert await worker.read(log, 0, 9, SECONDS) == "words"
 
     working(tmp_path, scenario)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_logs_are_copied_once_whoever_copies(tmp_path: Path) -> None:

@@ -56,21 +56,23 @@ def verdict(detector: FreezeDetector, start_at: float, seconds: float) -> float 
     return None
 
 
+def assert_frozen_after_the_limit(detector: FreezeDetector, start_at: float = 0.0) -> None:
+    found = verdict(detector, start_at, 10)
+    assert found is not None
+    assert 3.0 <= found <= 3.3
+
+
 def test_idle_process_without_beats_is_frozen_after_the_limit(start) -> None:  # type: ignore[no-untyped-def]
     child = start(IDLE)
     settle(child.pid)
-    found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
-    assert found is not None
-    assert 3.0 <= found <= 3.3
+    assert_frozen_after_the_limit(FreezeDetector(child.pid, 3.0, 0.0))
 
 
 def test_stopped_process_is_frozen(start) -> None:  # type: ignore[no-untyped-def]
     child = start(BUSY)
     os.kill(child.pid, signal.SIGSTOP)
     wait_for("stopped", lambda: (posix.state_and_cpu_ticks(child.pid) or ("",))[0] == "T")
-    found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
-    assert found is not None
-    assert 3.0 <= found <= 3.3
+    assert_frozen_after_the_limit(FreezeDetector(child.pid, 3.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +114,7 @@ def test_what_was_heard_after_a_pause_is_forgiven_nothing(start) -> None:  # typ
     detector = FreezeDetector(child.pid, 3.0, 0.0)
     detector.beat(600.0)
     detector.forgive(600.0, 600.0)
-    found = verdict(detector, 600.0, 10)
-    assert found is not None
-    assert 3.0 <= found <= 3.3
+    assert_frozen_after_the_limit(detector, 600.0)
 
 
 def test_ended_process_is_not_called_frozen(start) -> None:  # type: ignore[no-untyped-def]
@@ -190,6 +190,4 @@ def test_a_process_whose_name_is_cut_in_a_letter_is_watched(start) -> None:  # t
     started = posix.start_time(child.pid)
     assert posix.is_alive(child.pid, started)
     settle(child.pid)
-    found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
-    assert found is not None
-    assert 3.0 <= found <= 3.3
+    assert_frozen_after_the_limit(FreezeDetector(child.pid, 3.0, 0.0))

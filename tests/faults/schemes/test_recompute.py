@@ -27,6 +27,8 @@ from tests.faults.harness.layouts import EXPERTS, PP2_DP2
 from tests.faults.test_restart import take_all_down
 from tests.persist.test_runs import HELD_TRAINER
 
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
 SETTINGS = "--deadpool-protection recompute --deadpool-full-every 4"
 # As in other tests of these layouts, so that they share an undisturbed run of each.
 ITERATIONS = 12
@@ -38,8 +40,6 @@ def lost(role: int, iteration: int) -> dict[str, object]:
     return fault(f"role{role}-at-{iteration}", "optimizer.inside", target="node", **where)
 
 
-@pytest.mark.full
-@pytest.mark.slow
 def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
     """At 4: three steps behind the first state. At 5: one step behind that. At 9: a whole copy.
     At 11: two nodes, one after the other in the recovery from the first."""
@@ -61,16 +61,12 @@ def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
     assert all(event.data["matched"] for event in outcome.of_kind("rehearsed"))
 
 
-@pytest.mark.slow
-@pytest.mark.full
 def test_several_optimizers(tmp_path: Path) -> None:
     faults = [lost(1, 4)]
     outcome = strike(tmp_path / "run", EXPERTS, ITERATIONS, faults, spares=1, settings=SETTINGS)
     assert [event.data["steps"] for event in outcome.of_kind("replayed")] == [3]
 
 
-@pytest.mark.slow
-@pytest.mark.full
 def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
     """Damaged before its checksum was made: only the owner's checksum of the result can tell."""
     faults = [
@@ -85,8 +81,6 @@ def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
     assert restart_kinds(outcome)[-1] == "durable"
 
 
-@pytest.mark.slow
-@pytest.mark.full
 def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
     faults = [
         *(
@@ -100,8 +94,6 @@ def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
     assert outcome.output.count("whole copies instead of gradients") == 1, outcome.output
 
 
-@pytest.mark.slow
-@pytest.mark.full
 def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Path) -> None:
     """What leads to the state of the lost role is written, and recomputed by who resumes."""
     faults = [lost(1, 4)]
@@ -117,8 +109,6 @@ def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Pa
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
 
 
-@pytest.mark.slow
-@pytest.mark.full
 def test_what_is_left_in_memory_is_put_together_and_recomputed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,10 +19,10 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
-from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import Told
 from tests.common.told import read_final
 from tests.common.waiting import wait_for
 from tests.netns.lab.hosts import Host, Hosts
@@ -59,7 +59,7 @@ class Obituary:
         os.close(self._handle)
 
 
-class Cluster:
+class Cluster(Told):
     """A context manager; the hosts end the processes. Node i is started on host i."""
 
     def __init__(
@@ -71,19 +71,15 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.hosts = hosts
-        self.run = RunDirectory(directory)
+        super().__init__(directory, job.nodes, faults)
         self.job = job
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
-        self._plan = directory.with_suffix(".faults")
         self._environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith("DEADPOOL_") or name == "DEADPOOL_TEST_SESSION"
         }
-        self._environment |= {"PYTHONPATH": str(_ROOT), **(environment or {})}
-        if faults:
-            self._plan.write_text(json.dumps(list(faults)))
-            self._environment[failpoints.ENVIRONMENT_NAME] = str(self._plan)
+        self._environment |= {"PYTHONPATH": str(_ROOT), **(environment or {}), **self.extra}
 
     def __enter__(self) -> Cluster:
         for node in range(self.job.nodes + self.job.spares):
@@ -118,13 +114,7 @@ class Cluster:
 
     def show(self) -> None:
         """Print what a failed test needs to be understood."""
-        for event in self.events()[-80:]:
-            print(json.dumps(event.to_dict()))
-        outputs = self.run.path.parent.glob(f"{self.run.path.name}-agent*.out")
-        for log in sorted([*outputs, *(self.run.path / "logs").glob("*.log")]):
-            text = log.read_text(errors="replace").strip()
-            if text:
-                print(f"== {log.name}\n{text[-3000:]}")
+        self.tell(self.run.path.parent.glob(f"{self.run.path.name}-agent*.out"))
 
     # What has happened so far.
 
@@ -140,15 +130,11 @@ class Cluster:
     @property
     def faults_fired(self) -> Path:
         """Holds a file for each planned fault that has fired."""
-        return Path(f"{self._plan}.fired")
+        return Path(f"{self.extra[failpoints.ENVIRONMENT_NAME]}.fired")
 
     def happened(self, kind: Kind, since: float) -> list[Event]:
         """Events of a kind after a moment of the wall clock."""
         return [event for event in self.events(kind) if event.wall_seconds >= since]
-
-    def iteration(self) -> int:
-        """Newest one that was reported."""
-        return max((e.iteration or 0 for e in self.events(Kind.STEP)), default=0)
 
     def longest_pause(self, since: float) -> float:
         """Longest time between two finished iterations from about a moment on, in seconds."""
@@ -208,9 +194,9 @@ class Cluster:
 
     def wait_progress(self, steps: int = 1) -> int:
         """Until so many more iterations were reported; answers the newest."""
-        wanted = self.iteration() + steps
-        self.wait_for(f"iteration {wanted}", lambda: self.iteration() >= wanted)
-        return self.iteration()
+        wanted = self.newest_iteration() + steps
+        self.wait_for(f"iteration {wanted}", lambda: self.newest_iteration() >= wanted)
+        return self.newest_iteration()
 
     def wait_event(self, kind: Kind, since: float = 0.0, count: int = 1) -> Event:
         """Until the ``count``-th event of a kind after a moment of the wall clock."""
@@ -245,10 +231,5 @@ class Cluster:
     def finish(self) -> dict[str, Any]:
         """Let an endless run of counting members end well; every role's state is exact."""
         (self.run.path / "finish").touch()
-        final = self.wait_end()
-        iterations = int((self.run.path / "finish-after").read_text())
-        assert final["exit_status"] == 0, final["reason"]
-        assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
-        for role in range(self.job.nodes):
-            assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
-        return final
+        self.wait_end()
+        return self.check_final(int((self.run.path / "finish-after").read_text()))

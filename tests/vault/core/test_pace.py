@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.vault.core.link_speed import LinkSpeed, Origin, link_speed
+from deadpool_megatron.vault.core.link_speed import Origin
 from deadpool_megatron.vault.core.pace import (
     LATEST,
     SHARE,
@@ -197,14 +197,6 @@ def test_who_gets_the_link_from_when_he_may_go_is_there_in_time(
     sent = int(part * nbytes)
     may_go = sealed + schedule.delay_seconds(sent, sealed)
     assert may_go + (nbytes - sent) / link <= sealed + LATEST * window_seconds + 1e-6
-
-
-def test_what_was_measured_counts_before_what_an_interface_says() -> None:
-    """And that before what shipments happened to have."""
-    assert link_speed(3.0, 2.0, 1.0) == LinkSpeed(3.0, Origin.CHECK)
-    assert link_speed(0.0, 2.0, 4.0) == LinkSpeed(2.0, Origin.INTERFACE)
-    assert link_speed(0.0, 0.0, 1.0) == LinkSpeed(1.0, Origin.SEEN)
-    assert link_speed(0.0, 0.0, 0.0) is None
 
 
 def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,19 @@ for line in sys.stdin:
 """
 
 
+def kept(
+    directory: Path, program: str, on_look: Callable[[int, str, float], None]
+) -> StandbyKeeper:
+    log = directory / "log"
+    return StandbyKeeper(
+        ("-c", program), str(directory), "run", log, on_look=on_look, on_over=lambda kept: None
+    )
+
+
 @pytest.mark.slow
 async def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: Path) -> None:
     heard: list[str] = []
-    keeper = StandbyKeeper(
-        ("-c", _ECHO),
-        str(tmp_path),
-        "run",
-        tmp_path / "log",
-        on_look=lambda term, beat, at: heard.append(beat),
-        on_over=lambda kept: None,
-    )
+    keeper = kept(tmp_path, _ECHO, lambda term, beat, at: heard.append(beat))
     keeper.start()
     for place in (5, 5, 3):
         keeper.place(lambda coordinator, place=place: place - (coordinator == 9))
@@ -61,14 +64,7 @@ async def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Pat
         looks.append((term, beat, at))
         claimed.set()
 
-    keeper = StandbyKeeper(
-        ("-c", _CLAIMS),
-        str(tmp_path),
-        "run",
-        tmp_path / "log",
-        on_look=looked,
-        on_over=lambda kept: None,
-    )
+    keeper = kept(tmp_path, _CLAIMS, looked)
     keeper.start()
     await asyncio.wait_for(claimed.wait(), 20.0)
     assert keeper.address == ("10.0.0.7", 4000)
@@ -82,14 +78,7 @@ async def test_a_standby_that_the_kernel_holds_does_not_hold_its_agent(
     """As in a call to a file system that hangs, where SIGKILL waits too."""
     monkeypatch.setattr(standby_keeper, "_END_SECONDS", 0.05)
     claimed = asyncio.Event()
-    keeper = StandbyKeeper(
-        ("-c", _CLAIMS),
-        str(tmp_path),
-        "run",
-        tmp_path / "log",
-        on_look=lambda term, beat, at: claimed.set(),
-        on_over=lambda kept: None,
-    )
+    keeper = kept(tmp_path, _CLAIMS, lambda term, beat, at: claimed.set())
     keeper.start()
     await asyncio.wait_for(claimed.wait(), 20.0)
     await until(lambda: keeper._watcher is not None)

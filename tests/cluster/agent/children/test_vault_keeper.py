@@ -109,10 +109,8 @@ def test_a_moment_without_processes_is_sat_out(
     assert keeper.pid == Watch.pid
 
 
-async def test_a_vault_that_does_not_come_up_again_and_again(
-    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short(monkeypatch)
+def note_starts(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
+    """The vaults that have been started, each as its watch."""
     started: list[Watch] = []
 
     def start(*_: object) -> Watch:
@@ -120,6 +118,14 @@ async def test_a_vault_that_does_not_come_up_again_and_again(
         return started[-1]
 
     monkeypatch.setattr(vault_keeper, "start_child", start)
+    return started
+
+
+async def test_a_vault_that_does_not_come_up_again_and_again(
+    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    started = note_starts(monkeypatch)
 
     async def fails() -> None:
         raise ConnectionError("it ended")
@@ -198,11 +204,7 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
     """``vaults``: one after the other, how long each takes to come up, whether it answers then."""
     keeper._settings = replace(keeper._settings, connect_seconds=200.0)
     assert keeper._limits == CloseLimits(5.0, 10.0, 5.0, 5.0)
-    started: list[Watch] = []
-
-    def start(*_: object) -> Watch:
-        started.append(Watch(True))
-        return started[-1]
+    started = note_starts(monkeypatch)
 
     async def connect(*_: object) -> Any:
         comes_up_seconds, tells = vaults[len(started) - 1]
@@ -220,7 +222,6 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
         supervising.cancel()
         return found, took
 
-    monkeypatch.setattr(vault_keeper, "start_child", start)
     monkeypatch.setattr(VaultControl, "connect", connect)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         found, took = runner.run(run())

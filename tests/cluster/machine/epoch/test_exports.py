@@ -15,8 +15,7 @@ DUMP = Restore("dump", g(7), "step", path="/dump/1-7")
 def dumped(nodes: int = 2, **settings: object) -> Rig:
     """Node 1 is lost after iteration 7, no spare comes, the others have dumped."""
     rig = Rig(nodes=nodes, spares=0, **{**WHERE, **settings}).run(7)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    rig.closed(g(7))
+    rig.lose(1, g(7), why="connection closed")
     rig.tick(rig.settings.spare_timeout_seconds)
     left = rig.one(act.Dump).nodes
     rig.feed(*(ev.Dumped(node, g(7)) for node in left))
@@ -102,8 +101,7 @@ def test_who_interrupts_the_export_does_not_lose_what_was_dumped() -> None:
 
 def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it() -> None:
     rig = Rig(nodes=2, spares=0, **WHERE).run(7)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    rig.closed(g(7))
+    rig.lose(1, g(7), why="connection closed")
     rig.tick(rig.settings.spare_timeout_seconds)
     assert not rig.feed(ev.DumpRequested("time is over"))
     rig.feed(ev.Dumped(0, g(7)))

@@ -68,8 +68,7 @@ def test_second_loss_while_closing_needs_no_second_close() -> None:
 
 def test_loss_while_the_journal_writes_makes_the_next_number() -> None:
     rig = Rig(nodes=3, spares=2, replicas=2).run()
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(7))
+    rig.lose(1, g(7))
     assert nodes_of(rig.pending)[1] == 3
     rig.feed(ev.NodeLost(3, "gone"))
     assert rig.state.phase is Phase.DECIDING
@@ -83,8 +82,7 @@ def test_loss_while_the_journal_writes_makes_the_next_number() -> None:
 
 def test_member_that_dies_while_the_journal_writes_is_not_announced() -> None:
     rig = Rig().run()
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.feed(ev.MemberLost(1, 0, 1, signal=SIGKILL))
     rig.journal()
     assert rig.pending.seats[1] == Seat(1, 0, 2)
@@ -92,8 +90,7 @@ def test_member_that_dies_while_the_journal_writes_is_not_announced() -> None:
 
 def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decision() -> None:
     rig = Rig().run()
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.feed(ev.MemberSuspected(0, 0, 0, "frozen"))
     rig.journal()
     assert not rig.of(act.Announce)
@@ -115,8 +112,7 @@ def test_journal_that_cannot_write_ends_the_run_that_had_not_begun() -> None:
 
 def test_loss_of_a_source_while_opening_closes_again() -> None:
     rig = Rig(nodes=3, spares=1).run()
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(7))
+    rig.lose(1, g(7))
     rig.journal()
     rig.feed(ev.NodeLost(2, "gone"))
     assert rig.one(act.CloseEpoch).epoch == 2
@@ -129,8 +125,7 @@ def test_failed_communication_waits_for_a_better_cause() -> None:
     rig.tick(0.2)
     rig.feed(ev.NodeLost(1, "agent gone"))
     assert rig.one(act.CloseEpoch).cause == "node 1: agent gone"
-    rig.closed(g(7))
-    rig.opened()
+    rig.reopened(g(7))
     rig.steps(8)
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
 
@@ -148,8 +143,7 @@ def test_failed_communication_without_better_cause_closes_without_seat_change() 
 
 def test_fault_of_a_closed_epoch_is_refused() -> None:
     rig = Rig().run()
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.journal()
     before = rig.state
     rig.feed(ev.MemberFault(0, 0, 0, 1, "late"))
@@ -224,8 +218,7 @@ def test_node_with_too_many_restarts_is_put_aside() -> None:
     rig = Rig(restarts_in_place=2).run()
     for iteration in (1, 2, 3):
         rig.steps(iteration)
-        rig.feed(killed(rig, 1))
-        rig.closed(g(iteration, rig.record.epoch))
+        rig.kill(1, g(iteration, rig.record.epoch))
         if iteration < 3:
             rig.opened()
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
@@ -244,8 +237,7 @@ def test_lost_node_does_not_come_back() -> None:
 def test_failure_after_some_roles_are_done_reopens() -> None:
     rig = Rig().run()
     rig.feed(ev.MemberDone(*rig.seat(0), 1))
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.opened()
     rig.feed(ev.MemberDone(*rig.seat(0), 2))
     assert not rig.of(act.Finish)
@@ -286,8 +278,7 @@ def test_ends_by_order() -> None:
 
 def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
     rig = Rig().run(7)
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(6), g(7))
+    rig.lose(1, g(6), g(7))
     rig.journal()
     rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "checksum differs"))
     rig.tick(0.6)
@@ -299,8 +290,7 @@ def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
 
 def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
     rig = Rig(nodes=3, spares=2).run()
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(7))
+    rig.lose(1, g(7))
     rig.journal()
     rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "no connection"))
     rig.feed(ev.NodeLost(2, "gone"))
@@ -311,8 +301,7 @@ def test_hashes_that_differ_twice_give_the_generation_up() -> None:
     rig = Rig().run(7)
     rig.feed(killed(rig, 1))
     for attempt, generation in ((2, g(7)), (3, g(7)), (4, g(6))):
-        rig.closed(g(6), g(7))
-        rig.journal()
+        rig.decided(g(6), g(7))
         assert (rig.record.epoch, rig.record.restore.generation) == (attempt, generation)
         rig.feed(ev.RestoreFailed(*rig.seat(1), attempt, "", "hashes differ"))
         rig.tick(0.6)
@@ -321,19 +310,16 @@ def test_hashes_that_differ_twice_give_the_generation_up() -> None:
 def test_nothing_to_go_on_from_ends_the_run_with_the_reason() -> None:
     rig = Rig(nodes=2, spares=2).run()
     rig.feed(ev.NodeLost(1, "gone"))
-    rig.feed(ev.NodeLost(0, "gone"))
-    rig.closed()
+    rig.lose(0)
     assert rig.one(act.Finish).exit_status == 1
     assert "no generation can be restored" in rig.one(act.Finish).reason
 
 
 def test_abandoned_lineage_is_not_used_even_if_a_vault_still_shows_it() -> None:
     rig = Rig().run(7)
-    rig.feed(killed(rig, 1))
-    rig.closed(g(6))
+    rig.kill(1, g(6))
     rig.opened()
-    rig.feed(killed(rig, 1))
-    rig.closed(g(6), g(7))
+    rig.kill(1, g(6), g(7))
     assert rig.pending.restore.generation == g(6)
 
 
@@ -344,8 +330,7 @@ def test_same_death_three_times_without_progress_ends_the_run() -> None:
     rig = Rig().run(7)
     for _ in range(2):
         rig.feed(killed(rig, 1, 11))
-        rig.closed(g(7))
-        rig.opened()
+        rig.reopened(g(7))
         rig.steps(7)
     rig.feed(killed(rig, 1, 11))
     end = rig.saved_end(g(7))
@@ -358,11 +343,9 @@ def test_progress_or_another_cause_lets_it_go_on() -> None:
     rig = Rig(node_crashes=100).run()
     for iteration in range(1, 5):
         rig.steps(iteration)
-        rig.feed(killed(rig, 1))
-        rig.closed(g(iteration, rig.record.epoch))
+        rig.kill(1, g(iteration, rig.record.epoch))
         rig.opened()
-        rig.feed(killed(rig, 0))
-        rig.closed(g(iteration, rig.record.epoch - 1))
+        rig.kill(0, g(iteration, rig.record.epoch - 1))
         rig.opened()
     assert rig.state.phase is Phase.RUNNING
 
@@ -370,8 +353,7 @@ def test_progress_or_another_cause_lets_it_go_on() -> None:
 def test_same_exit_twice_at_the_same_step_is_the_users_error() -> None:
     rig = Rig().run(7)
     rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: bad sample"))
-    rig.closed(g(7))
-    rig.opened()
+    rig.reopened(g(7))
     rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample"))
     end = rig.saved_end(g(7))
     assert end.exit_status == 1
@@ -383,8 +365,7 @@ def test_same_exit_twice_at_the_same_step_is_the_users_error() -> None:
 
 def waiting(**more: object) -> Rig:
     rig = Rig(nodes=2, spares=0, **more).run()  # type: ignore[arg-type]
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(6), g(7))
+    rig.lose(1, g(6), g(7))
     assert rig.state.phase is Phase.WAITING_SPARE
     return rig
 
@@ -421,8 +402,7 @@ def test_without_spare_the_common_generation_is_dumped() -> None:
 
 def test_node_lost_while_dumping_leaves_what_others_hold() -> None:
     rig = Rig(nodes=3, spares=0, replicas=2).run()
-    rig.feed(ev.NodeLost(2, "gone"))
-    rig.closed(g(7))
+    rig.lose(2, g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
     assert rig.one(act.Dump).nodes == (0, 1)
     rig.feed(ev.NodeLost(0, "gone"))
@@ -432,8 +412,7 @@ def test_node_lost_while_dumping_leaves_what_others_hold() -> None:
 
 def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is() -> None:
     rig = Rig(nodes=3, spares=0).run()
-    rig.feed(ev.NodeLost(2, "gone"))
-    rig.closed(g(6), g(7))
+    rig.lose(2, g(6), g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
     rig.feed(ev.Dumped(0, g(7)), ev.NodeLost(0, "gone"))
     assert rig.state.phase is Phase.DUMPING

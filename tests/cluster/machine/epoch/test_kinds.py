@@ -86,8 +86,7 @@ def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     assert rig.record.history.wrong == {1}
     reap(rig)
-    rig.feed(ev.NodeLost(2, "gone"))
-    rig.closed(g(3), g(3, 2))
+    rig.lose(2, g(3), g(3, 2))
     assert rig.state.phase is Phase.WAITING_SPARE
     rig.join(4)
     assert nodes_of(rig.pending) == {0: 0, 1: 4}
@@ -266,8 +265,7 @@ def test_what_repeats_on_the_way_back_from_a_checkpoint_has_progress_in_between(
     rig = Rig(nodes=2, spares=2).run(100)
     rig.feed(ev.DurableValid(50, "/saves/iter_50"))
     rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
-    rig.closed()
-    rig.opened()
+    rig.reopened()
     assert rig.record.restore.generation == g(50, 2)
     for iteration in (60, 70, 80):
         rig.steps(iteration)
@@ -316,8 +314,7 @@ def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
     rig.restored()
     rig.steps(5)
     assert rig.state.phase is Phase.RUNNING
-    rig.feed(killed(rig, 0))
-    rig.closed(g(4), g(5, 2))
+    rig.kill(0, g(4), g(5, 2))
     assert rig.pending.restore.generation == g(5, 2), "computed anew, it is good"
 
 

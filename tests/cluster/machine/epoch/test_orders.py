@@ -47,8 +47,7 @@ def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
     rig = Rig(cadence="10").run(23)
     rig.feed(ev.DurableValid(23, "/ck/23", "save"))
     rig.steps(24)
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(10), g(20))
+    rig.lose(1, g(10), g(20))
     assert (rig.pending.restore.kind, rig.pending.restore.generation) == ("memory", g(20))
 
 
@@ -89,8 +88,7 @@ def test_pause_that_takes_too_long_becomes_an_interrupt() -> None:
 def test_a_role_that_restored_another_generation_does_not_open_the_epoch() -> None:
     rig = drained()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.closed(g(9))
-    rig.journal()
+    rig.decided(g(9))
     rig.feed(ev.Restored(*rig.seat(0), 2, g(9)), ev.Restored(*rig.seat(1), 2, g(8)))
     assert rig.state.phase is Phase.OPENING
     assert "role 1 restored" in str(rig.state.blame.suspicion)
@@ -124,8 +122,7 @@ def test_roles_that_stood_still_at_two_iterations_are_not_all_paused() -> None:
 def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool) -> None:
     rig = drained()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.closed(g(9))
-    rig.journal()
+    rig.decided(g(9))
     if opened:
         rig.restored()
     rig.feed(ev.NodeLost(1, "switched off"))
@@ -176,8 +173,7 @@ def test_wanted_dump_that_becomes_urgent_pauses_no_longer() -> None:
 
 def test_wanted_dump_without_a_journal_for_the_epoch_under_way() -> None:
     rig = Rig(nodes=2, spares=1).run(7)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    rig.closed(g(7))
+    rig.lose(1, g(7), why="connection closed")
     assert rig.state.phase is Phase.DECIDING
     rig.feed(ev.DumpRequested("time is over"))
     rig.feed(ev.JournalFailed(rig.pending.epoch, "no space left"))
@@ -287,8 +283,7 @@ def test_wanted_dump_before_the_first_record_was_announced() -> None:
 
 def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> None:
     rig = Rig(nodes=2, spares=1).run(7)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    rig.closed(g(7))
+    rig.lose(1, g(7), why="connection closed")
     rig.journal()
     rig.feed(ev.DumpRequested("time is over"))
     rig.closed(g(7))
@@ -297,8 +292,7 @@ def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> N
 
 def test_wanted_dump_while_a_spare_is_awaited_waits_no_longer() -> None:
     rig = Rig(nodes=2, spares=0).run(7)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    rig.closed(g(7))
+    rig.lose(1, g(7), why="connection closed")
     assert rig.state.phase is Phase.WAITING_SPARE
     rig.feed(ev.DumpRequested("time is over"))
     assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
@@ -324,8 +318,7 @@ def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:
     rig = drained()
     rig.feed(killed(rig, 0))
     assert rig.one(act.CloseEpoch)
-    rig.closed(g(8))
-    rig.journal()
+    rig.decided(g(8))
     assert nodes_of(rig.record) == {0: 0, 1: 1}
     rig.restored()
     assert rig.one(act.Pause).epoch == 2
@@ -343,8 +336,7 @@ def test_drain_without_spare_waits_for_one() -> None:
 def test_spare_that_is_lost_before_the_drain_closed_keeps_the_roles_where_they_are() -> None:
     rig = drained()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.feed(ev.NodeLost(2, "gone"))
-    rig.closed(g(9))
+    rig.lose(2, g(9))
     assert nodes_of(rig.pending) == {0: 0, 1: 1}
     rig.journal()
     assert not rig.of(act.KillMember)
@@ -375,13 +367,11 @@ def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
 def test_drained_node_is_the_last_choice_as_a_spare() -> None:
     rig = drained()
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.closed(g(9))
-    rig.journal()
+    rig.decided(g(9))
     rig.feed(ev.MemberLost(1, 0, 0, signal=9))
     rig.restored()
     rig.join(3)
-    rig.feed(ev.NodeLost(0, "gone"))
-    rig.closed(g(9))
+    rig.lose(0, g(9))
     assert rig.pending.seats[0] == Seat(3, 0, 0)
 
 
@@ -430,12 +420,10 @@ def test_account_of_a_recovery() -> None:
 
 def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
     rig = Rig(nodes=2, spares=1).run(7)
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.journal()
     rig.now += 3
-    rig.feed(killed(rig, 0))
-    rig.closed(g(7))
+    rig.kill(0, g(7))
     rig.opened()
     rig.steps(8)
     (report,) = rig.state.recoveries.finished

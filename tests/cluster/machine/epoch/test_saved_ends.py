@@ -27,8 +27,7 @@ def bug(rig: Rig) -> None:
     """The same exit twice at iteration 7."""
     failure = {"exit_code": 1, "last_line": "ValueError: bad sample"}
     rig.feed(ev.MemberLost(*rig.seat(1), **failure))  # type: ignore[arg-type]
-    rig.closed(g(7))
-    rig.opened()
+    rig.reopened(g(7))
     rig.feed(ev.MemberLost(*rig.seat(1), **failure))  # type: ignore[arg-type]
 
 
@@ -41,20 +40,17 @@ def divergence(rig: Rig) -> None:
 
 
 def no_journal(rig: Rig) -> None:
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.feed(ev.JournalFailed(2, "disk full"))
 
 
 def slow_journal(rig: Rig) -> None:
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.tick(2 * rig.settings.spare_timeout_seconds)
 
 
 def no_spare(rig: Rig) -> None:
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(7))
+    rig.lose(1, g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
 
 
@@ -127,8 +123,7 @@ def test_a_node_with_no_restarts_left_is_not_given_up_before_it_has_written() ->
     for attempt in range(3):
         rig.feed(killed(rig, 0, 11 - attempt))
         if attempt < 2:
-            rig.closed(g(7))
-            rig.opened()
+            rig.reopened(g(7))
     assert not rig.of(act.DropNode)
     assert rig.saved_end(g(7)).exit_status == 1
 
@@ -181,8 +176,7 @@ def damaged_beside_another_copy(nodes: int) -> Rig:
     """The last node is lost and no spare comes: node 0 has dumped, but for a part of its copy of
     the lost role, of which another node has one as well."""
     rig, lost = Rig(nodes=nodes, spares=0, replicas=2).run(), nodes - 1
-    rig.feed(ev.NodeLost(lost, "gone"))
-    rig.closed(g(6), g(7))
+    rig.lose(lost, g(6), g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
     rig.feed(ev.Dumped(0, g(7), damaged=bad(0, lost, 7)))
     return rig
@@ -228,8 +222,7 @@ def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
 
     monkeypatch.setattr(plan, "choose_restore", recomputed)
     rig = Rig(nodes=4, spares=0, replicas=2).run()
-    rig.feed(ev.NodeLost(3, "gone"))
-    rig.closed(g(4), g(5), g(6), g(7))
+    rig.lose(3, g(4), g(5), g(6), g(7))
     rig.tick(rig.settings.spare_timeout_seconds)
     bases.append(g(6))
     rig.feed(ev.Dumped(0, g(7)), ev.Dumped(1, g(7), error="disk full"), ev.NodeLost(0, "gone"))
@@ -259,8 +252,7 @@ def test_a_process_that_does_not_die_costs_no_state_that_is_being_written() -> N
     """Whoever waits for it is over; to drop its node would remove what it holds."""
     rig = Rig(nodes=2, spares=1, protection="local").run()
     rig.feed(ev.NodeLost(2, "gone"))
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
+    rig.kill(1, g(7))
     rig.feed(ev.MemberSuspected(1, 0, 1, "frozen"))
     rig.feed(ev.JournalFailed(2, "disk full"))
     assert rig.one(act.Dump).nodes == (0, 1)

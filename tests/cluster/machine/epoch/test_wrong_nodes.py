@@ -28,8 +28,7 @@ def found_wrong(rig: R, *roles: int) -> R:
 
 
 def recover(rig: Rig, iteration: int = 3) -> None:
-    rig.closed(g(iteration))
-    rig.opened()
+    rig.reopened(g(iteration))
 
 
 def reap(rig: Rig) -> None:
@@ -49,8 +48,7 @@ def waits_without(rig: Rig, *roles: int) -> None:
 
 def test_a_wrong_node_has_no_role_when_its_spare_is_lost_while_closing() -> None:
     rig = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    rig.feed(ev.NodeLost(3, "gone"))
-    rig.closed(g(3))
+    rig.lose(3, g(3))
     waits_without(rig, 1)
     rig.join(4)
     assert nodes_of(rig.pending) == {0: 0, 1: 4, 2: 2}
@@ -58,8 +56,7 @@ def test_a_wrong_node_has_no_role_when_its_spare_is_lost_while_closing() -> None
 
 def test_the_wait_of_a_wrong_nodes_roles_ends_with_the_state_saved() -> None:
     rig = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    rig.feed(ev.NodeLost(3, "gone"))
-    rig.closed(g(3))
+    rig.lose(3, g(3))
     rig.tick(rig.settings.spare_timeout_seconds + 1)
     dump = rig.one(act.Dump)
     assert dump.generation == g(3)
@@ -84,8 +81,7 @@ def test_a_wrong_node_is_no_last_resort_either() -> None:
     recover(rig)
     reap(rig)
     assert nodes_of(rig.record) == {0: 0, 1: 3, 2: 2}
-    rig.feed(ev.NodeLost(2, "gone"))
-    rig.closed(g(3), g(3, 2))
+    rig.lose(2, g(3), g(3, 2))
     waits_without(rig, 2)
     rig.join(4)
     assert nodes_of(rig.pending) == {0: 0, 1: 3, 2: 4}
@@ -99,8 +95,7 @@ def test_a_drained_node_is_one() -> None:
     recover(rig, pause.iteration)
     reap(rig)
     assert nodes_of(rig.record) == {0: 0, 1: 3, 2: 2}
-    rig.feed(ev.NodeLost(2, "gone"))
-    rig.closed(g(pause.iteration), g(pause.iteration, 2))
+    rig.lose(2, g(pause.iteration), g(pause.iteration, 2))
     assert nodes_of(rig.pending) == {0: 0, 1: 3, 2: 1}
 
 
@@ -116,8 +111,7 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_p
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
     cause = "node 1 was put aside for the rest of the run"
     assert rig.one(act.CloseEpoch).cause == (CLOSED_BEFORE if closed else cause)
-    rig.feed(ev.NodeLost(3, "gone"))
-    rig.closed(g(3))
+    rig.lose(3, g(3))
     assert rig.state.phase is Phase.WAITING_SPARE
     rig.join(5)
     assert nodes_of(rig.pending) == {0: 0, 1: 5, 2: 2}
@@ -131,8 +125,7 @@ def test_so_does_one_that_takes_over_long_after() -> None:
     rejoin(rig, old, 0, 1, 2, 3)
     rig.restored()
     assert rig.state.phase is Phase.RUNNING
-    rig.feed(ev.NodeLost(2, "gone"))
-    rig.closed(g(3), g(3, 2))
+    rig.lose(2, g(3), g(3, 2))
     assert rig.state.phase is Phase.WAITING_SPARE
 
 

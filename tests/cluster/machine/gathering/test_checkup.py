@@ -151,8 +151,7 @@ def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> No
     down = dataclasses.replace(GOOD, interface="ib0", interface_up=False)
     rig.feed(ev.FactsTold(2, down))
     assert rig.one(act.DropNode).node == 2
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(0))
+    rig.lose(1, g(0))
     assert nodes_of(rig.pending) == {0: 0, 1: 3}
 
 
@@ -358,8 +357,7 @@ def test_a_drained_node_that_is_not_fit_stays_until_its_state_is_elsewhere() -> 
     rig.warm(2)
     rig.feed(ev.FactsTold(1, SICK))
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
-    rig.closed(g(2))
-    rig.journal()
+    rig.decided(g(2))
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     rig.feed(ev.FactsTold(1, SICK))
     assert rig.state.phase is Phase.OPENING
@@ -377,8 +375,7 @@ def test_a_node_that_comes_back_not_fit_brings_what_it_holds() -> None:
     rig.opened()
     nodes = rig.state.fleet.nodes
     rig.alter("fleet", nodes=nodes.set(1, dataclasses.replace(nodes[1], returns=True)))
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    rig.closed(g(7))
+    rig.lose(1, g(7), why="connection closed")
     assert rig.state.phase is Phase.WAITING_SPARE
     held = Inventory(3, 0, (Holding(1, g(7), STEP),), (layout(1, 2),))
     rig.feed(joined(3, SICK, found=held))

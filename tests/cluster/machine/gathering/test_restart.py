@@ -52,6 +52,13 @@ def closed(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]
     rig.feed(ev.NodeInventory(replace(inventory, epoch=rig.record.epoch)))
 
 
+def come_and_close(rig: Rig, *roles: int, generations: tuple[Generation, ...]) -> None:
+    """Both of two nodes join, and close the last epoch; each holds this of these roles."""
+    for take in (join, closed):
+        for node in range(2):
+            take(rig, node, *roles, generations=generations)
+
+
 def said(rig: Rig) -> str:
     told = [*rig.emitted(Kind.LOG), *rig.emitted(Kind.WAITING_FOR_SPARE)]
     return "\n".join(str(e.data["text"]) for e in told)
@@ -118,10 +125,7 @@ def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
 def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old, Restore("durable", Generation(0, 5), "save", "/ck/5"))
-    for node in range(2):
-        join(rig, node, 0, generations=(g(7),))
-    for node in range(2):
-        closed(rig, node, 0, generations=(g(7),))
+    come_and_close(rig, 0, generations=(g(7),))
     rig.journal()
     assert rig.record.restore.kind == "durable"
     assert "durable state /ck/5, iteration 5: no generation can be restored" in said(rig)
@@ -153,20 +157,14 @@ def test_a_first_epoch_in_which_nothing_was_computed_is_begun_anew() -> None:
 def test_an_abandoned_line_in_memory_is_not_taken_up() -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
-    for node in range(2):
-        join(rig, node, 0, 1, generations=(g(7), g(9, lineage=5)))
-    for node in range(2):
-        closed(rig, node, 0, 1, generations=(g(7), g(9, lineage=5)))
+    come_and_close(rig, 0, 1, generations=(g(7), g(9, lineage=5)))
     assert rig.pending.restore.generation == g(7)
 
 
 def test_another_model_ends_the_run_and_keeps_the_slots() -> None:
     old = Rig(nodes=2, spares=0).run()
     rig = started_again(old)
-    for node in range(2):
-        join(rig, node, 0, 1, generations=(g(7),))
-    for node in range(2):
-        closed(rig, node, 0, 1, generations=(g(7),))
+    come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, 2, layout_hash="another")))
     end = rig.one(act.Finish)
@@ -256,10 +254,7 @@ def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:
 def test_who_interrupts_a_run_has_done_with_it(until: str) -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
-    for node in range(2):
-        join(rig, node, 0, 1, generations=(g(7),))
-    for node in range(2):
-        closed(rig, node, 0, 1, generations=(g(7),))
+    come_and_close(rig, 0, 1, generations=(g(7),))
     rig.journal()
     if until == "open":
         rig.restored()

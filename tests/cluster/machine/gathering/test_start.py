@@ -153,8 +153,7 @@ def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> Non
 
 def test_failure_before_anything_ran_begins_again() -> None:
     rig = Rig().opening()
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed()
+    rig.lose(1)
     assert rig.pending.restore == Restore("initial", g(0, 2))
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
 
@@ -194,8 +193,7 @@ def test_stale_restored_is_refused(late: str) -> None:
 def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory() -> None:
     rig = Rig().run()
     rig.feed(ev.MemberLost(1, 0, 0, signal=9))
-    rig.closed(g(0))
-    rig.journal()
+    rig.decided(g(0))
     rig.feed(ev.MemberRegistered(1, 0, 1, layout(1, 2, layout_hash="other")))
     assert rig.one(act.KillMember).node == 1
     assert "lays out" in rig.one(act.CloseEpoch).cause

@@ -234,8 +234,7 @@ def test_dead_in_closing(all_had_it: bool) -> None:
     rejoin(rig, old, 1, closed=1, ended=[1])
     rejoin(rig, old, 0, 2, closed=int(all_had_it))
     assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, CLOSED_BEFORE)
-    rig.closed(g(7))
-    rig.journal()
+    rig.decided(g(7))
     assert rig.record.epoch == 2
     rig.restored()
     assert rig.state.phase is Phase.RUNNING
@@ -243,8 +242,7 @@ def test_dead_in_closing(all_had_it: bool) -> None:
 
 def test_dead_in_waiting_for_a_spare() -> None:
     old = Rig(nodes=2, spares=0).run()
-    old.feed(ev.NodeLost(1, "gone"))
-    old.closed(g(7))
+    old.lose(1, g(7))
     assert old.state.phase is Phase.WAITING_SPARE
     rig = successor(old)
     rejoin(rig, old, 0, closed=1)
@@ -258,8 +256,7 @@ def test_dead_in_waiting_for_a_spare() -> None:
 
 def test_dead_in_deciding_before_the_record_was_durable() -> None:
     old = Rig().run()
-    old.feed(killed(old, 1))
-    old.closed(g(7))
+    old.kill(1, g(7))
     assert old.state.phase is Phase.DECIDING
     rig = successor(old, landed=False)
     rejoin(rig, old, 0, 1, 2, closed=1)
@@ -311,8 +308,7 @@ def test_dead_in_opening_counts_what_was_restored_before_and_after() -> None:
 
 def test_restore_that_had_failed_is_repeated() -> None:
     old = Rig(spares=0).run()
-    old.feed(killed(old, 1))
-    old.closed(g(7))
+    old.kill(1, g(7))
     old.journal()
     rig = successor(old)
     rejoin(rig, old, 0, 1, closed=1, restored=False)
@@ -367,8 +363,7 @@ def test_pause_that_is_not_completed_after_a_takeover_ends() -> None:
 
 def test_dead_in_dumping_dumps_again() -> None:
     old = Rig(nodes=2, spares=0).run()
-    old.feed(ev.NodeLost(1, "gone"))
-    old.closed(g(7))
+    old.lose(1, g(7))
     old.tick(old.settings.spare_timeout_seconds)
     assert old.state.phase is Phase.DUMPING
     rig = successor(old)
@@ -394,8 +389,7 @@ def test_node_that_was_given_up_does_not_come_back() -> None:
     """It was cut off when the newest record was made, and still has the one before."""
     old = Rig(nodes=2, spares=1).run()
     first = copy.copy(old)
-    old.feed(ev.NodeLost(1, "silent"))
-    old.closed(g(7))
+    old.lose(1, g(7), why="silent")
     old.journal()
     rig = successor(old)
     rejoin(rig, first, 1)
@@ -471,8 +465,7 @@ def test_member_that_died_before_the_journal_was_begun_is_started_again() -> Non
 
 def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
     old = Rig(spares=0).run()
-    old.feed(killed(old, 1))
-    old.closed(g(7))
+    old.kill(1, g(7))
     old.journal()
     rig = successor(old)
     rejoin(rig, old, 0, 1, closed=1, epoch=1)
@@ -491,8 +484,7 @@ def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> 
         rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: x"))
         if attempt == 1:
             break
-        rig.closed(g(7))
-        rig.opened()
+        rig.reopened(g(7))
         old, rig = rig, successor(rig)
         rejoin(rig, old, 0, 1, closed=1)
         assert rig.state.phase is Phase.RUNNING

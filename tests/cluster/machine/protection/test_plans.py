@@ -28,8 +28,7 @@ def asked(plan: ProtectionPlan, **settings: object) -> Rig:
 def changed(rig: Rig, iteration: int) -> None:
     """The pause at ``iteration`` leads to the next epoch, which opens."""
     rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, iteration) for role in (0, 1)))
-    rig.closed(g(iteration, rig.record.epoch))
-    rig.opened()
+    rig.reopened(g(iteration, rig.record.epoch))
     assert rig.state.phase is Phase.RUNNING
 
 
@@ -155,8 +154,7 @@ def test_the_cadence_of_a_plan_that_lacks_nodes_can_be_changed() -> None:
     parity = plan_of_kind("parity", two, 3, 4)
     assert "needs at least 4 nodes" in refusal(parity, 2, two, ProtectionPlan())
     rig = Rig(nodes=2, spares=1, replicas=2).run()
-    rig.feed(ev.NodeLost(2, "connection closed"))
-    rig.closed(g(0))
+    rig.lose(2, g(0), why="connection closed")
     rig.opened()
     rig.feed(ev.ProtectionRequested(EVERY_THIRD, "the network is slow"))
     assert rig.state.phase is Phase.PAUSING

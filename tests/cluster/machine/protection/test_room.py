@@ -172,8 +172,7 @@ def without_its_spare() -> Room:
     assert least < sizes(4, 0)[1]
     rig = room(least, nodes=4, spares=1).begin()
     assert rig.state.phase is Phase.RUNNING
-    rig.feed(ev.NodeLost(4, "gone"))
-    rig.closed(g(5, rig.record.epoch))
+    rig.lose(4, g(5, rig.record.epoch))
     return rig
 
 

@@ -31,15 +31,13 @@ def test_local_goes_on_from_memory_after_a_crash_and_needs_no_spare() -> None:
 def test_local_falls_to_the_checkpoint_when_a_node_is_lost() -> None:
     rig = Rig(nodes=2, spares=1, protection="local").run()
     rig.feed(ev.DurableValid(5, "/ck/5"))
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(7))
+    rig.lose(1, g(7))
     assert (rig.pending.restore.kind, rig.pending.restore.path) == ("durable", "/ck/5")
 
 
 def test_local_without_a_checkpoint_says_what_it_cannot_survive() -> None:
     rig = Rig(nodes=2, spares=1, protection="local").run()
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.closed(g(7))
+    rig.lose(1, g(7))
     order = rig.one(act.Dump)
     rig.feed(*(ev.Dumped(node, order.generation) for node in order.nodes))
     end = rig.one(act.Finish)

@@ -28,11 +28,9 @@ def test_one_record_tells_of_a_run_of_many_epochs() -> None:
     lose(rig, 0, (1, 7))
     rig.steps(9)
     rig.feed(ev.NotFinite(2, 1, 1, 10, "loss", "nan"))
-    rig.closed(g(7), g(9, 2))
-    rig.opened()
+    rig.reopened(g(7), g(9, 2))
     rig.steps(12)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    rig.closed(g(11, 3))
+    rig.lose(1, g(11, 3), why="connection closed")
     rig.journal()
     state = rig.machine.resume(written(rig.record), (), rig.now)
     assert state.line.kept == rig.state.line.kept == {1: 7, 2: 9, 3: 11, 4: NO_LIMIT}
