@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv in this checkout with everything the demo and the tests need, or finds it ready.
 #
-#   ./scripts/setup.sh
+#   ./scripts/setup.sh [--gpu | --cpu]
 #
+# --gpu takes torch with CUDA, --cpu the build without: as on a login node for the nodes behind it. That
+# is kept until the other one is asked for. With neither: by whether this machine has an NVIDIA GPU.
 # demo.sh and test.sh call it. It checks the machine first; whatever is missing is named in one
 # line with what to do about it (exit status 2). Nothing outside .venv is written.
 # PYTHON=/path/to/python3.12 chooses the interpreter.
@@ -14,6 +16,7 @@ stamp=$venv/.deadpool-stamp
 log=$venv/setup.log
 cpu_index=https://download.pytorch.org/whl/cpu
 torch_version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
+chosen=$(cat "$venv/.deadpool-build" 2>/dev/null || true)
 step_number=0
 worker=
 
@@ -29,7 +32,9 @@ stop_worker() {
 }
 trap stop_worker INT TERM
 
-has_gpu() { [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ]; }
+has_gpu() {
+    [ "$chosen" = --gpu ] || { [ -z "$chosen" ] && { [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ]; }; }
+}
 
 # step TITLE COMMAND...: one line with the elapsed time; all output goes to the log.
 step() {
@@ -92,21 +97,18 @@ check_disk() {
 # Early versions of Python 3.11 pickle the members of an enum as getattr(), which torch.load refuses:
 # with them stock Megatron does not load its own checkpoints either.
 pickles_enums_by_name() {
-    "$1" - 2>/dev/null <<'PY'
-import pickle, sys, uuid
-sys.exit(b"getattr" in pickle.dumps(uuid.SafeUUID.safe))
-PY
+    "$1" -c 'import pickle, uuid; assert b"getattr" not in pickle.dumps(uuid.SafeUUID.safe)' 2>/dev/null
 }
 
-# Sets $python to the first interpreter that is 3.11 or 3.12 and can make virtual environments.
+# Sets $python to the first interpreter from 3.11 to 3.13 that can make virtual environments.
 find_python() {
     local candidate version seen="" without_venv="" early=""
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
         # A pyenv shim may exist and still not run, so ask each one for its version.
         version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
             continue
         seen+=" $candidate=$version"
-        case $version in 3.11 | 3.12) ;; *) continue ;; esac
+        case $version in 3.1[123]) ;; *) continue ;; esac
         if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
             if pickles_enums_by_name "$candidate"; then
                 python=$candidate
@@ -124,14 +126,14 @@ find_python() {
     fi
     [ -z "$without_venv" ] ||
         fail "Python $without_venv has no venv module. Run: sudo apt install python$without_venv-venv"
-    fail "Python 3.11 or 3.12 is needed (found:${seen:- none}). Run: sudo apt install python3.11 python3.11-venv   (or the same with 3.12, whichever your release has)"
+    fail "Python 3.11 to 3.13 is needed (found:${seen:- none}). Run: sudo apt install python3 python3-venv   (that is one of them in Debian 12 and 13, Ubuntu 24.04), or say where one is: PYTHON=/path/to/python3.12"
 }
 
 # --- install --------------------------------------------------------------------------------
 
 # What the environment depends on; when it changes, the environment is brought up to date.
 wanted_stamp() {
-    { printf '%s\n' "$root" "$(has_gpu && echo gpu)" && cat "$root/pyproject.toml" \
+    { printf '%s\n' "$root" "$chosen$(has_gpu && echo gpu)" && cat "$root/pyproject.toml" \
         "$root/constraints.txt"; } | sha256sum | cut -d' ' -f1
 }
 
@@ -142,11 +144,8 @@ is_ready() {
 
 # An environment of another place or Python cannot be mended; ours can be updated in place.
 is_usable() {
-    grep -qsF "$venv" "$venv/pyvenv.cfg" && "$venv/bin/python" - 2>/dev/null <<'PY'
-import sys
-import pip
-sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
-PY
+    grep -qsF "$venv" "$venv/pyvenv.cfg" && "$venv/bin/python" -c \
+        'import pip, sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13)' 2>/dev/null
 }
 
 installed_torch() {
@@ -185,7 +184,7 @@ try_each() {
     return 1
 }
 
-# megatron-core without a wheel would compile C++; all packages have wheels for 3.11 and 3.12.
+# megatron-core without a wheel would compile C++; all packages have wheels for 3.11 to 3.13.
 install_packages() {
     local problem="the packages could not be installed; is the package index reachable?"
     local options=(--only-binary=:all: -c "$root/constraints.txt")
@@ -197,18 +196,20 @@ install_packages() {
 }
 
 main() {
+    case ${1:-} in
+        --gpu | --cpu) chosen=$1 ;;
+        ?*) fail "$1 is neither --gpu nor --cpu" ;;
+    esac
     check_machine 2500
     # Two callers at once (a demo beside a test run): the second waits and then finds it ready.
     exec 9<"$root/pyproject.toml"
     flock -n 9 || { echo "setup: another setup of this checkout is running, waiting for it" &&
         flock 9; }
-    if is_ready; then
-        return
-    fi
+    ! is_ready || return 0
     find_python
     if has_gpu; then check_disk 12000; else check_disk 3000; fi
-    echo "Setting up .venv: $("$python" -V), $memory_mb MB of memory free" \
-        "$(has_gpu && echo "and an NVIDIA GPU")"
+    echo "Setting up .venv: $("$python" -V) ($(command -v "$python")), $memory_mb MB of memory free" \
+        "$(has_gpu && echo "and torch with CUDA")"
     if ! is_usable; then
         rm -rf "$venv"
         mkdir "$venv"
@@ -216,10 +217,11 @@ main() {
             show_log_and_fail "the virtual environment could not be made"
     fi
     rm -f "$stamp"
+    printf '%s' "$chosen" >"$venv/.deadpool-build"
     install_torch
     install_packages
     wanted_stamp >"$stamp"
     echo "  Ready after $SECONDS s."
 }
 
-main
+main "$@"

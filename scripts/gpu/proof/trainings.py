@@ -55,14 +55,15 @@ def embedded(task: Task) -> None:
 
 
 def megatron_lm(task: Task) -> None:
-    """Part pretrain; without TransformerEngine as on the CPU, but for the backend."""
+    """Part pretrain, with the flags that what is installed asks for."""
     assert task.checkout is not None
     folder = ROOT / "configs" / "megatron-lm"
-    words = (folder / "small.args").read_text().split()
-    plain = (folder / "cpu.args").read_text().split()
-    if task.is_on_gpu:
-        words.append("--bf16")
-        plain = plain[2:] if find_spec("transformer_engine") is None else []
+    words = (folder / "small.args").read_text().split() + ["--bf16"] * task.is_on_gpu
+    plain = (folder / ("gpu-plain.args" if task.is_on_gpu else "cpu.args")).read_text().split()
+    if task.is_on_gpu and find_spec("transformer_engine") is not None:
+        # The output layer, which is Megatron's own, still wants Apex to fuse.
+        fuses = find_spec("fused_weight_gradient_mlp_cuda") is not None
+        plain = [] if fuses else ["--no-gradient-accumulation-fusion"]
     program = [str(task.checkout / "pretrain_gpt.py"), *words, *plain, "--deadpool"]
     program += ["--train-iters", str(task.size.iterations), "--lr-warmup-iters", "2"]
     _strike(task, "nccl" if task.is_on_gpu else "gloo", program)

@@ -306,6 +306,12 @@ TORCHRUN = {
     "RANK": "0",
 }
 ARGV = ["pretrain_gpt.py", "--data-path", "my text", "--deadpool"]
+#: What Megatron makes of it: nothing that TransformerEngine or Apex has to bring.
+GPU_PLAIN = {
+    "transformer_impl": "'local'",
+    "gradient_accumulation_fusion": "False",
+    "masked_softmax_fusion": "False",
+}
 COMMAND = "--run-dir DIR -- pretrain_gpt.py --data-path 'my text' --deadpool"
 
 
@@ -442,6 +448,8 @@ def answers() -> dict[str, Answer]:
     questions["small.args"] = Question(small_model, 4, show=("data_parallel_size",))
     both = [*configuration("small.args"), *configuration("cpu.args"), "--deadpool"]
     questions["cpu"] = Question(both, 4, show=("distributed_backend", "data_parallel_size"))
+    plain = [*configuration("small.args"), *configuration("gpu-plain.args"), "--bf16", "--deadpool"]
+    questions["gpu-plain"] = Question(plain, 4, show=tuple(GPU_PLAIN))
     return dict(zip(questions, ask(list(questions.values())), strict=True))
 
 
@@ -479,6 +487,7 @@ def test_small_configurations_are_valid_and_can_be_protected(answers: dict[str, 
     shown = {"data_parallel_size": "2"}
     assert answers["small.args"] == Answer(shown=shown)
     assert answers["cpu"] == Answer(shown={"distributed_backend": "'gloo'", **shown})
+    assert answers["gpu-plain"] == Answer(shown=GPU_PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""Which flags the proof kit gives pretrain_gpt.py on a GPU, by what is installed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+KIT = Path(__file__).parents[2] / "scripts" / "gpu"
+FUSION = "--no-gradient-accumulation-fusion"
+PLAIN = (KIT.parents[1] / "configs" / "megatron-lm" / "gpu-plain.args").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("installed", "flags"),
+    [
+        ((), PLAIN),
+        (("fused_weight_gradient_mlp_cuda",), PLAIN),
+        (("transformer_engine",), [FUSION]),
+        (("transformer_engine", "fused_weight_gradient_mlp_cuda"), []),
+    ],
+)
+def test_what_is_missing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], flags: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(KIT)
+    trainings = importlib.import_module("proof.trainings")
+    monkeypatch.setattr(trainings, "find_spec", lambda name: name if name in installed else None)
+    given: list[str] = []
+    monkeypatch.setattr(trainings, "_strike", lambda task, kind, program: given.extend(program))
+    task = SimpleNamespace(is_on_gpu=True, checkout=Path("/m"), size=SimpleNamespace(iterations=4))
+    trainings.megatron_lm(task)
+    before, after = given.index("--bf16"), given.index("--deadpool")
+    assert given[before + 1 : after] == flags
