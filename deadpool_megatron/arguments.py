@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.refusals.unreviewed import ALLOW_UNREVIEWED
-from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, flag_name
+from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, SettingsError, flag_name, is_played
 
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
 
@@ -65,6 +66,17 @@ def communicator_in(namespace: argparse.Namespace) -> str:
     return str(getattr(namespace, f"{_PREFIX}communicator"))
 
 
+def played_problem(communicator: str) -> str:
+    """One line on why this process cannot have these communicators; empty unless they are played,
+    as in tests."""
+    if not is_played(communicator) or failpoints.is_planned():
+        return ""
+    return (
+        f"--deadpool-communicator {communicator}: a module is taken under a fault plan only"
+        f" ({failpoints.ENVIRONMENT_NAME}); give auto, gloo or nccl"
+    )
+
+
 def settings_from(namespace: argparse.Namespace, *, nccl: bool = False) -> Settings:
     """The settings in parsed arguments; ``nccl``: communicators will be NCCL's, which have other
     defaults. Raises SettingsError with one clear line.
@@ -72,6 +84,8 @@ def settings_from(namespace: argparse.Namespace, *, nccl: bool = False) -> Setti
     names = [entry.name for entry in dataclasses.fields(Settings)]
     values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in names}
     given = {name: value for name, value in values.items() if value is not None}
+    if problem := played_problem(communicator_in(namespace)):
+        raise SettingsError(problem)
     return Settings(**{**(NCCL_DEFAULTS if nccl else {}), **given})
 
 

@@ -86,6 +86,11 @@ def load(path: Path | None = None) -> None:
     ACTIVE = bool(_faults)
 
 
+def is_planned() -> bool:
+    """Whether this process has been given a plan, which may be empty."""
+    return bool(os.environ.get(ENVIRONMENT_NAME))
+
+
 def set_context(**values: object) -> None:
     """Merge facts about this process (role, node, iteration, run_dir, ...) for matching."""
     _context.update(values)

@@ -95,7 +95,7 @@ class Settings:
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
-    communicator: str = _setting("auto", "communication library: auto, gloo, nccl or fake-nccl")
+    communicator: str = _setting("auto", "communication library: auto, gloo or nccl")
     interface: str = _setting(
         "127.0.0.1",
         "address on which vaults and communicators listen, or the name of the network interface"
@@ -256,10 +256,10 @@ class Settings:
             if (count := getattr(self, name)) < least:
                 raise SettingsError(f"{flag_name(name)} must be at least {least}, got {count}")
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
+            given = getattr(self, name)
+            if given not in allowed and not (name == "communicator" and is_played(given)):
                 raise SettingsError(
-                    f"{flag_name(name)} must be one of {', '.join(allowed)},"
-                    f" got {getattr(self, name)!r}"
+                    f"{flag_name(name)} must be one of {', '.join(allowed)}, got {given!r}"
                 )
         if self.notify and not _URL.fullmatch(self.notify):
             raise SettingsError("--deadpool-notify must be a URL, of https or of apprise")
@@ -405,7 +405,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
     "share_snapshots": ("off", "on"),
     "check": ("off", "facts", "links"),
-    "communicator": ("auto", "gloo", "nccl", "fake-nccl"),
+    "communicator": ("auto", "gloo", "nccl"),
     "start_method": ("auto", "fork", "exec"),
     "divergence": ("auto", "stop", "report"),
     "evict_slow": ("off", "on"),
@@ -431,6 +431,7 @@ LONGEST_SECONDS = 1e6
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 LONGEST_CADENCE = 1000
 _URL = re.compile(r"https?://[^/\s]\S*|(?!https?:)[A-Za-z][A-Za-z0-9+.-]*://\S+")
+_PLAYED = re.compile(r"[\w.]+:\w+")
 _ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 _JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 
@@ -449,6 +450,11 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("operation_timeout_seconds", "first_step_seconds", 1, "a save waits in one operation"),
     ("close_seconds", "rebuild_seconds", 1, "a failure during rebuild has to be closed in it"),
 )
+
+
+def is_played(communicator: str) -> bool:
+    """Whether it is MODULE:FACTORY, which tests give for what plays NCCL."""
+    return _PLAYED.fullmatch(communicator) is not None
 
 
 def flag_name(field_name: str) -> str:

@@ -30,10 +30,10 @@ from deadpool_megatron.comms.inner import InnerGroup
 from deadpool_megatron.comms.observed import Observed
 from deadpool_megatron.comms.store import EpochStore
 from deadpool_megatron.platform import select_platform
+from deadpool_megatron.settings import is_played
 
 _c10d: Any = c10d
 
-KINDS = ("gloo", "nccl", "fake-nccl")
 _DRAIN_STEP_SECONDS = 0.002
 #: one may be bad luck; each holds sockets, threads and halves of communicators
 _MOST_BUILDERS_LEFT = 1
@@ -42,9 +42,9 @@ _MOST_BUILDERS_LEFT = 1
 class Communicators(Observed):
     """Makes torch.distributed groups whose communicators can be closed and replaced.
 
-    ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or
-    "fake-nccl" for tests. ``operation_timeout_seconds`` bounds any gloo operation, and with it the
-    life of what an interrupted one leaves behind, ``long_operation_seconds`` one that waits for
+    ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or a
+    factory (see fabrics.py). ``operation_timeout_seconds`` bounds any gloo operation, and with it
+    the life of what an interrupted one leaves behind, ``long_operation_seconds`` one that waits for
     what a peer does on purpose (:meth:`be_patient`; 0: none). After a fault, a failed call waits
     ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
     called before, once per epoch, on the thread that communicates. ``drain_seconds`` is the
@@ -67,8 +67,8 @@ class Communicators(Observed):
         at_once: int | None = None,
         long_operation_seconds: float = 0.0,
     ) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"kind of communicators must be one of {KINDS}, not {kind!r}")
+        if kind not in ("gloo", "nccl") and not is_played(kind):
+            raise ValueError(f"no kind of communicators: {kind!r}")
         super().__init__()
         self._kind = kind
         self._limits = Limits(
@@ -116,10 +116,6 @@ class Communicators(Observed):
             self._installation = None
         self.detach()
         self._pool.shut_down()
-        if self._kind == "fake-nccl":
-            from deadpool_megatron.comms.nccl.stream_order import leave_stream_order
-
-            leave_stream_order()
 
     # -- what the installed functions call ------------------------------------------------------
 
@@ -378,10 +374,9 @@ class Communicators(Observed):
         prefixed = self._store = PrefixStore(f"e{epoch.number}", store)
         # Through the prefix torch calls one that is written in Python, but does not keep it.
         self._given_store = store
-        if self._kind == "fake-nccl":
-            from deadpool_megatron.comms.nccl.stream_order import enter_stream_order
-
-            enter_stream_order()
+        if is_played(self._kind):
+            # By the main thread, which it watches.
+            fabric_of(epoch, self._kind, self._address)
         made: dict[ReconfigurableGroup, InnerGroup] = {}
         groups = self._roster.in_attach_order()
         jobs = [self._job(epoch, group, prefixed, made) for group in groups]

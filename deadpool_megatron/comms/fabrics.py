@@ -1,7 +1,10 @@
-"""Which fabric stands behind the groups of a transport."""
+"""Which fabric stands behind the groups of a transport: "gloo", "nccl", or MODULE:FACTORY, which
+tests give for what plays NCCL: ``FACTORY(epoch, address)`` makes it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 from deadpool_megatron.comms.gloo.fabric import GlooFabric
@@ -29,6 +32,6 @@ def _make(epoch: Epoch, transport: str, address: str | None) -> Fabric:
         from deadpool_megatron.comms.nccl.fabric import NcclFabric
 
         return NcclFabric(epoch)
-    from deadpool_megatron.comms.nccl.fake import FakeNcclFabric
-
-    return FakeNcclFabric(epoch, address)
+    module, _, factory = transport.partition(":")
+    played: Fabric = getattr(importlib.import_module(module), factory)(epoch, address)
+    return played

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import Communicators, ReconfigurableGroup
+from fake_nccl import KIND
 
 from .ranks import Member, run
 
@@ -32,7 +33,7 @@ def mixed_backends(member: Member) -> str:
 
 
 def test_a_mixed_backend_is_refused_in_a_line_that_says_what_to_do() -> None:
-    line = run(1, mixed_backends, kind="fake-nccl")[0]
+    line = run(1, mixed_backends, kind=KIND)[0]
     assert line.startswith("backend 'cpu:gloo,cuda:nccl' is several in one")
     assert "ask for 'nccl'" in line
     assert "with backend 'gloo'" in line

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
+from fake_nccl import KIND
 
 from .ranks import Member, Ranks, run, usage
 
@@ -135,7 +136,7 @@ def without_store(member: Member) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gloo", "fake-nccl"])
+@pytest.mark.parametrize("kind", ["gloo", KIND])
 def test_nothing_touches_the_store_after_attach(kind: str) -> None:
     with Ranks(2, kind=kind) as ranks:
         assert all(ranks.go_without_store(without_store).values())

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from deadpool_megatron.events import Event, Kind
+from fake_nccl import KIND
+from fake_nccl.stream_order import JUNK_LOG
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import Layout, Outcome, assert_unnoticed, fault, reference, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 
-FAKE = "--deadpool-communicator fake-nccl"
+FAKE = f"--deadpool-communicator {KIND}"
 #: what a role computes in an iteration; whatever reports it in any epoch must report the same
 COMPUTED = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fake_nccl import KIND
 from tests.faults.harness.jobs import (
     Program,
     assert_unnoticed,
@@ -25,7 +26,7 @@ REPLICAS = 3
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
+@pytest.mark.parametrize("communicator", ["gloo", KIND])
 def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path, communicator: str) -> None:
     (text,) = re.findall(r"```python\n(# ddp\.py\n.*?)```", DOCUMENT.read_text(), re.DOTALL)
     script = tmp_path / "ddp.py"

@@ -10,6 +10,7 @@ import pytest
 
 from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from deadpool_megatron.settings import Settings
+from fake_nccl import KIND
 from tests.cluster.running import deadpool
 from tests.faults.harness.jobs import (
     Layout,
@@ -87,7 +88,7 @@ def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path: Path) -> N
     assert_unnoticed(run, reference(PP2_DP2, ITERATIONS), [])
 
 
-@pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
+@pytest.mark.parametrize("communicator", ["gloo", KIND])
 def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     tmp_path: Path, communicator: str
 ) -> None:
@@ -108,7 +109,7 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     assert [bad.kind for bad in read_bad_nodes(tmp_path)] == ["slow-node"]
 
 
-@pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
+@pytest.mark.parametrize("communicator", ["gloo", KIND])
 def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     tmp_path: Path, communicator: str
 ) -> None:
@@ -133,4 +134,4 @@ def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     assert (missing["roles"], missing["where"]) == ([1], "missing")
     assert (waits["roles"], waits["where"]) == ([0], "waits")
     assert missing["begun"] == group["number"] - 1
-    assert ("ended" in missing) == (communicator == "fake-nccl")
+    assert ("ended" in missing) == (communicator == KIND)

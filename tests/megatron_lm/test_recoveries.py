@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
+from fake_nccl.stream_order import JUNK_LOG
 from tests.faults.harness.jobs import (
     assert_unnoticed,
     fault,

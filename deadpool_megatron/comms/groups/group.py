@@ -30,7 +30,7 @@ class Owner(Protocol):
 class ReconfigurableGroup(ProcessGroup):
     """A process group whose communicator can be exchanged.
 
-    ``ranks`` are global ranks in group order; ``transport`` is "gloo", "nccl" or "fake-nccl";
+    ``ranks`` are global ranks in group order; ``transport`` is that of fabrics.py;
     ``requested`` the backend name that the user asked for. Methods that communicate are added below
     from the class at hand. Starts detached.
     """

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron import nccl_environment
+from deadpool_megatron import arguments, nccl_environment
 
 # As for any bad input: another process would find the same.
 EXIT_BAD_INPUT = 2
@@ -20,7 +20,7 @@ EXIT_BAD_INPUT = 2
 
 def take_device(communicator: str, slot: int) -> str:
     """Make GPU number ``slot`` of the visible ones the current device, if there are any; returns
-    "gloo", "nccl" or "fake-nccl", for ``communicator`` may be "auto".
+    "gloo", "nccl" or what plays it, for ``communicator`` may be "auto".
 
     Ends the process, with one line, where NCCL could not recover, or has no GPU for this member.
     """
@@ -28,11 +28,10 @@ def take_device(communicator: str, slot: int) -> str:
     if kind == "auto":
         kind = "nccl" if nccl_environment.will_be_nccl(kind, has_gpu=has_gpu) else "gloo"
     gpus = torch.cuda.device_count() if has_gpu else 0
-    if kind == "nccl":
-        problem = nccl_problem(slot, gpus)
-        if problem:
-            print(f"deadpool: {problem}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_BAD_INPUT)
+    problem = nccl_problem(slot, gpus) if kind == "nccl" else arguments.played_problem(kind)
+    if problem:
+        print(f"deadpool: {problem}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_BAD_INPUT)
     if has_gpu:
         # With gloo, members may share a GPU.
         torch.cuda.set_device(slot % gpus)

@@ -1,4 +1,4 @@
-"""Where the parts run: on NCCL and CUDA, or rehearsed on the CPU with the fake NCCL."""
+"""Where the parts run: on NCCL and CUDA, or rehearsed on the CPU with the fake of the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Device(StrEnum):
     @property
     def communicator(self) -> str:
         """The kind of communicators, as settings name it."""
-        return "nccl" if self is Device.CUDA else "fake-nccl"
+        return "nccl" if self is Device.CUDA else "fake_nccl:FakeNcclFabric"
 
     def environment(self, number: int) -> dict[str, str]:
         """Returns what process or node ``number`` gets beside the environment that is there.

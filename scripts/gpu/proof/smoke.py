@@ -72,15 +72,13 @@ def _take_device(task: Task) -> dict[str, Any]:
     """Its line is in the part's log."""
     from deadpool_megatron.hooks.process.device import take_device
 
-    return {"kind": take_device(task.device.communicator, 0)}
+    return {"kind": take_device(task.device.communicator if task.is_on_gpu else "auto", 0)}
 
 
 def _warm(task: Task) -> dict[str, Any]:
     """A communicator of one rank made, used and aborted, over and over."""
     import torch
 
-    from deadpool_megatron.comms.nccl.fabric import NcclFabric
-    from deadpool_megatron.comms.nccl.fake import FakeNcclFabric
     from deadpool_megatron.comms.nccl.warming import warm
 
     device = torch.device("cuda", 0) if task.is_on_gpu else torch.device("cpu")
@@ -88,7 +86,7 @@ def _warm(task: Task) -> dict[str, Any]:
     until = time.monotonic() + _WARM_UP_SHARE * task.left_seconds
     while len(seconds) < _WARM_UPS and (not seconds or time.monotonic() < until):
         began = time.monotonic()
-        warm(device, NcclFabric if task.is_on_gpu else FakeNcclFabric)
+        warm(device, task.device.communicator)
         seconds.append(time.monotonic() - began)
         # A hang in one of them leaves those before it.
         facts = task.facts.setdefault("warm", {"held_after_first": resources(task.is_on_gpu)})

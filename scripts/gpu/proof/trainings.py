@@ -150,7 +150,7 @@ class Job:
 
         plan = directory.with_suffix(".faults")
         plan.write_text(json.dumps(faults))
-        shared = {**os.environ, ENVIRONMENT_NAME: str(plan) if faults else ""}
+        shared = {**os.environ, ENVIRONMENT_NAME: str(plan)}
         agents = []
         for node in range(self.nodes + spares):
             command = [

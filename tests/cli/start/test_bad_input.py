@@ -48,6 +48,7 @@ pytestmark = pytest.mark.usefixtures("nothing_starts")
         (("--refill", "-1"), "--refill must be at least 0"),
         (("--deadpool-close-seconds", "90"), "--deadpool-operation-timeout-seconds (60 s) must be"),
         (("--deadpool-communicator", "mpi"), "must be one of auto, gloo"),
+        (("--deadpool-communicator", "a.module:factory"), "is taken under a fault plan only"),
         (("--deadpool-notify", "/etc/passwd"), "must be a URL"),
         (("--deadpool-notify", "file:///etc/passwd"), "--deadpool-notify: "),
         (("--deadpool-cadence", "0"), "--deadpool-cadence must be auto or a number from 1 to 1000"),

@@ -51,7 +51,7 @@ def test_a_value_of_the_user_counts_with_both() -> None:
         ("auto", ("0",), False),  # not one for each: hidden, and the run is on CPUs
         ("auto", (), False),
         ("gloo", ("0", "1"), False),
-        ("fake-nccl", ("0", "1"), False),
+        ("fake_nccl:FakeNcclFabric", ("0", "1"), False),
     ],
 )
 def test_a_run_has_nccls_limits_where_it_will_use_nccl(

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.comms.nccl import fake as fake_nccl
-from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from deadpool_megatron.platform.base import CopyFailedError
 from deadpool_megatron.platform.cpu import CpuPlatform
+from fake_nccl import KIND
+from fake_nccl import fake as fake_nccl
+from fake_nccl.stream_order import JUNK_LOG
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
 from tests.comms.test_forwarding import everything
 
 pytestmark = pytest.mark.slow
-KIND = "fake-nccl"
 
 
 def same_as_gloo(member: Member) -> bool:

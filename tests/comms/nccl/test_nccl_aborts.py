@@ -21,14 +21,14 @@ from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.in_flight.epoch import Progress
-from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+from fake_nccl import KIND
+from fake_nccl import fake as fake_nccl
 from tests.common.waiting import wait_for
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
 
 pytestmark = pytest.mark.slow
-KIND = "fake-nccl"
 
 
 class SetUp:

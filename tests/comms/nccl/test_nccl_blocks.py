@@ -17,12 +17,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.nccl import blocks
-from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.blocks import Blocks
+from fake_nccl import KIND
+from fake_nccl import fake as fake_nccl
 from tests.comms.ranks import Member, run
 
 pytestmark = pytest.mark.slow
-KIND = "fake-nccl"
 SECONDS = 20.0
 CPU = torch.device("cpu")
 

@@ -21,6 +21,7 @@ from deadpool_megatron.comms.nccl.blocks import Blocks
 from deadpool_megatron.comms.nccl.fabric import NcclGroup
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
+from fake_nccl import KIND
 from tests.comms.ranks import Member, run
 
 THIRD = torch.device("cuda", 2)
@@ -105,7 +106,7 @@ def barriers_in_threads_that_entered(member: Member) -> list[str]:
 
 @pytest.mark.slow
 def test_the_thread_of_an_attach_has_the_device_of_its_member() -> None:
-    assert run(1, barriers_in_threads_that_entered, kind="fake-nccl")[0] == ["deadpool-waiter"]
+    assert run(1, barriers_in_threads_that_entered, kind=KIND)[0] == ["deadpool-waiter"]
 
 
 def timeouts(member: Member) -> list[float | None]:
@@ -119,4 +120,4 @@ def timeouts(member: Member) -> list[float | None]:
 
 
 def test_groups_have_the_time_out_of_what_was_asked_for() -> None:
-    assert run(1, timeouts, kind="fake-nccl")[0] == [600.0, 600.0, 180.0, 1800.0]
+    assert run(1, timeouts, kind=KIND)[0] == [600.0, 600.0, 180.0, 1800.0]

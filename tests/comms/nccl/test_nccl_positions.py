@@ -14,6 +14,7 @@ from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec, Position
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.comms.nccl.positions import read_positions
+from fake_nccl import KIND
 from tests.common.waiting import wait_for
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks
 
@@ -117,7 +118,7 @@ def one_does_not_come(member: Member) -> Any:
 
 @pytest.mark.slow
 def test_the_fake_tells_what_its_device_does() -> None:
-    with Ranks(2, kind="fake-nccl") as ranks:
+    with Ranks(2, kind=KIND) as ranks:
         ranks.start(one_does_not_come)
         for heard, order in (("looked", "go"), ("answered", "come")):
             for rank in range(2):

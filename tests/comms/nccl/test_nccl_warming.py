@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from deadpool_megatron.comms import Communicators
-from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl import warming
-from deadpool_megatron.comms.nccl.fake import FakeCommunicator, FakeNcclFabric
+from fake_nccl import KIND
+from fake_nccl import fake as fake_nccl
+from fake_nccl.fake import FakeCommunicator
 from tests.comms.ranks import Member, run
 
 
@@ -27,14 +28,14 @@ def calls_of_a_warm_up(member: Member) -> tuple[list[str], bool, bool]:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(FakeCommunicator, "_start", noted)
     monkeypatch.setattr(fake_nccl, "set_up", made.append)
-    warming.warm(torch.device("cpu"), FakeNcclFabric)
+    warming.warm(torch.device("cpu"), KIND)
     [communicator] = made
     return calls, communicator._spec.size == 1, communicator.aborted
 
 
 @pytest.mark.slow
 def test_each_collective_of_training_is_used_once_on_a_communicator_of_one_rank() -> None:
-    calls, is_alone, was_aborted = run(1, calls_of_a_warm_up, kind="fake-nccl")[0]
+    calls, is_alone, was_aborted = run(1, calls_of_a_warm_up, kind=KIND)[0]
     kinds = {"allreduce", "broadcast", "_allgather_base", "_reduce_scatter_base", "alltoall_base"}
     assert set(calls) == kinds | {"barrier"}
     assert calls[-1] == "barrier", "the host waits until the device is through"
@@ -54,7 +55,7 @@ def test_only_nccl_is_warmed_up_and_what_it_refuses_ends_no_spare(
     monkeypatch.setattr(warming, "warm", refuse)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     Communicators("gloo").warm()
-    Communicators("fake-nccl").warm()
+    Communicators(KIND).warm()
     assert not asked
     with pytest.warns(UserWarning, match="NCCL could not be warmed up: unhandled system error"):
         Communicators("nccl").warm()

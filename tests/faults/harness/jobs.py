@@ -173,7 +173,7 @@ def run_program(
         *("--deadpool-hash-interval", "1", *settings.split(), *arguments),
         *("--", *(part.replace("{run}", str(directory)) for part in program.command)),
     ]
-    environment = {**os.environ, failpoints.ENVIRONMENT_NAME: str(plan) if faults else ""}
+    environment = {**os.environ, failpoints.ENVIRONMENT_NAME: str(plan)}
     printed = directory.with_suffix(".output")
     process = _launch(command, environment, printed)
     if when_stepping is not None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.comms.nccl.stream_order import order
 from deadpool_megatron.platform.cpu import CpuPlatform
+from fake_nccl import KIND
+from fake_nccl.stream_order import order
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks
 from tests.hooks.generations.protection_rig import Rig, Writer, generation
 
@@ -61,7 +62,7 @@ def only_when_told(begin: Callable[..., Writer]) -> Callable[..., Writer]:
 
 
 def test_no_slot_is_overwritten_before_the_norm_of_all_roles() -> None:
-    with Ranks(2, kind="fake-nccl") as ranks:
+    with Ranks(2, kind=KIND) as ranks:
         ranks.start(norm_stays_there)
         ranks.hear(0, "waits")
         ranks.say(1, "order", "go")

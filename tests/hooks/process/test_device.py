@@ -57,7 +57,6 @@ def refusal(capfd: pytest.CaptureFixture[str], communicator: str, slot: int) -> 
         (2, "gloo", 3, "gloo", [1]),
         (0, "auto", 3, "gloo", []),
         (0, "gloo", 3, "gloo", []),
-        (0, "fake-nccl", 3, "fake-nccl", []),
     ],
 )
 def test_the_slot_is_the_number_of_the_gpu(
@@ -95,6 +94,15 @@ def test_a_contrary_variable_is_refused_before_a_device_is_touched(
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL cannot be protected" in refusal(capfd, "auto", 0)
     assert taken == []
     assert take_device("gloo", 0) == "gloo"
+
+
+def test_what_plays_nccl_is_taken_under_a_fault_plan_only(
+    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(0)
+    assert "fault plan only (DEADPOOL_FAULTS)" in refusal(capfd, "a.module:factory", 0)
+    monkeypatch.setenv("DEADPOOL_FAULTS", "plan.json")
+    assert take_device("a.module:factory", 3) == "a.module:factory"
 
 
 @pytest.mark.parametrize("loaded", [None, (2, 28, 3)])

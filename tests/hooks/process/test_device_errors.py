@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.comms.nccl.stream_order import order
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.platform.base import CopyFailedError, Platform
 from deadpool_megatron.platform.cpu import CpuPlatform
+from fake_nccl import KIND
+from fake_nccl.stream_order import order
 from tests.comms.ranks import DEADLINE_SECONDS, Member, run
 
 pytestmark = pytest.mark.slow
@@ -44,4 +45,4 @@ def device_asserts(member: Member) -> bool:
 
 
 def test_a_device_in_error_is_found_before_anything_is_restored() -> None:
-    assert run(1, device_asserts, kind="fake-nccl")[0]
+    assert run(1, device_asserts, kind=KIND)[0]

@@ -16,7 +16,6 @@ from deadpool_megatron import arguments
 from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
 from deadpool_megatron.cluster.member.link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
 from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.leftovers import forget_frames
@@ -26,6 +25,7 @@ from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimize
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import VaultError
+from fake_nccl import fake as fake_nccl
 from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained
 
 # Exceptions that are no EpochClosed (rule 11).

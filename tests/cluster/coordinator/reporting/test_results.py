@@ -75,7 +75,7 @@ def test_a_divergence_that_is_only_reported_leaves_the_exit_status_alone() -> No
         (Settings(), False, True),
         (Settings(), True, False),
         (Settings(communicator="gloo"), True, True),
-        (Settings(communicator="fake-nccl"), False, True),
+        (Settings(communicator="fake_nccl:FakeNcclFabric"), False, True),
         (Settings(communicator="nccl"), False, False),
         (Settings(communicator="nccl", divergence="stop"), True, True),
         (Settings(divergence="report"), False, False),

@@ -37,9 +37,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deadpool_megatron.comms.nccl.collected import collected
 from deadpool_megatron.comms.operations import tensors_in
 from deadpool_megatron.platform.base import CopyFailedError
+from fake_nccl.collected import collected
 
 #: each line of the file is a JSON object: operation, pid, and the functions that were reading
 JUNK_LOG = "DEADPOOL_FAKE_NCCL_JUNK"
@@ -142,12 +142,6 @@ class Order:
         """Whoever touches its outputs from now on is ordered after it."""
         self._drop(operation)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._pending.clear()
-        self.error = ""
-
     def _raise_error(self) -> None:
         if self.error:
             raise RuntimeError(self.error)
@@ -195,39 +189,29 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _modes: dict[int, Any] = {}
-_undo: list[Callable[[], None]] = []
 
 
 def enter_stream_order() -> None:
     """Watch the calling thread from now on, and host synchronisation and copies of all threads.
 
-    Called when an epoch is attached. What is left of an older epoch is over by then: whoever
-    drains a device also synchronises it, and a fake that waited for ever would hide it.
+    Called by the main thread when an epoch is attached. What is left of an older epoch is over by
+    then: whoever drains a device also synchronises it, and a fake that waited for ever would hide
+    it.
     """
     collected.assert_none_open()
     order.settle_all(_SYNCHRONISED_SECONDS)
     if get_ident() not in _modes:
         mode: Any = StreamOrder()  # type: ignore[no-untyped-call]
         mode.__enter__()
+        if not _modes:
+            _watch_host()
+            _watch_platform()
         _modes[get_ident()] = mode
-    if not _undo:
-        _watch_host()
-        _watch_platform()
-
-
-def leave_stream_order() -> None:
-    """Undo :func:`enter_stream_order` on the calling thread."""
-    mode = _modes.pop(get_ident(), None)
-    if mode is not None:
-        mode.__exit__(None, None, None)
-    while _undo:
-        _undo.pop()()
-    order.clear()
 
 
 def _watch_host() -> None:
     for name in _HOST_SYNCHRONISATION:
-        _replace(torch.Tensor, name, _settling(getattr(torch.Tensor, name)))
+        setattr(torch.Tensor, name, _settling(getattr(torch.Tensor, name)))
 
 
 def _settling(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,9 +238,9 @@ def _watch_platform() -> None:
         order.settle_all(deadline_seconds)
         synchronize(self, deadline_seconds)
 
-    _replace(copier, "submit", submit_to_side_stream)
-    _replace(platform, "synchronize", synchronize_device)
-    _replace(platform, "catch_up", lambda self, timeout_seconds: order.catch_up(timeout_seconds))
+    copier.submit = submit_to_side_stream
+    platform.synchronize = synchronize_device
+    platform.catch_up = lambda self, timeout_seconds: order.catch_up(timeout_seconds)
 
 
 def _run_beside(run: Callable[[], None], before: list[Operation]) -> None:
@@ -265,12 +249,6 @@ def _run_beside(run: Callable[[], None], before: list[Operation]) -> None:
         operation.ordered.add(get_ident())
     with StreamOrder():  # type: ignore[no-untyped-call]
         run()
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    own = vars(owner).get(name)  # what is inherited is found again when ours is gone
-    _undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
-    setattr(owner, name, value)
 
 
 def _note_junk(operation: Operation) -> None:

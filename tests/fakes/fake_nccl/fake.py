@@ -23,7 +23,7 @@ Modelled:
 * A communicator that was not connected eagerly is made at its first use through the store, and so
   fails if the store is gone.
 
-For tests only; nothing here is fast. The junk is finite and small, so that no check for NaN saves
+Nothing here is fast. The junk is finite and small, so that no check for NaN saves
 the day.
 """
 
@@ -50,9 +50,7 @@ from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
 from deadpool_megatron.comms.inner import GroupSpec
-from deadpool_megatron.comms.nccl.collected import collected
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
-from deadpool_megatron.comms.nccl.stream_order import StreamOrderError, order, unwatched
 from deadpool_megatron.comms.operations import (
     COMMUNICATION,
     OPENS_A_GROUP,
@@ -62,6 +60,8 @@ from deadpool_megatron.comms.operations import (
     tensors_in,
 )
 from deadpool_megatron.platform.gathers import SeveralWorks
+from fake_nccl.collected import collected
+from fake_nccl.stream_order import StreamOrderError, enter_stream_order, order, unwatched
 
 __all__ = ["FakeCommunicator", "FakeNcclFabric", "FakeWork", "StreamOrderError"]
 
@@ -103,6 +103,7 @@ class FakeNcclFabric(NcclFabric):
     """Fake communicators of one epoch, aborted together."""
 
     def __init__(self, epoch: Epoch, address: str | None = None) -> None:
+        enter_stream_order()
         super().__init__(epoch)
         self._gloo = GlooFabric(epoch, address)
         self._communicators: list[FakeCommunicator] = []
