@@ -47,10 +47,11 @@ class Communicators(Observed):
     the life of what an interrupted one leaves behind, ``long_operation_seconds`` one that waits for
     what a peer does on purpose (:meth:`be_patient`; 0: none). After a fault, a failed call waits
     ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
-    called before, once per epoch, on the thread that communicates. ``drain_seconds`` is the
-    deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted wait gets to end by itself;
-    ``at_once`` the number of groups that connect at the same time, over NCCL one by default: that
-    its communicators may be made side by side on a device has been read, and tried by nobody.
+    called before, once per epoch, on the thread that communicates or calls :meth:`look`.
+    ``drain_seconds`` is the deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted
+    wait gets to end by itself; ``at_once`` the number of groups that connect at the same time, over
+    NCCL one by default: that its communicators may be made side by side on a device has been read,
+    and tried by nobody.
 
     All methods but interrupt, those of Observed and the properties belong to the main thread.
     """
@@ -231,6 +232,8 @@ class Communicators(Observed):
         """Give operations the time of what a peer may do on purpose meanwhile (build, load, save,
         evaluate), as they have it from attach on, or that of an operation among many."""
         epoch = self._current
+        if epoch is not None:
+            epoch.in_first_step = epoch.in_first_step and is_patient
         if epoch is not None and epoch.is_patient != is_patient:
             epoch.is_patient = is_patient
             for group in epoch.groups:

@@ -147,6 +147,10 @@ class Fabric(ABC):
         """After abort: why this process must not communicate again; empty when it may."""
         return ""
 
+    def fault(self) -> tuple[str, str, str] | None:
+        """A fault that no thread has run into, as (group, operation, text). Any thread."""
+        return None
+
     def positions(self) -> Mapping[str, Position] | None:
         """How far the device is with each group; None where the host itself waits in operations.
         Costs a millisecond or so: for a process that stands still.

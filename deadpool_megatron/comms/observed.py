@@ -33,6 +33,12 @@ class Observed:
         epoch = self._attaching or self._current
         return None if epoch is None else epoch.positions()
 
+    def look(self) -> None:
+        """Report a fault that no thread has run into, once for an epoch. Any thread."""
+        epoch = self._current
+        if epoch is not None:
+            epoch.look()
+
     def begun(self) -> Mapping[str, Begun]:
         """How many operations the host has begun in each group in which it waits. Any thread."""
         epoch = self._attaching or self._current

@@ -5,11 +5,12 @@ in any, or, when all wait, the one that is behind: lowest operation sequence num
 else fewest operations in all. When none waits, the ones of the earliest iteration, if others have
 gone on.
 
-Where operations run on a device (NCCL), the host waits in none of them: a role waits as long as its
-device has one pending. The culprit is then the role whose device has nothing to do, or has not been
-given the collective that its peers are in, or, where that is known, has it and does not come to
-start any. Without such evidence nobody is named: the epoch is closed, which ends all communication,
-and who does not leave it then is replaced by its agent.
+Where operations run on a device (NCCL), the host waits in none of them once they are enqueued: a
+role waits as long as its device has one pending, or its host stands in one that it enqueues, where
+NCCL connects a pair at its first message. The culprit is then the role whose device has nothing to
+do, or has not been given the collective that its peers are in, or, where that is known, has it and
+does not come to start any. Without such evidence nobody is named: the epoch is closed, which ends
+all communication, and who does not leave it then is replaced by its agent.
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
     pending = {role: [one for one in on if one.is_pending] for role, on in known.items()}
     if len(known) < len(busy):
         return (), "not every role tells what its device does"
-    idle = tuple(sorted(role for role, on in pending.items() if not on))
+    outside = {role for role, on in pending.items() if not on}
+    idle = tuple(sorted(role for role in outside if busy[role].waiting is None))
     if len(idle) == len(busy):
         return (), "no device has anything to do"
     if idle:
@@ -222,7 +224,7 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
         roles = tuple(role for role in idle if busy[role].iteration == first)
         where = f"in section {busy[roles[0]].section} of iteration {first}"
         return roles, f"the device of {_name(roles)} has nothing to do, {where}; others wait"
-    absent, missed = _absent(known)
+    absent, missed = _absent({role: on for role, on in known.items() if role not in outside})
     if absent:
         return absent, f"{_name(absent)} did not enqueue {missed}, which others are in"
     inside = {role: {one.is_inside for one in on} for role, on in pending.items()}

@@ -120,6 +120,8 @@ class Epoch:
         self.main_ident = threading.main_thread().ident
         #: whether an operation may wait for a peer that does something long on purpose
         self.is_patient = False
+        #: from the making on: what is used for the first time may hold its thread for seconds
+        self.in_first_step = True
         self.closed = False
         self.closed_at_seconds = 0.0
         self.serials = itertools.count()
@@ -181,16 +183,25 @@ class Epoch:
             setting = "first_step_seconds" if self.is_patient else "operation_timeout_seconds"
             text += f" (the limit is {flag_name(setting)})"
         if not self.closed:
-            with self._fault_lock:
-                first, self._fault_reported = not self._fault_reported, True
-            if first and self._on_fault is not None:
-                self._on_fault(description, operation, text)
+            self._report(description, operation, text)
             if wait_seconds is None:
                 wait_seconds = self.limits.close_wait_seconds
             self._closed_event.wait(wait_seconds)
         if self.closed:
             raise EpochClosed(self.number, f"{operation} on {description}")
         raise CommunicatorFault(description, operation, text)
+
+    def look(self) -> None:
+        """Report a fault that no thread has run into. Any thread."""
+        found = next((found for one in list(self.fabrics) if (found := one.fault())), None)
+        if found is not None and not self.closed:
+            self._report(*found)
+
+    def _report(self, description: str, operation: str, text: str) -> None:
+        with self._fault_lock:
+            first, self._fault_reported = not self._fault_reported, True
+        if first and self._on_fault is not None:
+            self._on_fault(description, operation, text)
 
     def waiting(self) -> tuple[str, str, int] | None:
         """(group, operation, sequence number) a thread waits in: the main thread first."""

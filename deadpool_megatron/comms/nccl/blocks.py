@@ -1,4 +1,10 @@
-"""Coalescing blocks: from start to end nothing may raise in one, and nothing be aborted.
+"""Threads inside of NCCL, whose communicators must not be aborted meanwhile.
+
+An abort frees a communicator, whoever is in it. So whoever closes an epoch says so first, then
+waits until no thread is inside, then aborts; a thread says that it is inside first, and then looks
+whether the epoch is closed. In CPython one of the two sees the other, without a lock.
+
+From start to end of a coalescing block nothing may raise, either.
 
 NCCL counts the open blocks of each thread. One that is left half way stays open for ever: whatever
 the thread calls from then on is collected and never run, in every epoch to come, and its outputs
@@ -8,12 +14,13 @@ it, so none of them may be freed by an abort before that.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable
 from threading import get_ident
 
-#: a block only enqueues: microseconds, unless its thread hangs in the driver
+#: a thread inside only enqueues: microseconds, unless it hangs in the driver
 LONGEST_SECONDS = 0.2
+_LOOK_SECONDS = 0.001
 
 
 class Blocks:
@@ -25,11 +32,11 @@ class Blocks:
         self._is_left_open = is_left_open
         self._known: set[int] = set()
         self._lost = ""
-        self._lock = threading.Condition()
         self._depths: dict[int, int] = {}
         self._problems: dict[int, RuntimeError] = {}
         self._closed = False
-        #: an abort could not wait for a block any longer: its thread collects for ever
+        #: an abort could not wait for a thread any longer: it may be in what is freed, and collect
+        #: for ever
         self.cut = False
 
     def lose(self, operation: str) -> None:
@@ -48,7 +55,7 @@ class Blocks:
         """Why a thread of this process launches nothing any more, the calling one by NCCL's own
         word; empty while all do."""
         if self.cut:
-            return "a thread was stuck in a block of coalesced operations"
+            return "a thread was stuck in an operation of NCCL, or in a block of them"
         if not self.is_open_here() and self._is_left_open():
             self.lose("something unknown")
         return self._lost
@@ -56,12 +63,12 @@ class Blocks:
     def enter(self) -> bool:
         """Open a block on the calling thread; False once the blocks are closed: nothing is open."""
         ident = get_ident()
-        with self._lock:
-            depth = self._depths.get(ident, 0)
-            if self._closed and not depth:
-                return False
-            self._depths[ident] = depth + 1
-            return True
+        depth = self._depths.get(ident, 0)
+        self._depths[ident] = depth + 1
+        if self._closed and not depth:
+            del self._depths[ident]
+            return False
+        return True
 
     def is_open_here(self) -> bool:
         """Whether the calling thread is in a block, so that nothing may raise."""
@@ -75,17 +82,19 @@ class Blocks:
         """The innermost block of the calling thread has ended. Returns what was kept, if it was
         the outermost as well."""
         ident = get_ident()
-        with self._lock:
-            depth = self._depths.pop(ident, 1) - 1
-            if depth:
-                self._depths[ident] = depth
-                return None
-            self._lock.notify_all()
-        return self._problems.pop(ident, None)
+        depth = self._depths.get(ident, 1) - 1
+        if depth:
+            self._depths[ident] = depth
+            return None
+        problem = self._problems.pop(ident, None)
+        self._depths.pop(ident, None)
+        return problem
 
-    def close(self) -> None:
-        """Let no block begin, and wait until none is open; a moment later they are cut."""
-        with self._lock:
-            self._closed = True
-            if not self.cut:
-                self.cut = not self._lock.wait_for(lambda: not self._depths, LONGEST_SECONDS)
+    def close(self, seconds: float, is_inside: Callable[[], bool]) -> None:
+        """Let no block begin, and wait until none is open and ``is_inside()`` no thread; after
+        ``seconds`` they are cut."""
+        self._closed = True
+        until = time.monotonic() + seconds
+        while not self.cut and (self._depths or is_inside()):
+            self.cut = time.monotonic() >= until
+            time.sleep(_LOOK_SECONDS)

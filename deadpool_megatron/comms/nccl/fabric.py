@@ -7,15 +7,19 @@ A wait only orders streams, so it must run on the calling thread. Aborting commu
 another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the same time, a thread
 each. After an abort kernels exit and outputs are worthless, without an error. Communicators that
 are made lazily need the store, so all are made before the first barrier, and a group that is bound
-to a device reuses its communicator for unbatched send and receive.
+to a device reuses its communicator for unbatched send and receive. A pair of ranks connects at its
+first message, in the host, which then waits for the peer: so neighbours in a pipeline exchange a
+byte as their group is made (collectives connect there with ``NCCL_RUNTIME_CONNECT=0``).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,11 +33,14 @@ from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
 from deadpool_megatron.comms.in_flight.works import StreamWork, book, communication_failed
 from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup, Position
-from deadpool_megatron.comms.nccl import depth
+from deadpool_megatron.comms.nccl import blocks, depth
 from deadpool_megatron.comms.nccl.blocks import Blocks
-from deadpool_megatron.comms.nccl.positions import ask_recorder, read_positions
+from deadpool_megatron.comms.nccl.positions import Numbers, ask_recorder, read_positions
 from deadpool_megatron.comms.nccl.timing import CudaClock
 from deadpool_megatron.comms.operations import OPENS_A_GROUP, POINT_TO_POINT, is_asynchronous
+
+#: how Megatron calls the groups whose neighbours send to one another, around with virtual stages
+PIPELINES = "PIPELINE_MODEL_PARALLEL_GROUP"
 
 
 class NcclFabric(Fabric):
@@ -47,6 +54,7 @@ class NcclFabric(Fabric):
         self._groups: list[NcclGroup] = []
         # Aborts that were begun, or are about to be, and have not ended.
         self._aborts = 0
+        self._failed_abort = ""
         self._blocks = Blocks(self._is_left_open)
         epoch.progress.stream_waits.clock = self._clock()
 
@@ -68,9 +76,11 @@ class NcclFabric(Fabric):
         backend.eager_connect_single_device(spec.device)
         if self._epoch.closed:
             # Until this moment no abort could reach it, and from now on nobody would look for it.
-            _abort(backend)
+            self._abort(backend)
             raise EpochClosed(self._epoch.number, "attach")
         group = NcclGroup(spec, self._epoch, plain, backend, self._blocks)
+        if spec.description == PIPELINES:
+            group.connect({(spec.rank + 1) % spec.size, (spec.rank - 1) % spec.size} - {spec.rank})
         self._groups.append(group)
         return group
 
@@ -78,10 +88,16 @@ class NcclFabric(Fabric):
         groups = list(self._groups)
         found = read_positions(self._recorded(), {group.uid for group in groups})
         return {
-            group.place: Position(*found[group.uid], group.is_collective)
+            group.place: _position(found[group.uid], group)
             for group in groups
             if group.uid in found
         }
+
+    def fault(self) -> tuple[str, str, str] | None:
+        failed = next((one for one in list(self._groups) if one.error()), None)
+        if failed is None:
+            return None
+        return failed.description, "watchdog", f"torch's watchdog tells of {failed.error()}"
 
     def _recorded(self) -> bytes:
         """The dump of the flight recorder, which has the groups of all epochs."""
@@ -118,29 +134,43 @@ class NcclFabric(Fabric):
         return plain, backend
 
     def abort(self) -> None:
-        self._blocks.close()
+        # All together get the time that a drain has; they go on by themselves afterwards.
+        drain_seconds = self._epoch.limits.drain_seconds
+        until = time.monotonic() + drain_seconds
+        patience = drain_seconds if self._epoch.in_first_step else blocks.LONGEST_SECONDS
+        self._blocks.close(patience, self._is_inside)
         with self._lock:
             backends, self._backends = self._backends, []
             self._aborts += len(backends)
         threads = [
             threading.Thread(
-                target=self._abort, args=(backend,), name="deadpool-nccl-abort", daemon=True
+                target=self._abort_one, args=(backend,), name="deadpool-nccl-abort", daemon=True
             )
             for backend in backends
         ]
         for thread in threads:
             thread.start()
-        # All together get the time that a drain has; they go on by themselves afterwards.
-        until = time.monotonic() + self._epoch.limits.drain_seconds
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _abort(self, backend: Any) -> None:
+    def _is_inside(self) -> bool:
+        """Whether a thread is in an operation that it enqueues."""
+        return any(isinstance(one, NcclGroup) for one in list(self._epoch.waits.values()))
+
+    def _abort_one(self, backend: Any) -> None:
         try:
-            _abort(backend)
+            self._abort(backend)
         finally:
             with self._lock:
                 self._aborts -= 1
+
+    def _abort(self, backend: Any) -> None:
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            if "already aborted" not in str(error):
+                self._failed_abort = f"an abort of NCCL failed: {error}"
+                print(f"deadpool: {self._failed_abort}", file=sys.stderr, flush=True)
 
     def aborting(self) -> bool:
         with self._lock:
@@ -148,7 +178,7 @@ class NcclFabric(Fabric):
             return self._aborts > 0 or (self._epoch.closed and bool(self._backends))
 
     def ruin(self) -> str:
-        return self._blocks.ruin()
+        return self._blocks.ruin() or self._failed_abort
 
     def quiescent(self) -> bool:
         """True when all aborts returned; the caller still has to synchronise the device."""
@@ -164,6 +194,9 @@ class NcclGroup(InnerGroup):
     """One NCCL communicator."""
 
     coalesces = True
+    #: what it is inside of, and the number of that
+    operation = ""
+    sequence = 0
 
     def __init__(
         self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any, blocks: Blocks
@@ -185,10 +218,6 @@ class NcclGroup(InnerGroup):
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work | None:
         epoch = self.epoch
-        if epoch.closed:
-            self._check(operation)
-            if self._blocks.cut:
-                return None
         if ruin := self._blocks.begin(operation):
             epoch.fault(self.description, operation, ruin)
         if failpoints.ACTIVE:
@@ -196,7 +225,20 @@ class NcclGroup(InnerGroup):
         problem: str | None = None
         if operation == "barrier":
             args, kwargs = (_barrier_options(args, kwargs, self._device),), {}
+        ident, waits = get_ident(), epoch.waits
+        if operation in POINT_TO_POINT:
+            self._messages += 1
+            sequence = self._messages
+        else:
+            self._collectives += 1
+            sequence = self._collectives
+        self.operation, self.sequence = operation, sequence
+        waits[ident] = self
         try:
+            if epoch.closed:
+                self._check(operation)
+                if self._blocks.cut:
+                    return None
             inner = self._start(getattr(self._plain, operation), args, kwargs)
         except RuntimeError as error:
             if operation in OPENS_A_GROUP:
@@ -207,14 +249,10 @@ class NcclGroup(InnerGroup):
             if not communication_failed(error) and not epoch.closed:
                 raise
             problem = str(error)
+        finally:
+            del waits[ident]
         if problem is not None:
             epoch.fault(self.description, operation, problem)
-        if operation in POINT_TO_POINT:
-            self._messages += 1
-            sequence = self._messages
-        else:
-            self._collectives += 1
-            sequence = self._collectives
         return self._work(inner, operation, sequence)
 
     def _start(
@@ -233,6 +271,24 @@ class NcclGroup(InnerGroup):
                 book(self, operation)
             return None
         return StreamWork(inner, self, operation, sequence)
+
+    def connect(self, peers: Collection[int]) -> None:
+        """Exchange a byte with each of them, in the thread that makes the group."""
+        sent, received = (torch.zeros(1, dtype=torch.uint8, device=self._device) for _ in range(2))
+        self._start_block(self._device)
+        self._messages += 1
+        try:
+            for peer in sorted(peers):
+                self._plain.send([sent], peer, 0)
+                self._plain.recv([received], peer, 0)
+        finally:
+            self._end_block(self._device)
+
+    def error(self) -> str:
+        """What torch's watchdog has found; empty when nothing, or where torch does not tell."""
+        ask = getattr(self._backend, "get_error", None)
+        found = "SUCCESS" if ask is None else str(ask().name)
+        return "" if found == "SUCCESS" else found
 
     @property
     def is_collective(self) -> bool:
@@ -269,12 +325,17 @@ class NcclGroup(InnerGroup):
     def _end_block(self, device: torch.device) -> dist.Work | None:
         """The real end, whatever has happened in the block; then what has happened is told."""
         answer = None
-        if not self._blocks.cut:
-            try:
+        ident, waits = get_ident(), self.epoch.waits
+        self.operation, self.sequence = "coalesced", self._messages
+        waits[ident] = self
+        try:
+            if not self._blocks.cut:
                 answer = self._plain._end_coalescing(device)
-            except RuntimeError as error:
-                self._blocks.lose("the end of a block")
-                self._blocks.keep(error)
+        except RuntimeError as error:
+            self._blocks.lose("the end of a block")
+            self._blocks.keep(error)
+        finally:
+            del waits[ident]
         problem = self._blocks.leave()
         self._check("end of a block")
         if problem is not None:
@@ -310,8 +371,8 @@ def _barrier_options(
     return opts
 
 
-def _abort(backend: Any) -> None:
-    try:
-        backend.abort()
-    except RuntimeError:
-        pass  # already aborted, or its communicator never came up
+def _position(numbers: Numbers, group: NcclGroup) -> Position:
+    enqueued, started, completed = numbers
+    if group.error():
+        completed = min(completed, enqueued - 1)
+    return Position(enqueued, started, completed, group.is_collective)

@@ -7,6 +7,9 @@ has them by the number that the process has given to the group's object (``uid``
 objects share over all epochs. The names in ``pg_config`` say nothing of it: a name comes again in
 each epoch. What was started is known with ``TORCH_NCCL_ENABLE_TIMING`` only, which nobody sets: it
 costs events, and torch warns of watchdogs that hang.
+
+After an error or a time-out the watchdog lets go of what is pending and calls all of it completed.
+So the numbers of a group whose backend tells of an error say what was enqueued, and no more.
 """
 
 from __future__ import annotations

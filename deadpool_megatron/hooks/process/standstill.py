@@ -17,6 +17,7 @@ class Watched(Protocol):
     """The communicators of the process."""
 
     def progress(self) -> int: ...
+    def look(self) -> None: ...
     def positions(self) -> Mapping[str, Position] | None: ...
     def begun(self) -> Mapping[str, Begun]: ...
 
@@ -50,6 +51,7 @@ class Standstill:
             found = None
             # What the recorder of another version says is no evidence; the beat goes on.
             with contextlib.suppress(ValueError, AttributeError, RuntimeError):
+                communicators.look()
                 found = communicators.positions()
             if found is not None:
                 self._told["device"] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,23 @@ def test_on_devices_only_evidence_names_a_culprit(
     assert hang is not None
     assert hang.culprits == culprits
     assert words in hang.cause
+
+
+@pytest.mark.parametrize("enqueued", [4, 5])
+def test_a_host_that_stands_in_what_it_enqueues_waits(enqueued: int) -> None:
+    """Role 1 connects to role 2, which hangs; it has or has not enqueued what role 0 is in."""
+    connects = on_device(("dp", enqueued, None, enqueued), ("pp", 0, None, 0))
+    found = {
+        0: on_device(("dp", 6, None, 5)),
+        1: replace(connects, waiting=Waiting("pp", "coalesced", 1)),
+        2: on_device(("pp", 0, None, 0)),
+    }
+    hang = find_hang(found, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == (2,)
+    hang = find_hang({role: found[role] for role in (0, 1)}, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == ()
 
 
 def test_the_number_of_a_message_is_held_against_nobody() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from deadpool_megatron import nccl_environment
 from deadpool_megatron.cluster.member.store import MemberStore
@@ -22,6 +24,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, 
 from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
+from deadpool_megatron.hooks.process.standstill import Standstill
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
@@ -225,7 +228,9 @@ def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl: bool) 
 def fabric_of(*backends: Any) -> NcclFabric:
     """Of an epoch that is closed, and whose drain lasts 10 ms."""
     limits = SimpleNamespace(drain_seconds=0.01)
-    epoch: Any = SimpleNamespace(closed=True, limits=limits, progress=Progress())
+    epoch: Any = SimpleNamespace(
+        closed=True, limits=limits, progress=Progress(), waits={}, in_first_step=False
+    )
     fabric = NcclFabric(epoch)
     fabric._backends = list(backends)
     return fabric
@@ -262,6 +267,12 @@ def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None
     wait_for("the end of the aborts", lambda: not fabric.aborting())
 
 
+def has_noticed() -> bool:
+    """Whether the watchdog has found a failed operation."""
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    return bool(backend.get_error() is not ErrorType.SUCCESS)
+
+
 def peer_dies(member: Member) -> bool:
     """The watchdog sees a dead peer before anybody has closed the epoch."""
     member.init("nccl", epoch=0)
@@ -271,18 +282,24 @@ def peer_dies(member: Member) -> bool:
     if member.rank == 1:
         member.order("never").wait(DEADLINE_SECONDS)
     work: Any = dist.all_reduce(value, async_op=True)
-    wait_for("the watchdog", work.exception)
-    assert not member.faults, "nobody has waited yet"
+    wait_for("the watchdog", has_noticed)
+    assert work.wait(), "nobody who waits is told"
+    assert not member.faults
+    [position] = (member.comms.positions() or {}).values()
+    assert position.is_pending, "what the watchdog has let go of has not ended"
 
     def close() -> None:
         wait_for("the report of the fault", lambda: member.faults)
         member.comms.interrupt(0)
 
-    threading.Thread(target=close).start()
-    with pytest.raises(EpochClosed):
-        work.wait()
-    ((_, operation, _),) = member.faults
-    assert operation == "allreduce"
+    closer = threading.Thread(target=close)
+    closer.start()
+    standstill = Standstill(itertools.count().__next__)
+    for _ in range(4):
+        standstill.look(member.comms)
+    ((_, operation, text),) = member.faults
+    assert (operation, "COMM_ERROR" in text) == ("watchdog", True)
+    closer.join(DEADLINE_SECONDS)
     # Nor can the next operation be enqueued, and it is no fault of its own.
     with pytest.raises(EpochClosed):
         dist.all_reduce(value)
@@ -304,8 +321,8 @@ def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
     member.say(("ready", None))
     if member.rank == 1:
         member.order("never").wait(DEADLINE_SECONDS)
-    work: Any = dist.all_reduce(torch.ones(1), async_op=True)
-    wait_for("the watchdog", work.exception)
+    dist.all_reduce(torch.ones(1), async_op=True)
+    wait_for("the watchdog", has_noticed)
 
     enqueued = threading.Event()
 
@@ -376,8 +393,8 @@ def fails(member: Member, operation: Callable[[int], None]) -> bool:
     member.say(("ready", None))
     if member.rank == 1:
         member.order("never").wait(DEADLINE_SECONDS)
-    work: Any = dist.all_reduce(torch.ones(1), async_op=True)
-    wait_for("the watchdog", work.exception)
+    dist.all_reduce(torch.ones(1), async_op=True)
+    wait_for("the watchdog", has_noticed)
     with pytest.raises(CommunicatorFault):
         operation(1)
     member.comms.interrupt(0)
@@ -397,3 +414,17 @@ def test_a_failure_in_a_group_costs_its_process(
             ranks.hear(rank, "ready")
         ranks.kill(1)
         assert ranks.results()[0] == may_go_on
+
+
+def fails_to_abort(member: Member, text: str) -> str:
+    member.init("nccl", epoch=0)
+    fake_nccl.abort_fails = text
+    member.comms.interrupt(0)
+    assert member.comms.drain() is not bool(member.comms.ruin)
+    return member.comms.ruin
+
+
+@pytest.mark.parametrize(("text", "ruins"), [("unhandled", True), ("already aborted", False)])
+def test_an_abort_that_fails_costs_its_process(text: str, ruins: bool) -> None:
+    [why] = run(1, partial(fails_to_abort, text=text), kind=KIND).values()
+    assert ("an abort of NCCL failed: unhandled" in why) is ruins

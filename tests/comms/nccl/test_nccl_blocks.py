@@ -6,7 +6,9 @@ found at the next attach of the fake, and would on a device be found by nobody.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.nccl import blocks
 from deadpool_megatron.comms.nccl.blocks import Blocks
+from deadpool_megatron.comms.nccl.fabric import PIPELINES
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
-from tests.comms.ranks import Member, run
+from fake_nccl.collected import FreedCommunicatorError
+from tests.common.waiting import wait_for
+from tests.comms.ranks import Member, Ranks, run
 
 pytestmark = pytest.mark.slow
 SECONDS = 20.0
@@ -112,9 +117,100 @@ def test_a_thread_that_is_stuck_in_a_block_costs_its_process() -> None:
     assert all(run(2, stuck_in_a_block, kind=KIND).values())
 
 
+def closed_in_an_operation(member: Member, inside_seconds: float) -> bool:
+    """Whether the process may go on after a close that found a thread inside of NCCL."""
+    member.init("nccl", epoch=0)
+    blocks.LONGEST_SECONDS = SECONDS if inside_seconds < SECONDS else 0.0
+
+    def lasts(communicator: fake_nccl.FakeCommunicator) -> None:
+        threading.Thread(target=member.comms.interrupt, args=(0,)).start()
+        until = time.monotonic() + inside_seconds
+        while not communicator.aborted and time.monotonic() < until:
+            time.sleep(0.01)
+
+    fake_nccl.enqueue_lasts = lasts
+    freed = FreedCommunicatorError if inside_seconds == SECONDS else EpochClosed
+    with pytest.raises(freed):
+        dist.all_reduce(torch.ones(1))
+    return member.comms.drain()
+
+
+@pytest.mark.parametrize(("inside_seconds", "may_go_on"), [(0.5, True), (SECONDS, False)])
+def test_an_abort_frees_nothing_that_a_thread_is_in(inside_seconds: float, may_go_on: bool) -> None:
+    """Else it waits no longer than a moment, and the process is replaced."""
+    assert run(1, closed_in_an_operation, inside_seconds, kind=KIND) == {0: may_go_on}
+
+
+def connects(member: Member, description: str, in_first_step: bool) -> bool:
+    """Rank 0 sends first, and is held as long as the pair is not connected."""
+    blocks.LONGEST_SECONDS = 0.0
+    member.init("nccl")
+    group: Any = dist.new_group([0, 1], group_desc=description)
+    member.attach(0)
+    member.comms.be_patient(in_first_step)
+
+    def close() -> None:
+        member.order("close").wait(SECONDS)
+        threading.Thread(target=member.comms.interrupt, args=(0,)).start()
+        wait_for("the close", lambda: member.comms.interrupted)
+        member.say(("closed", None))
+
+    closer = threading.Thread(target=close)
+    if description != PIPELINES and member.rank == 0:
+        closer.start()
+    member.say(("attached", None))
+    if member.rank == 1:
+        member.order("go").wait(SECONDS)
+    peer = 1 - member.rank
+    ops = [
+        dist.P2POp(dist.isend, torch.ones(2), peer, group=group),
+        dist.P2POp(dist.irecv, torch.zeros(2), peer, group=group),
+    ]
+    with contextlib.suppress(EpochClosed, CommunicatorFault, FreedCommunicatorError):
+        dist.batch_isend_irecv(ops)
+    if closer.ident is not None:
+        closer.join(SECONDS)
+    member.say(("enqueued", None))
+    member.order("leave").wait(SECONDS)
+    return member.comms.drain()
+
+
+def test_neighbours_in_a_pipeline_connect_as_their_group_is_made() -> None:
+    with Ranks(2, kind=KIND) as ranks:
+        ranks.start(connects, PIPELINES, False)
+        for rank in range(2):
+            ranks.hear(rank, "attached")
+        ranks.hear(0, "enqueued", SECONDS / 4)
+        ranks.say(1, "order", "go")
+        ranks.hear(1, "enqueued")
+        for rank in range(2):
+            ranks.say(rank, "order", "leave")
+        assert all(ranks.results().values())
+
+
+@pytest.mark.parametrize("in_first_step", [True, False])
+def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step: bool) -> None:
+    """So a close in it waits for a peer that comes late; in a later one nobody connects."""
+    limits = {"long_operation_seconds": SECONDS, "drain_seconds": SECONDS}
+    with Ranks(2, kind=KIND, **limits, close_wait_seconds=0.1) as ranks:
+        ranks.start(connects, "OTHER", in_first_step)
+        for rank in range(2):
+            ranks.hear(rank, "attached")
+        ranks.until_held_up(0)
+        ranks.say(0, "order", "close")
+        ranks.hear(0, "closed")
+        ranks.say(1, "order", "go")
+        for rank in range(2):
+            ranks.hear(rank, "enqueued")
+        for rank in range(2):
+            ranks.say(rank, "order", "leave")
+        assert ranks.results()[0] is in_first_step
+
+
 def wrong_in_a_block(member: Member) -> bool:
     """A mistake of the caller is told after the end of the block."""
     member.init("nccl", epoch=0)
+    batch(member)
     peer = 1 - member.rank
     wrong = dist.P2POp(dist.irecv, torch.zeros(1), peer)
     wrong.tensor = None
@@ -138,7 +234,7 @@ def test_an_abort_waits_until_no_block_is_open() -> None:
     aborted = threading.Event()
 
     def abort() -> None:
-        blocks.close()
+        blocks.close(SECONDS, lambda: False)
         aborted.set()
 
     threading.Thread(target=abort).start()
@@ -156,7 +252,7 @@ def test_an_abort_waits_until_no_block_is_open() -> None:
 def test_a_block_within_a_block_may_begin_while_an_abort_waits() -> None:
     blocks = Blocks(lambda: False)
     assert blocks.enter()
-    blocks.close()
+    blocks.close(0.0, lambda: False)
     assert blocks.cut
     assert blocks.enter()
     assert blocks.leave() is None

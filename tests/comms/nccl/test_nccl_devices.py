@@ -25,7 +25,9 @@ from fake_nccl import KIND
 from tests.comms.ranks import Member, run
 
 THIRD = torch.device("cuda", 2)
-EPOCH: Any = SimpleNamespace(closed=False, check=lambda operation: None, progress=Progress())
+EPOCH: Any = SimpleNamespace(
+    closed=False, check=lambda operation: None, progress=Progress(), waits={}
+)
 
 
 def with_options(device: torch.device) -> BarrierOptions:

@@ -62,7 +62,9 @@ class Recorded(NcclFabric):
         return self._dump
 
 
-EPOCH: Any = SimpleNamespace(closed=False, check=lambda operation: None, progress=Progress())
+EPOCH: Any = SimpleNamespace(
+    closed=False, waits={}, check=lambda operation: None, progress=Progress()
+)
 
 
 def test_the_same_names_are_other_objects_in_the_next_epoch() -> None:

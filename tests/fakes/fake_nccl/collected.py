@@ -18,7 +18,7 @@ class Freeable(Protocol):
 
 
 class FreedCommunicatorError(AssertionError):
-    """The end of a block went through a communicator that an abort has freed: a crash in NCCL."""
+    """A thread went on in a communicator that an abort has freed: a crash in NCCL."""
 
 
 class Collected(threading.local):

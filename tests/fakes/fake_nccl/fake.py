@@ -8,16 +8,21 @@ Modelled:
 * After an abort everything completes, outputs keep their junk, and nothing raises. So does an
   operation whose peer died, but only when aborted: until then it hangs, as kernels do. An operation
   that was complete before the abort has its result.
-* The watchdog of torch may notice a dead peer before our abort. The next wait for an operation that
-  has failed then aborts the communicator and raises; reading an output still hangs. And it sleeps
-  over what it has noticed with a lock that enqueueing takes (:data:`DUMP_MILLISECONDS`).
+* The watchdog of torch may notice a dead peer before our abort. It works on copies of operations:
+  a wait for one that has failed raises nothing (but that of a barrier), reading an output still
+  hangs, and only ``get_error()`` and the next operation that is enqueued tell. The watchdog lets go
+  of what has failed and calls it completed. And it sleeps over what it has noticed with a lock that
+  enqueueing takes (:data:`DUMP_MILLISECONDS`).
 * What an operation does not write stays good: the part of an in-place all-gather that is the own
   input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
 * A block of coalesced operations belongs to the calling thread: see collected.py.
 * An operation that the caller does not make asynchronous runs on the current stream and answers no
   Work; a barrier of that kind holds the host.
 * To set up a communicator may take long (:data:`set_up`), and no abort reaches it meanwhile.
-* An abort takes time, more with every operation that has not ended (:data:`abort_lasts`).
+* An abort takes time, more with every operation that has not ended (:data:`abort_lasts`), frees
+  what other threads are in (:data:`enqueue_lasts`), and may fail (:data:`abort_fails`).
+* The first message of a pair holds the host until the peer is there, and so does the first
+  collective of a communicator, unless it has connected them as it was made (:data:`CONNECT`).
 * Send and receive outside a coalescing block are an error (:data:`allow_unbatched`), because two
   neighbours that both send first deadlock.
 * A communicator that was not connected eagerly is made at its first use through the store, and so
@@ -44,7 +49,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import ErrorType, Store
 
 from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.epoch import Epoch
@@ -60,7 +65,7 @@ from deadpool_megatron.comms.operations import (
     tensors_in,
 )
 from deadpool_megatron.platform.gathers import SeveralWorks
-from fake_nccl.collected import collected
+from fake_nccl.collected import FreedCommunicatorError, collected
 from fake_nccl.stream_order import StreamOrderError, enter_stream_order, order, unwatched
 
 __all__ = ["FakeCommunicator", "FakeNcclFabric", "FakeWork", "StreamOrderError"]
@@ -97,6 +102,21 @@ JUNK_BYTE = 0x3C
 #: torch numbers the groups of a process, over all epochs
 _uids = itertools.count()
 _POLL_SECONDS = 0.01
+
+
+#: not empty: the text of the error with which an abort fails
+abort_fails = ""
+
+
+def _no_longer(communicator: FakeCommunicator) -> None:
+    """The default: an operation is enqueued at once."""
+
+
+#: called by a thread that is inside of NCCL; an abort meanwhile frees what it is in
+enqueue_lasts: Callable[[FakeCommunicator], None] = _no_longer
+
+#: the variable of NCCL by which collectives connect at their first use (1, the default), or before
+CONNECT = "NCCL_RUNTIME_CONNECT"
 
 
 class FakeNcclFabric(NcclFabric):
@@ -153,7 +173,7 @@ class FakeClock(DeviceClock[FakeMark]):
         return FakeMark(monotonic(), works)
 
     def is_passed(self, mark: FakeMark) -> bool:
-        return all(operation.is_completed() for operation in mark.after)
+        return all(operation.is_over() for operation in mark.after)
 
     def seconds(self, earlier: FakeMark, later: FakeMark) -> float:
         return _passed_at(later) - _passed_at(earlier)
@@ -179,6 +199,10 @@ class FakeCommunicator:
         self._group: GlooGroup | None = None
         self._stream: SimpleQueue[FakeWork | None] | None = None
         self._launched = self._ended = 0
+        # Collectives and messages are counted apart; the recorder has the number of the last one.
+        self._counts = {True: 0, False: 0}
+        self._enqueued = self._completed = -1
+        self._connected: set[int | None] = set()
         self._in_set_up = False
         self._noticed_at_seconds: float | None = None
         self.aborted = False
@@ -191,13 +215,22 @@ class FakeCommunicator:
         self._connect()
         set_up(self)
         self._in_set_up = False
+        if os.environ.get(CONNECT) == "0":
+            self._connected.add(None)
 
     def abort(self) -> None:
         if self._in_set_up:
             return  # NCCL has no handle of it yet
         pending = self._launched - self._ended
         abort_lasts(ABORT_SECONDS + pending * ABORT_SECONDS_PER_OPERATION)
+        if abort_fails:
+            raise dist.DistBackendError(abort_fails)
         self.aborted = True
+
+    def get_error(self) -> ErrorType:
+        """As torch: the first thing that the watchdog has found."""
+        noticed = self._noticed_at_seconds is not None
+        return ErrorType.COMM_ERROR if noticed else ErrorType.SUCCESS
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """No timeouts here: an operation ends or is aborted."""
@@ -217,6 +250,8 @@ class FakeCommunicator:
 
     def _end_coalescing(self, device: torch.device) -> FakeWork | None:
         works = [work for work in collected.end() if work is not None]
+        for work in works:
+            self._await_peer(work)
         return FakeWork(self, "coalesced", [], [], works) if works else None
 
     def _launch(
@@ -234,13 +269,27 @@ class FakeCommunicator:
             raise StreamOrderError(
                 f"unbatched {name} on {self._spec.description}: NCCL may deadlock"
             )
-        return self._start(name, args, kwargs)
+        work = self._start(name, args, kwargs)
+        if work is not None:
+            self._await_peer(work)
+        return work
+
+    def _await_peer(self, work: FakeWork) -> None:
+        """NCCL connects inside of the call that enqueues: the host waits for its peers there."""
+        if work.peer not in self._connected:
+            self._connected.add(work.peer)
+            work.hold()
+            if self.aborted and not work.has_ended:
+                raise FreedCommunicatorError(f"{work.name} connects in what an abort has freed")
 
     def _start(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FakeWork | None:
         if self.aborted:
             raise dist.DistBackendError("the communicator was aborted")
+        enqueue_lasts(self)
+        if self.aborted:
+            raise FreedCommunicatorError(f"{name} went on in what an abort has freed")
         waited_for = is_asynchronous(args, kwargs)
         if name == "barrier":
             args, kwargs = (), {}
@@ -255,9 +304,14 @@ class FakeCommunicator:
                 _fill_with_junk(output)
             work.inner = group._starts[name](*private, **kwargs)
             order.add(work)
+        is_message = name in POINT_TO_POINT
+        work.peer = int(args[1]) if is_message else None
+        self._counts[is_message] += 1
+        work.number = self._enqueued = self._counts[is_message]
         self._enqueue(work)
         if waited_for:
             return work
+        self._await_peer(work)
         work.wait()
         return None
 
@@ -285,17 +339,19 @@ class FakeCommunicator:
     def noticed(self) -> None:
         """The watchdog has seen that an operation failed."""
         self._noticed_at_seconds = self._noticed_at_seconds or monotonic()
+        self._completed = self._enqueued
 
-    def ended(self) -> None:
+    def ended(self, number: int) -> None:
         """An operation has come to its end by itself."""
         self._ended += 1
+        self._completed = number
 
     def recorded(self) -> dict[str, str]:
         """What torch's flight recorder has of it, without events at the start of operations."""
         return {
-            "last_enqueued_collective": str(self._launched or -1),
+            "last_enqueued_collective": str(self._enqueued),
             "last_started_collective": "-1",
-            "last_completed_collective": str(self._ended or -1),
+            "last_completed_collective": str(self._completed),
         }
 
     def __del__(self) -> None:
@@ -343,6 +399,8 @@ class FakeWork:
         self._children = children
         self._communicator = communicator
         self.ended_at_seconds = 0.0
+        self.number = 0
+        self.peer: int | None = None
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._outcome: bool | None = None
@@ -368,29 +426,42 @@ class FakeWork:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the calling thread after the operation; a barrier blocks, as NCCL's does."""
-        if self._error is not None:
-            self._communicator.aborted = True
-            raise self._error
         self.ordered.add(get_ident())
         for child in self._children:
             child.wait()
         if self.name == "barrier":
+            self.hold()
+            if self._error is not None:
+                raise self._error
             self.block()
         return True
+
+    def hold(self) -> None:
+        """Hold the host until it is over, or has failed."""
+        while not self.is_completed():
+            self._done.wait(_POLL_SECONDS)
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
+        return self._error is not None or self.is_over()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has a result."""
+        return self._done.is_set()
+
+    def is_over(self) -> bool:
         if self._children:
-            return all(child.is_completed() for child in self._children)
-        return self._communicator.aborted or self._error is not None or self._done.is_set()
+            return all(child.is_over() for child in self._children)
+        return self._communicator.aborted or self._done.is_set()
 
     def is_success(self) -> bool:
         return True
 
-    def exception(self) -> RuntimeError | None:
-        return self._error
+    def exception(self) -> None:
+        """The watchdog's copy has it."""
 
     def result(self) -> list[torch.Tensor]:
         return self.outputs
@@ -425,7 +496,7 @@ class FakeWork:
         if isinstance(self.inner, SeveralWorks):
             self.inner.copy_results()
         self.ended_at_seconds = monotonic()
-        self._communicator.ended()
+        self._communicator.ended(self.number)
         if not self._communicator.aborted:
             self._done.set()
         self._let_go()

@@ -74,7 +74,7 @@ class Operation(Protocol):
         Raises TimeoutError after ``limit_seconds``.
         """
 
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         """Whether :meth:`block` returns at once."""
 
 
@@ -97,7 +97,7 @@ class Order:
             self._pending += extents
             old = self._pending[:-_PENDING_LIMIT]
         for _, _, other in old:
-            if other.is_completed():
+            if other.is_over():
                 other.block()
                 self._drop(other)
 

@@ -11,10 +11,14 @@ from deadpool_megatron.hooks.process.standstill import Standstill
 class Communicators:
     def __init__(self, found: Mapping[str, Position] | None) -> None:
         self.found, self.finished, self.asked = found, 7, 0
+        self.looked = 0
         self.on_host: dict[str, Begun] = {}
 
     def progress(self) -> int:
         return self.finished
+
+    def look(self) -> None:
+        self.looked += 1
 
     def positions(self) -> Mapping[str, Position] | None:
         self.asked += 1
@@ -36,7 +40,7 @@ def test_the_recorder_is_asked_once_a_second_of_a_standstill() -> None:
     for later in (101.0, 101.1, 101.9):
         now = later
         assert standstill.look(communicators) == told
-    assert communicators.asked == 1
+    assert communicators.asked == communicators.looked == 1
     communicators.finished += 1
     assert standstill.look(communicators) == {}, "it goes on"
 
