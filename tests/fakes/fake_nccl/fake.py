@@ -135,7 +135,7 @@ class FakeNcclFabric(NcclFabric):
         return collected.depth > 0
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
-        communicator = FakeCommunicator(spec, store, self._gloo)
+        communicator = FakeCommunicator(spec, store, self._gloo, self._epoch)
         self._communicators.append(communicator)
         return communicator, communicator
 
@@ -192,10 +192,11 @@ class FakeCommunicator:
     supports_splitting = False
     supports_coalescing = True
 
-    def __init__(self, spec: GroupSpec, store: Store, gloo: GlooFabric) -> None:
+    def __init__(self, spec: GroupSpec, store: Store, gloo: GlooFabric, epoch: Epoch) -> None:
         self._spec = spec
         self._store = store
         self._gloo = gloo
+        self._epoch = epoch
         self._group: GlooGroup | None = None
         self._stream: SimpleQueue[FakeWork | None] | None = None
         self._launched = self._ended = 0
@@ -269,10 +270,22 @@ class FakeCommunicator:
             raise StreamOrderError(
                 f"unbatched {name} on {self._spec.description}: NCCL may deadlock"
             )
+        self._await_memory(name, args)
         work = self._start(name, args, kwargs)
         if work is not None:
             self._await_peer(work)
         return work
+
+    def _await_memory(self, name: str, args: tuple[Any, ...]) -> None:
+        """Wait for what others write into its operands. On a device the stream does: the host is
+        not inside meanwhile, and finds the close of the epoch in its next call."""
+        inside = self._epoch.waits.pop(get_ident(), None)
+        try:
+            order.settle(args, strict=False)
+        finally:
+            if inside is not None:
+                self._epoch.waits[get_ident()] = inside
+        self._epoch.check(name)
 
     def _await_peer(self, work: FakeWork) -> None:
         """NCCL connects inside of the call that enqueues: the host waits for its peers there."""
