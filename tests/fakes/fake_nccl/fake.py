@@ -54,6 +54,7 @@ from torch._C._distributed_c10d import ErrorType, Store
 from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
+from deadpool_megatron.comms.in_flight.works import communication_failed
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.comms.operations import (
@@ -315,7 +316,12 @@ class FakeCommunicator:
             work = FakeWork(self, name, [o for o, _ in written], [r for _, r in written], [])
             for output in work.outputs:
                 _fill_with_junk(output)
-            work.inner = group._starts[name](*private, **kwargs)
+            try:
+                work.inner = group._starts[name](*private, **kwargs)
+            except RuntimeError as error:
+                if not communication_failed(error):
+                    raise
+                work.inner = NeverEnding(error)
             order.add(work)
         is_message = name in POINT_TO_POINT
         work.peer = int(args[1]) if is_message else None
@@ -388,6 +394,16 @@ class FakeFuture(torch.futures.Future[list[torch.Tensor]]):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         callback(self)
+
+
+@dataclass(frozen=True)
+class NeverEnding:
+    """A kernel that was launched, and whose peer is gone."""
+
+    error: RuntimeError
+
+    def wait(self) -> None:
+        raise self.error
 
 
 class FakeWork:
