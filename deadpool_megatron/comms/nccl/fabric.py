@@ -220,6 +220,8 @@ class NcclGroup(InnerGroup):
         epoch = self.epoch
         if ruin := self._blocks.begin(operation):
             epoch.fault(self.description, operation, ruin)
+        if operation in OPENS_A_GROUP and not self._blocks.is_open_here():
+            self._ask(operation)
         if failpoints.ACTIVE:
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
@@ -312,8 +314,15 @@ class NcclGroup(InnerGroup):
         if not self._blocks.is_open_here():
             self.epoch.check(operation)
 
+    def _ask(self, operation: str) -> None:
+        """Before a group is opened that an error of NCCL would leave open."""
+        if error := self.error():
+            self.epoch.fault(self.description, operation, f"torch's watchdog tells of {error}")
+
     def _start_block(self, device: torch.device) -> None:
         self._check("start of a block")
+        if not self._blocks.is_open_here():
+            self._ask("coalesced")
         if not self._blocks.enter():
             raise EpochClosed(self.epoch.number, "start of a block")
         try:

@@ -382,9 +382,10 @@ def reduce(_: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def fails(member: Member, operation: Callable[[int], None]) -> bool:
+def fails(member: Member, operation: Callable[[int], None], is_asked: bool) -> bool:
     """The peer dies, and the next thing that this rank enqueues is refused by NCCL, which is not
-    asked how deep the thread is: a torch with NCCL inside of it cannot ask."""
+    asked how deep the thread is: a torch with NCCL inside of it cannot ask. The watchdog may be, or
+    know of nothing yet."""
     fake_nccl.FakeNcclFabric._is_left_open = lambda _: False  # type: ignore[method-assign]
     fake_nccl.allow_unbatched = operation is send
     os.environ[fake_nccl.DUMP_MILLISECONDS] = "0"
@@ -395,6 +396,9 @@ def fails(member: Member, operation: Callable[[int], None]) -> bool:
         member.order("never").wait(DEADLINE_SECONDS)
     dist.all_reduce(torch.ones(1), async_op=True)
     wait_for("the watchdog", has_noticed)
+    if not is_asked:
+        backend: Any = fake_nccl.FakeCommunicator
+        backend.get_error = lambda _: ErrorType.SUCCESS
     with pytest.raises(CommunicatorFault):
         operation(1)
     member.comms.interrupt(0)
@@ -402,14 +406,21 @@ def fails(member: Member, operation: Callable[[int], None]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("operation", "may_go_on"), [(send, False), (send_in_a_batch, False), (reduce, True)]
+    ("operation", "is_asked", "may_go_on"),
+    [
+        (send, False, False),
+        (send, True, True),
+        (send_in_a_batch, False, False),
+        (send_in_a_batch, True, True),
+        (reduce, False, True),
+    ],
 )
 def test_a_failure_in_a_group_costs_its_process(
-    operation: Callable[[int], None], may_go_on: bool
+    operation: Callable[[int], None], is_asked: bool, may_go_on: bool
 ) -> None:
     """NCCL would collect and never launch what that thread calls from then on."""
-    with Ranks(2, kind=KIND) as ranks:
-        ranks.start(partial(fails, operation=operation))
+    with Ranks(2, kind=KIND, close_wait_seconds=0.1) as ranks:
+        ranks.start(partial(fails, operation=operation, is_asked=is_asked))
         for rank in range(2):
             ranks.hear(rank, "ready")
         ranks.kill(1)
