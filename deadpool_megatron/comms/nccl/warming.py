@@ -7,31 +7,32 @@ with one rank NCCL copies instead, and opens no connection. Has never run on a G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from deadpool_megatron.comms.fabrics import fabric_of
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
 from deadpool_megatron.comms.inner import GroupSpec
+from deadpool_megatron.comms.nccl.fabric import NcclFabric
 
 _ELEMENTS = 256
 _SECONDS = 60.0
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def warm(device: torch.device, transport: str = "nccl") -> None:
+def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric) -> None:
     """Make a communicator of one rank, use it once for each collective of training, and abort it.
 
     The calling thread must not be in an epoch. Raises RuntimeError as NCCL does.
     """
     limits = Limits(_SECONDS, 0.0, _SECONDS, 0.0)
     epoch = Epoch(0, limits, WaiterPool(), Progress(), None)
-    fabric = fabric_of(epoch, transport, None)
+    fabric = make(epoch)
+    epoch.fabrics.append(fabric)
     spec = GroupSpec(
         "warm-up",
         "deadpool-warm-up",

@@ -11,7 +11,7 @@ from deadpool_megatron.comms import Communicators
 from deadpool_megatron.comms.nccl import warming
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
-from fake_nccl.fake import FakeCommunicator
+from fake_nccl.fake import FakeCommunicator, FakeNcclFabric
 from tests.comms.ranks import Member, run
 
 
@@ -28,7 +28,7 @@ def calls_of_a_warm_up(member: Member) -> tuple[list[str], bool, bool]:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(FakeCommunicator, "_start", noted)
     monkeypatch.setattr(fake_nccl, "set_up", made.append)
-    warming.warm(torch.device("cpu"), KIND)
+    warming.warm(torch.device("cpu"), FakeNcclFabric)
     [communicator] = made
     return calls, communicator._spec.size == 1, communicator.aborted
 
