@@ -1,17 +1,19 @@
-"""Groups that are made in the middle of training."""
+"""Groups that are made in the middle of training, or split from others."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 from deadpool_megatron.comms import EpochClosed
 
-from .ranks import Member, Ranks
+from .ranks import Member, Ranks, run
 
 LIMIT_SECONDS = 20.0
 
@@ -51,3 +53,52 @@ def test_a_group_whose_making_is_interrupted_is_none() -> None:
         ranks.interrupt(0)
         ranks.say(1, "order", "interrupted")
         assert ranks.results() == {0: 2.0, 1: 2.0}
+
+
+CPU = torch.device("cpu", 0)
+PARTS = [[0, 2], [3, 1]]
+
+
+def split() -> list[Any]:
+    """Groups by split_group and by DeviceMesh."""
+    parts = dist.split_group(split_ranks=PARTS, group_desc="PART")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return [parts, mesh.get_group("dp"), mesh.get_group("tp")]
+
+
+def splits(member: Member) -> Any:
+    member.init()
+    # As where a program has given ``device_id`` and there is an accelerator: the CPU plays it.
+    accelerator: Any = torch.accelerator
+    accelerator.is_available, accelerator.current_accelerator = lambda: True, lambda: CPU
+    dist.group.WORLD.bound_device_id = CPU
+    assert dist.group.WORLD.get_backend(CPU).supports_splitting
+    # How torch names what it splits.
+    named = [c10d._hash_ranks_to_str(sorted(part)) for part in PARTS if member.rank in part]
+    groups = split()
+    assert groups[0].group_name == named[0]
+    for epoch in range(2):
+        member.attach(epoch)
+        found = [seen(group) for group in groups]
+    late = split()
+    # By ranks of the parent, and not all of them.
+    last = dist.split_group(late[0], split_ranks=[[1]])
+    assert (last and last.ranks) == (late[0].ranks[1:] if late[0].rank() else None)
+    return found, [seen(group) for group in late]
+
+
+def seen(group: Any) -> tuple[Any, ...]:
+    value = torch.tensor([3.0 ** dist.get_rank()])
+    dist.all_reduce(value, group=group)
+    assert c10d._resolve_process_group(group.group_name) is group
+    return group.description, dist.get_process_group_ranks(group), group.rank(), value.item()
+
+
+def test_groups_that_are_split_from_another_are_those_that_torch_makes() -> None:
+    for rank, both in run(4, splits).items():
+        for found in both:
+            assert found == [
+                ("PART", ranks := [rank % 2, rank % 2 + 2], rank // 2, sum(3.0**r for r in ranks)),
+                ("mesh_dp", ranks, rank // 2, sum(3.0**r for r in ranks)),
+                ("mesh_tp", ranks := [rank & 2, rank | 1], rank % 2, sum(3.0**r for r in ranks)),
+            ]

@@ -24,12 +24,20 @@ from deadpool_megatron.comms.operations import tensors_in
 
 
 class DetachedBackend:
-    """What a detached group answers for its c10d Backend: can do nothing special."""
+    """What a detached group answers for its c10d Backend: can do nothing special but be split,
+    which needs no communicator here."""
 
-    supports_splitting = False
+    supports_splitting = True
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def name(self) -> str:
+        """The library whose backend there will be; DeviceMesh asks."""
+        return self._kind
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
@@ -45,7 +53,7 @@ class DetachedGroup(InnerGroup):
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
-        self._backend = DetachedBackend()
+        self._backend = DetachedBackend("nccl" if spec.device.type == "cuda" else "gloo")
 
     def forward(
         self,

@@ -2,11 +2,12 @@
 
 Only what stock code calls is replaced, and everything can be put back. ``_new_group_with_tag``
 rather than ``new_group``: all ways to a new group (also copies of ``new_group`` that other modules
-imported earlier) pass through it.
+imported earlier) pass through it. The exception is ``split_group``, which becomes calls of it.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
@@ -73,6 +75,10 @@ class Installation:
         self._replace(_c10d, "init_process_group", init)
         self._replace(_dist, "init_process_group", init)
         self._replace(_c10d, "_new_group_with_tag", self._wrap_new_group(_c10d._new_group_with_tag))
+        split = _wrap_split(_c10d.split_group)
+        # DeviceMesh has a copy.
+        for module in (_c10d, _dist, device_mesh):
+            self._replace(module, "split_group", split)
         batch = _wrap_batch(_c10d.batch_isend_irecv)
         self._replace(_c10d, "batch_isend_irecv", batch)
         self._replace(_dist, "batch_isend_irecv", batch)
@@ -227,6 +233,37 @@ def _no_store_barrier() -> Iterator[None]:
     finally:
         if old is not None:
             os.environ["TORCH_DIST_INIT_BARRIER"] = old
+
+
+def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        """As torch, by a call of new_group for each part: what is split is exchanged later."""
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        parent = values["parent_pg"] or _c10d._get_default_group()
+        if not isinstance(parent, ReconfigurableGroup):
+            return original(*args, **kwargs)
+        if not values["split_ranks"]:
+            raise ValueError("split_ranks cannot be None or empty")
+        mine = None
+        for part in values["split_ranks"]:
+            ranks = [parent.ranks[rank] for rank in part]
+            group = _c10d.new_group(
+                ranks,
+                values["timeout"],
+                values.get("backend") or parent.requested,
+                values["pg_options"] or copy.deepcopy(parent.options),
+                # So that it is named by its ranks, and called by those of the parent only.
+                use_local_synchronization=True,
+                group_desc=values["group_desc"],
+            )
+            mine = group if parent.rank() in part else mine
+        return mine
+
+    return split_group
 
 
 def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
