@@ -96,6 +96,12 @@ class Settings:
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
     communicator: str = _setting("auto", "communication library: auto, gloo or nccl")
+    rebuild: str = _setting(
+        "auto",
+        "how communicators of an epoch are made: one-by-one; side-by-side; split (of that of all"
+        " roles, NCCL); late-world (one-by-one, that of all roles at its first use); auto:"
+        " one-by-one over NCCL, else side-by-side",
+    )
     interface: str = _setting(
         "127.0.0.1",
         "address on which vaults and communicators listen, or the name of the network interface"
@@ -406,6 +412,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "share_snapshots": ("off", "on"),
     "check": ("off", "facts", "links"),
     "communicator": ("auto", "gloo", "nccl"),
+    "rebuild": ("auto", "one-by-one", "side-by-side", "split", "late-world"),
     "start_method": ("auto", "fork", "exec"),
     "divergence": ("auto", "stop", "report"),
     "evict_slow": ("off", "on"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -42,6 +42,10 @@ class Builders:
             threading.Thread(target=self._serve, name="deadpool-builder", daemon=True)
             for _ in range(min(at_once, len(jobs)))
         ]
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Connect these as well, behind all others; before the run, or by one of its jobs."""
+        self._waiting.extend(jobs)
 
     def run(self) -> None:
         """Connect all of them. Raises the first error; groups that were begun then go on."""

@@ -7,7 +7,9 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -19,7 +21,7 @@ from deadpool_megatron.comms import torch_versions
 from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job, LeftBehind
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.fabrics import fabric_of
-from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
+from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup, LateGroup
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
 from deadpool_megatron.comms.groups.install import Installation
 from deadpool_megatron.comms.groups.roster import Entry, Roster
@@ -28,7 +30,7 @@ from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
 from deadpool_megatron.comms.in_flight.waiters import Left, WaiterPool
 from deadpool_megatron.comms.inner import InnerGroup
 from deadpool_megatron.comms.observed import Observed
-from deadpool_megatron.comms.store import EpochStore
+from deadpool_megatron.comms.store import EpochStore, meet
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.settings import is_played
 
@@ -49,9 +51,9 @@ class Communicators(Observed):
     ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
     called before, once per epoch, on the thread that communicates or calls :meth:`look`.
     ``drain_seconds`` is the deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted
-    wait gets to end by itself; ``at_once`` the number of groups that connect at the same time, over
-    NCCL one by default: that its communicators may be made side by side on a device has been read,
-    and tried by nobody.
+    wait gets to end by itself; ``rebuild`` the way in which the communicators of an epoch are made,
+    as in the settings: "auto" is side by side, over NCCL one by one. No other way has been tried on
+    a device.
 
     All methods but interrupt, those of Observed and the properties belong to the main thread.
     """
@@ -65,7 +67,7 @@ class Communicators(Observed):
         on_fault: FaultCallback | None = None,
         grace_seconds: float = 0.1,
         address: str | None = None,
-        at_once: int | None = None,
+        rebuild: str = "auto",
         long_operation_seconds: float = 0.0,
     ) -> None:
         if kind not in ("gloo", "nccl") and not is_played(kind):
@@ -81,8 +83,10 @@ class Communicators(Observed):
         )
         self._on_fault = on_fault
         self._address = address
-        self._at_once = at_once or (1 if kind == "nccl" else AT_ONCE)
+        self.rebuild = rebuild
         self._roster = Roster()
+        # Of groups whose communicators are split from that of WORLD.
+        self._colours: dict[ReconfigurableGroup, int] = {}
         self._pool = WaiterPool()
         self._reaper = Reaper()
         self._installation: Installation | None = None
@@ -158,13 +162,28 @@ class Communicators(Observed):
         if epoch.closed or self._store is None:
             group.inner = ClosedGroup(epoch.number)
             raise EpochClosed(epoch.number, "new_group")
-        store = self._store
         made: dict[ReconfigurableGroup, InnerGroup] = {}
-        builders = Builders([self._job(epoch, group, store, made)], 1)
+        self._connect_late(group, [self._job(epoch, group, self._store, made)], made)
+
+    def _connect_late(
+        self,
+        group: ReconfigurableGroup,
+        jobs: list[Job],
+        made: dict[ReconfigurableGroup, InnerGroup],
+    ) -> InnerGroup:
+        """Connect it in the middle of an epoch, by a call that all its ranks make."""
+        epoch, limits = self._current, self._limits
+        assert epoch is not None
+        epoch.check("new_group")
+        limit_seconds = limits.operation_timeout_seconds
+        if epoch.is_patient:
+            limit_seconds = limits.long_operation_seconds
+        builders = Builders(jobs, 1)
         activity = Activity(group.spec().place, "new_group")
-        self._build(epoch, builders, builders.run, activity, self._limits.operation_timeout_seconds)
+        self._build(epoch, builders, builders.run, activity, limit_seconds)
         group.inner = made[group]
         group.inner.be_patient(epoch.is_patient)
+        return group.inner
 
     def forget(self, group: ReconfigurableGroup) -> None:
         """destroy_process_group was called on it."""
@@ -381,21 +400,57 @@ class Communicators(Observed):
             # By the main thread, which it watches.
             fabric_of(epoch, self._kind, self._address)
         made: dict[ReconfigurableGroup, InnerGroup] = {}
-        groups = self._roster.in_attach_order()
-        jobs = [self._job(epoch, group, prefixed, made) for group in groups]
+        self._colours.clear()
+        jobs = {
+            group: self._job(epoch, group, prefixed, made)
+            for group in self._roster.in_attach_order()
+        }
+        world = self._roster.world()
+        first = [jobs.pop(world)]
+        way = "one-by-one" if (self._kind, self.rebuild) == ("nccl", "auto") else self.rebuild
+        is_split = way == "split" and world.transport != "gloo"
+        is_late = way == "late-world"
+        begun = first if is_split else [*([] if is_late else first), *jobs.values()]
         # A client of TCPStore holds its lock while it waits, so that no other thread could write.
-        builders = Builders(jobs, self._at_once if isinstance(store, EpochStore) else 1)
-        activity = Connecting(builders)
+        is_threaded = way in ("auto", "side-by-side") and isinstance(store, EpochStore)
+        builders = Builders(begun, AT_ONCE if is_threaded else 1)
 
         def build() -> None:
+            if is_split:
+                builders.add(self._splits(epoch, prefixed, jobs))
             builders.run()
             epoch.check("attach")
-            work = made[self._roster.world()].forward("barrier", (), {})
-            if work is not None:
+            if is_late:
+                meet(prefixed, "attach", world.rank(), world.size())
+            elif (work := made[world].forward("barrier", (), {})) is not None:
                 work.wait()
 
-        self._build(epoch, builders, build, activity, deadline_seconds)
+        self._build(epoch, builders, build, Connecting(builders), deadline_seconds)
+        if is_late:
+            connect = partial(self._connect_late, world, first, made)
+            made[world] = LateGroup(world.spec(), connect)
         return made
+
+    def _splits(
+        self, epoch: Epoch, store: Store, jobs: dict[ReconfigurableGroup, Job]
+    ) -> list[Job]:
+        """``jobs`` as splits of WORLD's communicator, in each of which all its ranks take part; as
+        they are where the ranks do not all know the same groups."""
+        world = self._roster.world()
+        digest, rounds = self._roster.splits()
+        fabric = fabric_of(epoch, world.transport, self._address)
+        found: list[Job] = []
+        if not meet(store, "groups", world.rank(), world.size(), digest):
+            warnings.warn("the roles know different groups: none is split from WORLD", stacklevel=2)
+            rounds = []
+        for groups in rounds:
+            mine = next((group for group in groups if group is not None), None)
+            if mine is None:
+                found.append(Job("WORLD (split)", fabric.leave_out))
+            else:
+                self._colours[mine] = groups.index(mine)
+                found.append(jobs.pop(mine))
+        return [*found, *jobs.values()]
 
     def _build(
         self,
@@ -443,7 +498,8 @@ class Communicators(Observed):
 
         def connect() -> None:
             epoch.check("attach")
-            inner = fabric_of(epoch, group.transport, self._address).create(group.spec(), prefixed)
+            spec = replace(group.spec(), colour=self._colours.get(group))
+            inner = fabric_of(epoch, group.transport, self._address).create(spec, prefixed)
             epoch.groups.append(inner)
             made[group] = inner
 

@@ -25,7 +25,7 @@ class GroupSpec:
 
     ``ranks`` are global ranks in group order, ``rank`` is the own position among them, ``timeout``
     is a timeout that was set explicitly (None: the fabric's default) and ``requested_timeout`` the
-    one the group was created with.
+    one the group was created with; ``colour`` what makes it a split of WORLD's communicator.
     """
 
     description: str
@@ -36,6 +36,7 @@ class GroupSpec:
     timeout: timedelta | None = None
     requested_timeout: timedelta | None = None
     options: Any = None
+    colour: int | None = None
 
     @property
     def size(self) -> int:
@@ -134,6 +135,9 @@ class Fabric(ABC):
 
         ``store`` is used up to the return of this call only.
         """
+
+    def leave_out(self) -> None:  # noqa: B027
+        """Take part in a split of WORLD's communicator that makes none for this process."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -33,7 +33,7 @@ from deadpool_megatron.comms.gloo.fabric import GlooFabric
 from deadpool_megatron.comms.store import EpochStore
 
 _DEADLINE_SECONDS = 120.0
-SIDES = {"one by one": 1, "side by side": AT_ONCE, "stock": 0}
+SIDES = {"one by one": "one-by-one", "side by side": "side-by-side", "stock": ""}
 
 
 def groups_of(roles: int, count: int) -> list[list[int]]:
@@ -74,7 +74,7 @@ def play_role(
             ours = Communicators(
                 operation_timeout_seconds=_DEADLINE_SECONDS,
                 address="127.0.0.1",
-                at_once=SIDES[side],
+                rebuild=SIDES[side],
             )
             ours.install()
             dist.init_process_group("gloo", rank=role, world_size=roles)

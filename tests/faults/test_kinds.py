@@ -135,3 +135,15 @@ def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     assert (waits["roles"], waits["where"]) == ([0], "waits")
     assert missing["begun"] == group["number"] - 1
     assert ("ended" in missing) == (communicator == KIND)
+
+
+@pytest.mark.parametrize("way", ["one-by-one", "side-by-side", "split", "late-world"])
+def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(
+    tmp_path: Path, way: str
+) -> None:
+    settings = f"--deadpool-communicator {KIND} --deadpool-rebuild {way}"
+    lost = fault("lost", "backward", when_role=1, when_iteration=5, target="node")
+    options = {"spares": 1, "settings": settings}
+    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, [lost], **options)
+    (recovery,) = outcome.final["recoveries"]
+    assert recovery["kind"] == "node-lost"

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "scripts" / "gpu"
-PARTS = ["smoke", "seam", "trainer", "copies", "overhead", "kernels", "losses", "more"]
+PARTS = ["smoke", "seam", "trainer", "rebuild", "copies", "overhead", "kernels", "losses"]
 #: torch, numpy, and what they need themselves
 NEEDED = ["torch", "numpy", "typing_extensions", "sympy", "mpmath", "networkx", "Jinja2"]
 NEEDED += ["MarkupSafe", "fsspec", "filelock", "setuptools"]
@@ -89,7 +89,9 @@ def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit: Kit, tmp_path:
     assert started.returncode == 0, said
     assert found["summary"]["finished"] == PARTS, said
     facts = {part: found[part]["facts"] for part in PARTS}
-    assert facts["seam"]["side by side"]["kills"] == facts["more"]["side by side"]["kills"] == 1
+    assert facts["seam"]["one-by-one"]["kills"] == 1
+    ways = ("one-by-one", "split", "late-world", "side-by-side")
+    assert [facts["rebuild"][way]["kills"] for way in ways] == [1, 1, 1, 1]
     # Who was lost while communicators were made was replaced in an epoch more.
     assert facts["losses"]["rebuild"]["epochs"] == 2
     assert len(facts["trainer"]["pipeline"]["recoveries"]) == 1

@@ -69,6 +69,24 @@ class Roster:
         groups = self.groups()
         return groups[:1] + sorted(groups[1:], key=lambda group: group.ranks)
 
+    def splits(self) -> tuple[str, list[list[ReconfigurableGroup | None]]]:
+        """How all groups of all roles but those of gloo are split from WORLD, in rounds whose
+        groups share no rank (None: we are no member); first a digest, which is equal on ranks that
+        know the same groups and so have the same rounds."""
+        entries = [one for one in self._entries[1:] if one.requested.lower() != "gloo"]
+        taken: list[set[int]] = []
+        rounds: list[list[ReconfigurableGroup | None]] = []
+        for entry in entries:
+            ranks = set(entry.ranks)
+            free = (i for i, others in enumerate(taken) if others.isdisjoint(ranks))
+            if (number := next(free, len(taken))) == len(taken):
+                taken.append(set())
+                rounds.append([])
+            taken[number] |= ranks
+            rounds[number].append(entry.group)
+        text = str([(entry.ranks, entry.description) for entry in entries])
+        return hashlib.blake2b(text.encode()).hexdigest(), rounds
+
     def start_epoch(self) -> None:
         """Store keys are numbered anew."""
         self._made.clear()

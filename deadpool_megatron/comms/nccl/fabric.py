@@ -14,6 +14,7 @@ byte as their group is made (collectives connect there with ``NCCL_RUNTIME_CONNE
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -84,6 +85,10 @@ class NcclFabric(Fabric):
         self._groups.append(group)
         return group
 
+    def leave_out(self) -> None:
+        world = self._groups[0]
+        world.backend().perform_nocolor_split(world._device)
+
     def positions(self) -> Mapping[str, Position]:
         groups = list(self._groups)
         found = read_positions(self._recorded(), {group.uid for group in groups})
@@ -116,6 +121,9 @@ class NcclFabric(Fabric):
         timeout = spec.timeout or spec.requested_timeout
         if timeout is not None:
             options._timeout = timeout
+        if spec.colour is not None:
+            options = copy.deepcopy(options)  # those of a user outlive this parent
+            options.split_from, options.split_color = self._groups[0].backend(), spec.colour
         options.global_ranks_in_group = list(spec.ranks)
         options.group_name = spec.name
         backend = ProcessGroupNCCL(store, spec.rank, spec.size, options)

@@ -87,6 +87,7 @@ class Session:
             drain_seconds=self._drain_seconds,
             on_fault=self._on_fault,
             address=settings.interface,
+            rebuild=settings.rebuild,
             long_operation_seconds=settings.first_step_seconds,
         )
         self._reports = Reports(link, self._check)

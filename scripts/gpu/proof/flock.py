@@ -87,7 +87,7 @@ class Flock:
         self.setup = setup
         self.epoch = 1
         #: how many communicators are made side by side from the next epoch on
-        self.at_once = 1
+        self.way = "one-by-one"
         self._context = mp.get_context("spawn")
         self._everybody: list[Player] = []
         self._spares: list[Player] = []
@@ -127,7 +127,7 @@ class Flock:
             if lost:
                 found.epochs += 1
                 for player in self.players.values():
-                    player.tell((self.epoch, self.at_once))
+                    player.tell((self.epoch, self.way))
                 self.epoch += 1
                 for rank, fate in lost.items():
                     self._give(rank, self.epoch, fate)
@@ -178,7 +178,7 @@ class Flock:
         player = self._spares.pop(0)
         _await_warm(player)
         player.rank = rank
-        player.tell((rank, epoch, self.at_once, fate))
+        player.tell((rank, epoch, self.way, fate))
         self.players[rank] = player
         if len(self._spares) < self.setup.spares:
             self._start_spare()

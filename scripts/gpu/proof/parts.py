@@ -21,12 +21,12 @@ class Part:
 
 PARTS = (
     Part("smoke", 70, "versions, streams, memory, futures: each alone", smoke.look),
-    Part("seam", 90, "two ranks: communicators aborted and made anew", seam.first_kills),
+    Part("seam", 50, "two ranks: communicators aborted and made anew", seam.first_kills),
     Part("trainer", 120, "the embedded trainer loses a node", trainings.embedded),
+    Part("rebuild", 45, "more communicators, made in each way there is", seam.rebuilds),
     Part("copies", 45, "steps with and without copies to the host", copies.measure),
     Part("overhead", 90, "steps of a training with and without protection", overhead.measure),
     Part("kernels", 30, "optimizers: state put back, the same bits", kernels.capture),
     Part("losses", 30, "a kill in a batch, in a rebuild; a stop; an assert", seam.special_losses),
     Part("pretrain", 120, "pretrain_gpt.py loses a node", trainings.megatron_lm),
-    Part("more", 5, "more kills and more communicators, until time is up", seam.more_kills),
 )

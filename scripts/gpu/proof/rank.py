@@ -74,8 +74,8 @@ def play(setup: Setup, number: int, line: Connection) -> None:
         Communicators(setup.device.communicator).warm()
     line.send(Report("warm", -1))
     try:
-        rank, epoch, at_once, fate = line.recv()
-        Rank(setup, rank, line, at_once, limit_seconds).go_on_from(epoch, fate)
+        rank, epoch, way, fate = line.recv()
+        Rank(setup, rank, line, way, limit_seconds).go_on_from(epoch, fate)
     except EOFError:
         return  # the conductor has ended
 
@@ -106,7 +106,7 @@ class Rank:
     """Communicates in all groups, over and over, until told of the close of the epoch."""
 
     def __init__(
-        self, setup: Setup, rank: int, line: Connection, at_once: int, limit_seconds: float
+        self, setup: Setup, rank: int, line: Connection, way: str, limit_seconds: float
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -116,7 +116,7 @@ class Rank:
         self._setup, self._rank, self._line = setup, rank, line
         self._limit_seconds = limit_seconds
         self._comms = Communicators(
-            setup.device.communicator, drain_seconds=limit_seconds, at_once=at_once
+            setup.device.communicator, drain_seconds=limit_seconds, rebuild=way
         )
         self._where = torch.device(setup.device.value)
         self._fate = Fate.NONE
@@ -137,7 +137,7 @@ class Rank:
 
     def _obey(self) -> None:
         """What the conductor says while the rank communicates: the number of an epoch that is
-        closed, and how many communicators are made at once in the next one; or a fate."""
+        closed, and the way in which those of the next one are made; or a fate."""
         while True:
             try:
                 order = self._line.recv()
@@ -147,7 +147,7 @@ class Rank:
                 self._fate = order
                 continue
             began = time.monotonic()
-            closed, self._comms._at_once = order
+            closed, self._comms.rebuild = order
             self._comms.interrupt(closed)
             self._interrupt_seconds = time.monotonic() - began
 

@@ -1,4 +1,4 @@
-"""Parts seam, losses and more: communicators aborted and made anew in processes that go on."""
+"""Parts seam, rebuild and losses: communicators aborted and made anew in processes that go on."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from proof.result import Task, read_json
 _HELD = ("threads", "descriptors", "device_bytes", "group left open")
 _REPORTED = [f"{what}_seconds" for what in ("abort", "drain", "device", "attach", "first_use")]
 _EACH = "attach_seconds_per_communicator"
-#: how many communicators are made at once
-_WAYS = {"one after the other": 1, "side by side": 8}
+#: values of --deadpool-rebuild, last the one of which most doubt that a device bears it
+_WAYS = ("one-by-one", "split", "late-world", "side-by-side")
 
 
 def first_kills(task: Task) -> None:
-    """Part seam: few communicators, made one after the other, then side by side."""
-    _lose_ranks(task, 3, 1, task.size.kills)
+    """Part seam: few communicators, made one by one."""
+    _lose_ranks(task, 3, [_WAYS[0]] * task.size.kills)
 
 
-def more_kills(task: Task) -> None:
-    """Part more: more communicators, in turns, for as long as there is time."""
-    _lose_ranks(task, task.size.groups, task.size.rounds, 1)
+def rebuilds(task: Task) -> None:
+    """Part rebuild: more communicators, in all ways in turns, for as long as there is time."""
+    _lose_ranks(task, task.size.groups, [*_WAYS] * task.size.rounds)
 
 
-def _lose_ranks(task: Task, groups: int, rounds: int, kills: int) -> None:
+def _lose_ranks(task: Task, groups: int, ways: list[str]) -> None:
     """Rank 1 is killed over and over; rank 0 lives through all of it."""
     known: dict[str, list[dict[str, Any]]] = {}
     course = task.facts["course"] = []
     with tempfile.TemporaryDirectory() as folder, Flock(_setup(task, 2, groups, folder)) as flock:
-        for way in [way for _ in range(rounds) for way in _WAYS for _ in range(kills)]:
-            if rounds > 1 and course and task.left_seconds < 4 * course[-1]["seconds"]:
+        for way in ways:
+            if len(course) >= len(_WAYS) and task.left_seconds < 4 * course[-1]["seconds"]:
                 break  # it has no end of its own
-            flock.at_once = _WAYS[way]
+            flock.way = way
             course.append(_told(flock.recover(1, Player.kill, Fate.NONE)))
             known.setdefault(way, []).append(course[-1])
             task.facts[way] = _summary(known[way])

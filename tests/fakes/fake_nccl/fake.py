@@ -137,6 +137,8 @@ class FakeNcclFabric(NcclFabric):
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         communicator = FakeCommunicator(spec, store, self._gloo, self._epoch)
+        if spec.colour is not None:
+            communicator.parent = self._groups[0].backend()
         self._communicators.append(communicator)
         return communicator, communicator
 
@@ -208,17 +210,36 @@ class FakeCommunicator:
         self._in_set_up = False
         self._noticed_at_seconds: float | None = None
         self.aborted = False
+        #: WORLD's, if it is made by a split, and how many it has taken part in itself
+        self.parent: FakeCommunicator | None = None
+        self.splits = 0
         self.uid = next(_uids)
 
     # -- as a Backend ----------------------------------------------------------------------------
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self._in_set_up = True
+        if self.parent is not None and self._spec.colour is not None:
+            found = self.parent.split(self._spec.colour)
+            if found != self._spec.ranks:
+                raise dist.DistBackendError(f"a split for {self._spec.ranks} has {found}")
         self._connect()
         set_up(self)
         self._in_set_up = False
         if os.environ.get(CONNECT) == "0":
             self._connected.add(None)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.split(-1)
+
+    def split(self, colour: int) -> tuple[int, ...]:
+        """Who has this colour. All ranks take part, each time, or wait for ever."""
+        self.splits += 1
+        with unwatched():
+            colours = [torch.zeros(1) for _ in self._spec.ranks]
+            mine = torch.tensor([float(colour)])
+            self._connect()._starts["allgather"]([colours], [mine]).wait()
+            return tuple(rank for rank, one in enumerate(colours) if one.item() == colour)
 
     def abort(self) -> None:
         if self._in_set_up:
