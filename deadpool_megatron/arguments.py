@@ -77,16 +77,18 @@ def played_problem(communicator: str) -> str:
     )
 
 
-def settings_from(namespace: argparse.Namespace, *, nccl: bool = False) -> Settings:
-    """The settings in parsed arguments; ``nccl``: communicators will be NCCL's, which have other
-    defaults. Raises SettingsError with one clear line.
+def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> Settings:
+    """The settings in parsed arguments; ``communicator``: what was decided about it, if anything,
+    as NCCL has other defaults. Raises SettingsError with one clear line.
     """
     names = [entry.name for entry in dataclasses.fields(Settings)]
     values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in names}
     given = {name: value for name, value in values.items() if value is not None}
     if problem := played_problem(communicator_in(namespace)):
         raise SettingsError(problem)
-    return Settings(**{**(NCCL_DEFAULTS if nccl else {}), **given})
+    if communicator:
+        given["communicator"] = communicator
+    return Settings(**{**(NCCL_DEFAULTS if communicator == "nccl" else {}), **given})
 
 
 def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:

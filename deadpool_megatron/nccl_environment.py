@@ -233,18 +233,6 @@ def is_needed(communicator: str) -> bool:
     return communicator != "gloo"
 
 
-def may_be_nccl(communicator: str) -> bool:
-    """Whether members may use NCCL with this value of ``--deadpool-communicator``."""
-    return communicator in ("nccl", "auto")
-
-
-def will_be_nccl(communicator: str, *, has_gpu: bool) -> bool:
-    """Whether members use NCCL with this value of ``--deadpool-communicator``: what ``auto`` means
-    is decided here, for processes that have a GPU each and for those that have none.
-    """
-    return communicator == "nccl" or (communicator == "auto" and has_gpu)
-
-
 def complete(environment: MutableMapping[str, str]) -> None:
     """Set what is not set; what the user has set stays."""
     for variable in VARIABLES:

@@ -16,6 +16,8 @@ from deadpool_megatron.preflight import xids
 
 # Of a run: the same computation gave other numbers.
 EXIT_DIVERGENCE = 3
+# Of a process that finds no device where its run has one for each.
+EXIT_NO_DEVICE = 72
 # Of a process, and of its run: what changes beside the optimizer's state is too large for its room.
 EXIT_EXTRAS_OUTGROWN = 76
 
@@ -104,7 +106,9 @@ _MARKS: tuple[_Mark, ...] = (
     _mark(r"NCCL.*unhandled (cuda|system) error", FailureKind.DEVICE_ERROR),
     _mark(r"unhandled (cuda|system) error.*NCCL", FailureKind.DEVICE_ERROR),
     _mark(r"ncclUnhandledCudaError|ncclSystemError", FailureKind.DEVICE_ERROR),
-    _mark(r"CUDA (driver )?error|\bcudaError|CUDA_ERROR_", FailureKind.DEVICE_ERROR),
+    _mark(r"CUDA (driver |unknown )?error|\bcudaError|CUDA_ERROR_", FailureKind.DEVICE_ERROR),
+    # torch as it starts up: the fabric manager is down, for one (error 802).
+    _mark(r"cudaGetDeviceCount|Error 802: system not yet init", FailureKind.DEVICE_ERROR),
     _mark(r"AcceleratorError", FailureKind.DEVICE_ERROR),
     _mark(r"\bcu(BLAS|DNN|SOLVER|FFT)\b.*(error|_STATUS_)", FailureKind.DEVICE_ERROR),
     _mark(r"(CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_", FailureKind.DEVICE_ERROR),
@@ -132,10 +136,10 @@ def kind_of_end(last_line: str) -> FailureKind:
     return FailureKind.PROCESS_CRASH
 
 
-def is_broken_for_good(last_line: str) -> bool:
-    """Whether the last words of a process say that its device is of no use before it is repaired,
-    where one device error by itself may have been a stray particle."""
-    return xids.quoted(last_line) is xids.Action.LEAVE_OUT
+def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
+    """Whether the end of a process says that its device is of no use before it is repaired, where
+    one device error by itself may have been a stray particle."""
+    return exit_code == EXIT_NO_DEVICE or xids.quoted(last_line) is xids.Action.LEAVE_OUT
 
 
 # What a generation is judged by: numbers of the step that makes it, and the state that it saves.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deadpool_megatron.cluster.failures import (
+    EXIT_NO_DEVICE,
     IN_WORDS,
     FailureKind,
     in_words,
@@ -62,6 +63,18 @@ FOR_GOOD = (48, 63, 74, 79, 94, 95)
             COMMUNICATOR,
         ),
         ("torch.distributed.DistNetworkError: failed to recv", COMMUNICATOR),
+        (
+            "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda"
+            " functions before calling NumCudaDevices() that might have already set an error?"
+            " Error 802: system not yet initialized",
+            DEVICE,
+        ),
+        (
+            "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up"
+            " environment, e.g. changing env variable CUDA_VISIBLE_DEVICES after program start.",
+            DEVICE,
+        ),
+        ("No CUDA GPUs are available", DEVICE),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", CRASH),
         ("RuntimeError: CUDA error: out of memory", CRASH),
         ("ValueError: bad sample", CRASH),
@@ -75,9 +88,10 @@ def test_kind_of_end(line: str, kind: FailureKind) -> None:
 
 def test_which_ends_say_that_the_device_is_broken_for_good() -> None:
     for number in FOR_GOOD:
-        assert is_broken_for_good(f"member 1.0.0 ended: exit 1 (NVRM: Xid (PCI:1:0): {number}, x)")
+        assert is_broken_for_good(None, f"NVRM: Xid (PCI:1:0): {number}, x")
     for line in ("Xid 13", "Xid 31", "Xid", "uncorrectable ECC error encountered", ""):
-        assert not is_broken_for_good(line), line
+        assert not is_broken_for_good(1, line), line
+    assert is_broken_for_good(EXIT_NO_DEVICE, "")
 
 
 def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> None:

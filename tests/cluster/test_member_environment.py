@@ -29,12 +29,11 @@ sys.exit(1)
 #: Takes its device as a member does, on a host where torch finds eight GPUs.
 TAKE = """
 import os, torch
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 8
+torch.cuda.init = lambda: None
 torch.cuda.set_device = lambda number: None
 torch.cuda.nccl.version = lambda: (2, 28, 9)
 from deadpool_megatron.hooks.process.device import take_device
-take_device("auto", int(os.environ["LOCAL_RANK"]))
+take_device("nccl", int(os.environ["LOCAL_RANK"]))
 """
 
 
@@ -110,17 +109,46 @@ def smi(folder: Path, gpus: int) -> dict[str, str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("visible", "shares"),
-    [("0,1,2,3,4,5", ("0,1", "2,3", "4,5")), ("7,6,5,4,3,2,1,0", ("7,6", "5,4", "3,2"))],
+    ("visible", "first", "method"), [("0,1,2,3,4,5", 0, "exec"), ("GPU-7,6,5,4,GPU-3,2", 7, "fork")]
 )
-def test_nodes_of_one_host_share_its_gpus_out(
-    tmp_path: Path, visible: str, shares: tuple[str, ...]
+def test_nodes_of_one_host_share_its_gpus_out_and_each_member_sees_its_own(
+    tmp_path: Path, visible: str, first: int, method: str
 ) -> None:
-    where = {**smi(tmp_path, 8), "CUDA_VISIBLE_DEVICES": visible}
-    found = environments(tmp_path, nodes=2, spares=1, nproc=2, **where)
-    assert {who: each["CUDA_VISIBLE_DEVICES"] for who, each in found.items()} == {
-        f"{node}-{slot}": shares[node] for node in range(3) for slot in range(2)
+    """By its UUID, also before a parked process knows its member; and as number 0, which a script
+    may take."""
+    (early := tmp_path / "early").mkdir()
+    where = {**smi(tmp_path, 8), "CUDA_VISIBLE_DEVICES": visible, "EARLY_LOOKS": str(early)}
+    options = ("--deadpool-communicator", "gloo", "--deadpool-start-method", method)
+    options = (*options, "--preload", "tests.cluster.early_look")
+    found = environments(tmp_path, *options, nodes=2, spares=1, nproc=2, **where)
+    own = {
+        f"{node}-{slot}": f"GPU-{abs(first - 2 * node - slot)}"
+        for node in range(3)
+        for slot in range(2)
     }
+    assert {who: each["CUDA_VISIBLE_DEVICES"] for who, each in found.items()} == own
+    assert {each["LOCAL_RANK"] for each in found.values()} == {"0"}
+    looks = [json.loads(path.read_text())["CUDA_VISIBLE_DEVICES"] for path in early.iterdir()]
+    assert method == "fork" or set(looks) == set(own.values())
+
+
+@pytest.mark.parametrize(
+    "command", [("run", "--spares", "1"), ("agent", "--node-id", "0", "--host", "127.0.0.1")]
+)
+def test_gpus_that_torch_was_not_built_for_are_no_reason_to_train_on_cpus(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    run, where = tmp_path / "run", smi(tmp_path, 8)
+    where["CUDA_VISIBLE_DEVICES"] = "0,1,2,3,4,5,6,7"
+    size = ("--nodes", "2", "--nproc-per-node", "2", "--run-dir", str(run))
+    done = deadpool(*command, *size, "--", "-m", "deadpool_megatron.trainer", **where)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    [line] = done.stderr.splitlines()
+    assert "8 GPUs are visible, and torch cannot use" in line
+    assert (
+        "AssertionError: Torch not compiled with CUDA enabled; './scripts/setup.sh --gpu'" in line
+    )
+    assert not run.exists()
 
 
 @pytest.mark.full

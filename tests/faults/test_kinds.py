@@ -30,10 +30,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 12
 LOST = fault("nan", "loss", when_iteration=9, action="mark")
 # Gradients of one role, summed over its peers: the norm shows them, the loss does not yet.
+WHERE = {"when_iteration": 5, "when_role": 1}
 SPOILED = fault("nan", "optimizer.before", when_iteration=9, when_role=3, action="mark")
 UNTIED = "--untie-embeddings-and-output-weights"
 SAVES = "--save {run}/saves --save-interval"
 HANGING_TRAINER = str(Path(__file__).parent / "harness" / "hanging_trainer.py")
+GPU_TRAINER = str(Path(__file__).parent / "harness" / "gpu_trainer.py")
 SLOW_TRAINER = str(Path(__file__).parent / "harness" / "slow_trainer.py")
 
 
@@ -107,6 +109,21 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     assert recovery["steps_recomputed"] == 0
     assert "is slow" in outcome.output
     assert [bad.kind for bad in read_bad_nodes(tmp_path)] == ["slow-node"]
+
+
+def test_a_device_that_is_gone_costs_its_node_and_not_the_run(tmp_path: Path) -> None:
+    """The process in the place of one that died finds no GPU: the spare takes the role."""
+    plain, plan = trainer(PP2_DP2, ITERATIONS), [fault("kill", "optimizer.before", **WHERE)]
+    struck = Program((GPU_TRAINER, "1", *plain.command[2:]), PP2_DP2.nodes)
+    settings = f"--deadpool-communicator {KIND}"
+    outcome = run_program(tmp_path / "run", struck, plan, spares=1, settings=settings)
+    assert_unnoticed(outcome, reference(PP2_DP2, ITERATIONS), plan)
+    (aside,) = outcome.of_kind("node-aside")
+    assert (aside.node, aside.data["kind"]) == (1, "device-error")
+    assert "RuntimeError: No CUDA GPUs are available" in aside.data["cause"]
+    assert outcome.final["recoveries"][-1]["seats_changed"]["1"][1][0] == 4
+    ends = [one.data["incarnation"] for one in outcome.of_kind("member-lost") if one.node == 1]
+    assert ends == [0, 1], "no third one is tried"
 
 
 @pytest.mark.parametrize("communicator", ["gloo", KIND])

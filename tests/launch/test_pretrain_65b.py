@@ -95,12 +95,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 @pytest.fixture
 def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
-    """The run that the first agent makes of it; how much memory is here decides nothing."""
+    """The run that the first agent makes of it; what memory and GPUs are here decides nothing."""
 
     def stop(*_: object) -> None:
         raise CommandError("as far as the test goes")
 
     monkeypatch.setattr(agent, "check_shared_memory", stop)
+    monkeypatch.setattr(agent, "decided", lambda communicator, *_: communicator)
+    monkeypatch.setattr(agent, "check_agreed", lambda *_: None)
     for name, value in task.environment.items():
         if name.startswith("SLURM_"):
             monkeypatch.setenv(name, value)

@@ -27,44 +27,75 @@ def test_facts_survive_json() -> None:
     assert {"python", "torch", "megatron-core", "deadpool-megatron"} <= facts.versions.keys()
 
 
-def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+#: The second GPU is split.
+LISTED = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)
+  MIG 3g.40gb     Device  0: (UUID: MIG-5)
+  MIG 4g.40gb     Device  1: (UUID: MIG-6)
+GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-3)
+"""
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho 'GPU 1: ...'\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n")
     program.chmod(0o755)
-    assert gpus.count_gpus() == 2
+    assert gpus.listed_gpus() == ("GPU-1", "MIG-5", "MIG-6", "GPU-3")
 
     def hangs(*_: object, **options: float) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", options["timeout"])
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert gpus.count_gpus() == 0
+    assert gpus.listed_gpus() == ()
 
 
 @pytest.mark.parametrize(
     ("named", "seen"),
     [
-        (None, ("0", "1", "2", "3")),
+        (None, ("GPU-a1", "GPU-b2", "GPU-c3", "GPU-d4")),
         ("", ()),
         (" ", ()),
-        ("2,3", ("2", "3")),
-        ("3, 0", ("3", "0")),
-        ("GPU-8f,GPU-07", ("GPU-8f", "GPU-07")),
-        ("1,4,2", ("1",)),
-        ("0,-1,2", ("0",)),
+        ("2,3", ("GPU-c3", "GPU-d4")),
+        ("3, 0", ("GPU-d4", "GPU-a1")),
+        ("GPU-d4,GPU-b", ("GPU-d4", "GPU-b2")),
+        ("GPU-d4,GPU-gone,GPU-a1", ("GPU-d4",)),
+        ("1,4,2", ("GPU-b2",)),
+        ("0,-1,2", ("GPU-a1",)),
+        ("0,,2", ("GPU-a1",)),
         ("-1", ()),
     ],
 )
 def test_visible_gpus_are_those_that_the_driver_would_show(
     named: str | None, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 4)
+    monkeypatch.setattr(gpus, "listed_gpus", lambda: ("GPU-a1", "GPU-b2", "GPU-c3", "GPU-d4"))
     assert gpus.visible_gpus({} if named is None else {gpus.VISIBLE: named}) == seen
 
 
 def test_without_a_gpu_none_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 0)
+    monkeypatch.setattr(gpus, "listed_gpus", tuple)
     assert gpus.visible_gpus({}) == gpus.visible_gpus({gpus.VISIBLE: "0,1"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("seen", "slot", "may_share", "shown"),
+    [
+        (("a", "b"), 1, False, ("0", "b")),
+        (("a", "b"), 2, False, ("0", "")),
+        ((), 0, False, ("0", "")),
+        (("a", "b"), 3, True, ("0", "b")),
+        ((), 3, True, ("3", None)),
+    ],
+)
+def test_a_member_is_shown_its_own_gpu(
+    seen: tuple[str, ...], slot: int, may_share: bool, shown: tuple[str, str | None]
+) -> None:
+    found = gpus.of_member(seen, slot, may_share=may_share)
+    assert (found["LOCAL_RANK"], found.get(gpus.VISIBLE)) == shown
 
 
 def test_shares_are_of_what_is_visible() -> None:

@@ -55,13 +55,9 @@ class Checkout:
         return done.stdout, [word for word in words if word.startswith("torch==")]
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    return Checkout(tmp_path)
-
-
-def test_the_build_that_was_asked_for_is_kept(checkout: Checkout) -> None:
+def test_the_build_that_was_asked_for_is_kept(tmp_path: Path) -> None:
     """demo.sh and test.sh call it with no flag, on a login node without a GPU as well."""
+    checkout = Checkout(tmp_path)
     said, builds = checkout.set_up("--gpu")
     assert "torch with CUDA" in said
     assert [build.partition("+")[2] for build in builds] == [""]
@@ -72,6 +68,7 @@ def test_the_build_that_was_asked_for_is_kept(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_each_python_that_is_supported_is_taken_and_named(checkout: Checkout, version: str) -> None:
+def test_each_python_that_is_supported_is_taken_and_named(tmp_path: Path, version: str) -> None:
+    checkout = Checkout(tmp_path)
     said, _ = checkout.set_up(version=version)
     assert f"Setting up .venv: Python {version} ({checkout.bin}/python)" in said

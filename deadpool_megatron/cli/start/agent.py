@@ -49,7 +49,7 @@ from deadpool_megatron.cli.start.checks import (
     check_sizes,
     check_vault_cpus,
 )
-from deadpool_megatron.cli.start.gpus import has_nccl_limits
+from deadpool_megatron.cli.start.gpus import check_agreed, decided
 from deadpool_megatron.cli.start.preloading import (
     DEFAULT_PRELOAD,
     keep_single_threaded,
@@ -254,6 +254,8 @@ def _settle(args: argparse.Namespace) -> _Settled:
     elif args.resume is not None:
         write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
+    if not info.check_only:  # which says by itself what its nodes lack
+        check_agreed(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
@@ -356,9 +358,10 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             keep_single_threaded()  # even looking for the user's module may import its packages
         check_command(args.command)
         scripts.adopt(args)
-    communicator = arguments.communicator_in(args)
-    nccl = has_nccl_limits(communicator, args.nproc_per_node, os.environ)
-    settings, restore = arguments.settings_from(args, nccl=nccl), None
+    communicator, restore = arguments.communicator_in(args), None
+    if not args.check_only:
+        communicator = decided(communicator, 1, args.nproc_per_node, os.environ)
+    settings = arguments.settings_from(args, communicator=communicator)
     if args.resume is not None:
         # Spares, too: they have nothing to write and are the first that have looked.
         agents = args.nodes + args.spares

@@ -21,7 +21,7 @@ from deadpool_megatron.cli.common import (
 from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
-from deadpool_megatron.cli.start.gpus import gpus_to_share, has_nccl_limits
+from deadpool_megatron.cli.start.gpus import decided, gpus_to_share
 from deadpool_megatron.cli.start.launch import EXIT_INTERRUPTED, Launcher, LaunchOptions
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
@@ -122,9 +122,9 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     check_platform()
     checks.check_command(args.command)
     scripts.adopt(args)
-    processes = (args.nodes + args.spares) * args.nproc_per_node
-    nccl = has_nccl_limits(arguments.communicator_in(args), processes, os.environ)
-    settings = arguments.settings_from(args, nccl=nccl)
+    size = args.nodes + args.spares, args.nproc_per_node
+    communicator = decided(arguments.communicator_in(args), *size, os.environ)
+    settings = arguments.settings_from(args, communicator=communicator)
     restart = restart_of(directory, args, settings)
     if restart is not None:
         info = restart.info

@@ -19,7 +19,6 @@ from typing import Any
 
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.nccl_environment import may_be_nccl
 
 MOST_BYTES = 16 << 10
 LIMIT_SECONDS = 2.0
@@ -46,7 +45,7 @@ class NcclReport:
         self._logs = logs
         self._report = report
         self._ask = ask or ask_nccl
-        self._is_used = may_be_nccl(communicator)
+        self._is_used = communicator == "nccl"
 
     async def take(self, epoch: int) -> None:
         """Ask, keep the answer among the logs, and tell where it is. Without an answer nothing is

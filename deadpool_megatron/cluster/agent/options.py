@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     member_log_name,
 )
+from deadpool_megatron.preflight import gpus
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 
@@ -32,7 +33,8 @@ class AgentOptions:
     this one when it is fenced, and takes up what it had. ``facts``: of the host,
     read before the agent starts; None where nobody asks for them. ``leave_seconds``: for its roles
     to move to a spare when it is told to end; 0 to end at once. ``siblings``: nodes that the same
-    command starts on this host: their agents may be yet to come.
+    command starts on this host: their agents may be yet to come. ``gpus``: of the node, as they
+    were before the agent started; one that is lost later moves no other member to another.
     """
 
     node: int
@@ -50,6 +52,7 @@ class AgentOptions:
     fixed_address: tuple[str, int] | None = None
     leave_seconds: float = 0.0
     siblings: frozenset[int] = frozenset()
+    gpus: tuple[str, ...] = ()
 
     @property
     def segments(self) -> Path:
@@ -60,6 +63,12 @@ class AgentOptions:
     def logs(self) -> Path:
         """Where processes of the node print to (see local_logs.py)."""
         return self.segments / LOGS
+
+
+def device_environment(options: AgentOptions, slot: int) -> dict[str, str]:
+    """Returns the variables that show a member its GPU; with NCCL no two may have the same."""
+    communicator = options.info.settings.communicator
+    return gpus.of_member(options.gpus, slot, may_share=communicator != "nccl")
 
 
 def member_spec(
@@ -81,7 +90,7 @@ def member_spec(
         slot=slot,
         incarnation=incarnation,
         command=info.command,
-        environment={**environment, **extra},
+        environment={**environment, **device_environment(options, slot), **extra},
         log=options.logs / f"{member_log_name(options.node, slot, incarnation)}.log",
         directory=options.directory,
     )

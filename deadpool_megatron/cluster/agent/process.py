@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.agent.service import Agent
 from deadpool_megatron.cluster.process import descriptors
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
-from deadpool_megatron.preflight import host
+from deadpool_megatron.preflight import gpus, host
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.found import found_slots
 
@@ -48,6 +48,7 @@ def run_agent(options: AgentOptions) -> int:
     started = time.monotonic()
     found = found_slots(options.node, options.segments)
     # Before the loop: nvidia-smi and the health command may take long.
+    options = replace(options, gpus=gpus.visible_gpus(os.environ))
     settings = options.info.settings
     if settings.check != "off":
         facts = host.read_facts(options.host, settings.health_command, settings.health_seconds)

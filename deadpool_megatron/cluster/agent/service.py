@@ -39,7 +39,11 @@ from deadpool_megatron.cluster.agent.members.members import (
 from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.members.stacks import LastStacks
 from deadpool_megatron.cluster.agent.nccl_report import NcclReport
-from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
+from deadpool_megatron.cluster.agent.options import (
+    AgentOptions,
+    device_environment,
+    member_spec,
+)
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
@@ -100,7 +104,8 @@ class Agent:
         self._logs = LocalLogs(self._options.logs)
         self._files = FileWorker(self._options.logs, self._options.run.logs)
         spec = partial(member_spec, self._options)
-        starter = choose_starter(self._settings.start_method, self._options.modules)
+        of_slot = partial(device_environment, self._options)
+        starter = choose_starter(self._settings.start_method, self._options.modules, of_slot)
         self._members = Members(spec, starter, self._settings, self)
         self._members.incarnations |= incarnations(self._node, self._segments)
         if self._options.standby:

@@ -8,14 +8,13 @@ from deadpool_megatron.cluster.failures import (
     EXIT_DIVERGENCE,
     OF_THE_HOST,
     FailureKind,
-    is_broken_for_good,
 )
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent, NoteWrong
 from deadpool_megatron.cluster.machine.epoch.closing import close, drop_node, save_and_end
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
-from deadpool_megatron.cluster.machine.state.fleet import NodeState
+from deadpool_megatron.cluster.machine.state.fleet import NodeState, Place
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
@@ -83,11 +82,9 @@ def with_restart(turn: Turn, node: NodeState) -> NodeState:
 
 
 def crashed(turn: Turn, node: int, failure: Failure) -> None:
-    """A process of the node ended an epoch by crashing: put the node aside when that repeats, or
-    for good at once where its device is known to be broken.
-
-    When it repeats only if a spare can take all its roles; else it goes on in place. The node is
-    not dropped: what its vault holds may be what the others restore from.
+    """A process of the node ended an epoch by crashing: put the node aside when that repeats, but
+    only if a spare can take all its roles; else it goes on in place. The node is not dropped: what
+    its vault holds may be what the others restore from.
     """
     if turn.state.phase in LAST_PHASES or node not in turn.state.fleet.nodes:
         return
@@ -97,9 +94,6 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
     known = replace(known, crashed_at=times, host_errors=known.host_errors + of_host)
     turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(node, known))
     settings = turn.config.settings
-    if is_broken_for_good(failure.cause):
-        _never_again(turn, node, failure)
-        return
     if of_host and known.host_errors >= _HOST_ERRORS:
         why = f"{known.host_errors} errors of its device or memory"
     elif len(known.crashed_at) >= settings.node_crashes:
@@ -112,7 +106,7 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
 
 def _put_aside(turn: Turn, node: int, why: str, kind: FailureKind) -> bool:
     """Have the roles of the node go to a spare; False if none can take all of them."""
-    if not _has_better(turn, node):
+    if not has_better(turn, node):
         return False
     fleet, cause = turn.state.fleet, f"node {node} is put aside {why}"
     fleet = replace(fleet, leaving=fleet.leaving | {node})
@@ -121,8 +115,13 @@ def _put_aside(turn: Turn, node: int, why: str, kind: FailureKind) -> bool:
     return True
 
 
-def _never_again(turn: Turn, node: int, failure: Failure) -> None:
-    """Without a spare its roles wait for one: on it they would fail again."""
+def device_lost(turn: Turn, place: Place, failure: Failure) -> None:
+    """The device of a process is of no use any more: nothing follows the process there, and the
+    roles of its node move. Without a spare they wait for one: there they would fail again."""
+    node, fleet = place[0], turn.state.fleet
+    turn.state = turn.state._replace(
+        fleet=replace(fleet, members=fleet.members.without_member(place))
+    )
     fleet = turn.state.fleet
     if node in fleet.wrong:
         return
@@ -132,7 +131,7 @@ def _never_again(turn: Turn, node: int, failure: Failure) -> None:
     turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
 
 
-def _has_better(turn: Turn, node: int) -> bool:
+def has_better(turn: Turn, node: int) -> bool:
     """Whether all roles of the node can go to a spare that was not put aside itself."""
     state = turn.state
     before = {seat.node for seat in state.seats.values()}

@@ -8,7 +8,9 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import (
     EXIT_EXTRAS_OUTGROWN,
+    EXIT_NO_DEVICE,
     FailureKind,
+    is_broken_for_good,
     kind_of_end,
     same_text,
 )
@@ -133,6 +135,12 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         # The command itself says that its arguments cannot work: no other process will like them.
         end_as_found(turn, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
         return
+    device_is_lost = _is_broken(event) and not on_purpose
+    if device_is_lost:
+        if begins and _is_needed(turn, event.node):
+            end_as_found(turn, LastWords(EXIT_BAD_INPUT, failure.cause, failure.kind))
+            return
+        faults.device_lost(turn, place, failure)
     by_itself = f"the program ended by itself: {event.last_line or cause} [{failure.evidence}]"
     if event.exit_code == 0 and not on_purpose and role is not None and begins:
         end_as_found(turn, LastWords(EXIT_BAD_INPUT, by_itself))
@@ -144,8 +152,10 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
             save_and_end(turn, LastWords(event.exit_code or 1, why, failure.kind))
         else:
             close(turn, failure)
-        if not on_purpose:
+        if not on_purpose and not device_is_lost:
             faults.crashed(turn, event.node, failure)
+    elif device_is_lost:
+        check_gathered(turn)
     elif state.phase is phases.Phase.GATHERING and failure.exited and not state.survived:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         note_failure(turn, slot_too)
@@ -153,11 +163,26 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
             end_as_found(turn, turn.state.last_words)
     if turn.state.phase in phases.LAST_PHASES:
         return
-    # A drained member is killed to serve as a fresh spare: that says nothing about its node.
-    _restart(turn, event, failure, counts=role is not None or not ordered)
+    if not device_is_lost:
+        # A drained member is killed to serve as a fresh spare: that says nothing about its node.
+        _restart(turn, event, failure, counts=role is not None or not ordered)
     if isinstance(turn.state.doing, phases.WaitingSpare) or _is_pending(turn, event):
         close(turn, failure)
     check_closed(turn)
+
+
+def _is_needed(turn: Turn, node: int) -> bool:
+    """Whether the run cannot begin without this node: no other takes its roles, and none is awaited
+    that could."""
+    fleet, config = turn.state.fleet, turn.config
+    if node in fleet.wrong or node not in turn.state.seats.nodes:
+        return False
+    all_came = len(fleet.nodes) + len(fleet.gone) >= config.nodes + config.spares
+    return all_came and not faults.has_better(turn, node)
+
+
+def _is_broken(event: ev.MemberLost) -> bool:
+    return is_broken_for_good(event.exit_code, event.last_line)
 
 
 def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
@@ -170,9 +195,13 @@ def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
 
 
 def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
-    kind = kind_of_end(event.last_line)
+    gone = event.exit_code == EXIT_NO_DEVICE
+    kind = FailureKind.DEVICE_ERROR if gone else kind_of_end(event.last_line)
     log = member_log_name(event.node, event.slot, event.incarnation)
     evidence = f"role {role} on node {event.node}, log logs/{log}.log"
+    if _is_broken(event):
+        # However often devices break, the program is not to blame: each takes a node from the run.
+        return Failure(cause, kind, (), True, event.node, evidence)
     if event.signal is None:
         signature = ("exit", str(event.exit_code), same_text(event.last_line))
         return Failure(cause, kind, signature, True, event.node, evidence)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +88,14 @@ class ForkStarter(Starter):
 
 
 class ExecStarter(Starter):
-    """Starts fresh Python processes; ``modules`` are imported before they are needed."""
+    """Starts fresh Python processes; ``modules`` are imported before they are needed, with what
+    ``environment`` gives each slot: a driver looks at some of it once."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(
+        self, modules: Sequence[str], environment: Callable[[int], Mapping[str, str]]
+    ) -> None:
         self._modules = ",".join(modules)
+        self._environment = environment
         self._parked: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
     def start(self, spec: MemberSpec) -> StartedMember:
@@ -124,6 +128,7 @@ class ExecStarter(Starter):
                 [*command, str(theirs.fileno()), self._modules],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, **self._environment(slot)},
                 preexec_fn=lambda: posix.die_with_parent(parent),
             )
         except OSError:
@@ -149,9 +154,11 @@ def choose_method(wanted: str) -> str:
     return "exec" if NVIDIA_CONTROL_DEVICE.exists() else "fork"
 
 
-def choose_starter(wanted: str, modules: Sequence[str]) -> Starter:
-    """``modules``: what a fresh process imports before it is needed; see :func:`choose_method`."""
-    return ForkStarter() if choose_method(wanted) == "fork" else ExecStarter(modules)
+def choose_starter(
+    wanted: str, modules: Sequence[str], environment: Callable[[int], Mapping[str, str]]
+) -> Starter:
+    """See :func:`choose_method`, and :class:`ExecStarter` for the others."""
+    return ForkStarter() if choose_method(wanted) == "fork" else ExecStarter(modules, environment)
 
 
 def _own_group(pid: int) -> None:

@@ -13,52 +13,57 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import arguments, nccl_environment
+from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
+from deadpool_megatron.preflight.gpus import VISIBLE
 
 # As for any bad input: another process would find the same.
 EXIT_BAD_INPUT = 2
 
 
 def take_device(communicator: str, slot: int) -> str:
-    """Make GPU number ``slot`` of the visible ones the current device, if there are any; returns
-    "gloo", "nccl" or what plays it, for ``communicator`` may be "auto".
+    """Make the GPU that the agent shows this member the current device, if there is one; returns
+    "gloo", "nccl" or what plays it, as ``communicator`` says for all members of the run.
 
-    Ends the process, with one line, where NCCL could not recover, or has no GPU for this member.
+    Ends the process, with one line, where NCCL could not recover, or has no GPU for this member:
+    that is the host's fault, and no other member trains with something else for it.
     """
-    kind, has_gpu = communicator, torch.cuda.is_available()
-    if kind == "auto":
-        kind = "nccl" if nccl_environment.will_be_nccl(kind, has_gpu=has_gpu) else "gloo"
-    gpus = torch.cuda.device_count() if has_gpu else 0
-    problem = nccl_problem(slot, gpus) if kind == "nccl" else arguments.played_problem(kind)
+    if communicator != "nccl":
+        _end_if(arguments.played_problem(communicator), EXIT_BAD_INPUT)
+        if torch.cuda.is_available():
+            # With gloo, members may share a GPU.
+            torch.cuda.set_device(slot % torch.cuda.device_count())
+        # Where a run was made and nobody has chosen, no GPU was to be seen.
+        return "gloo" if communicator == "auto" else communicator
+    _end_if(nccl_environment.complaint(os.environ), EXIT_BAD_INPUT)
+    _end_if(_take_gpu(), EXIT_NO_DEVICE)
+    version = _nccl_version()
+    _end_if(nccl_environment.version_complaint(version), EXIT_BAD_INPUT)
+    for line in nccl_environment.warnings(os.environ):
+        print(f"deadpool: {line}", file=sys.stderr, flush=True)
+    print(
+        f"deadpool: GPU {os.environ.get(VISIBLE, '0')}, NCCL {'.'.join(map(str, version))},"
+        f" {nccl_environment.in_force(os.environ)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return communicator
+
+
+def _take_gpu() -> str:
+    """Returns why there is no GPU for this member, as torch says it; empty once it is taken."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(0)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"no GPU for this process ({VISIBLE}={os.environ.get(VISIBLE)}): {why}"
+    return ""
+
+
+def _end_if(problem: str, status: int) -> None:
     if problem:
         print(f"deadpool: {problem}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_BAD_INPUT)
-    if has_gpu:
-        # With gloo, members may share a GPU.
-        torch.cuda.set_device(slot % gpus)
-    if kind == "nccl":
-        for line in nccl_environment.warnings(os.environ):
-            print(f"deadpool: {line}", file=sys.stderr, flush=True)
-        print(
-            f"deadpool: GPU {slot} of {gpus}, NCCL {'.'.join(map(str, _nccl_version()))},"
-            f" {nccl_environment.in_force(os.environ)}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return kind
-
-
-def nccl_problem(slot: int, gpus: int) -> str:
-    """Returns one line on why this member cannot use NCCL; empty if it can."""
-    if slot >= gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        return (
-            f"NCCL needs a GPU for each process of a node, and process {slot} sees {gpus}{seen}:"
-            " start fewer with --nproc-per-node, or give --deadpool-communicator gloo"
-        )
-    return nccl_environment.complaint(os.environ) or nccl_environment.version_complaint(
-        _nccl_version()
-    )
+        sys.exit(status)
 
 
 def _nccl_version() -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Which GPUs ``deadpool run`` shares out, and what it says when there are too few."""
+"""What the GPUs of a host make of a run, who is sent away, and who gets which."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import gpus as start_gpus
 from deadpool_megatron.cli.start import launch
-from deadpool_megatron.cli.start.gpus import gpus_to_share
+from deadpool_megatron.cli.start.gpus import check_agreed, decided, gpus_to_share
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.preflight import gpus
 from deadpool_megatron.settings import Settings
@@ -22,55 +23,92 @@ def info(communicator: str) -> RunInfo:
     return RunInfo("00000000", 4, 2, 1, NPROC, ("x.py",), settings, "/dev/shm/x")
 
 
-@pytest.fixture
+FOUR = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+#: Plays torch in the process that asks it: what it prints and how it ends.
+WORKS = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
+BUILT_WITHOUT = "raise AssertionError('Torch not compiled with CUDA enabled')"
+OLD_DRIVER = "raise RuntimeError('The NVIDIA driver is too old (found version 1)\\nand more')"
+
+
+@pytest.fixture(autouse=True)
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 4)
+    monkeypatch.setattr(gpus, "listed_gpus", lambda: FOUR)
+    start_gpus._problem_of_torch.cache_clear()
+    monkeypatch.setattr(start_gpus, "_PROBE", WORKS)
 
 
-@pytest.mark.parametrize("communicator", ["auto", "nccl", "gloo"])
-def test_enough_are_shared_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], communicator: str
-) -> None:
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 6)
-    environment: dict[str, str] = {}
-    assert gpus_to_share(info(communicator), NODES, environment) == ("0", "1", "2", "3", "4", "5")
-    assert environment == {}
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize("communicator", ["auto", "nccl"])
+def test_where_gpus_are_seen_a_run_has_nccl_for_all_of_its_processes(communicator: str) -> None:
+    assert decided(communicator, 2, 2, {}) == "nccl"
+    assert (gpus_to_share(info("nccl"), 2, {}), gpus_to_share(info("gloo"), 3, {})) == (FOUR, ())
+    check_agreed(info("nccl"), {})
 
 
-@pytest.mark.usefixtures("four_gpus")
-def test_too_few_for_nccl_are_refused() -> None:
-    with pytest.raises(CommandError) as refused:
-        gpus_to_share(info("nccl"), NODES, {})
-    line = str(refused.value)
-    assert "3 nodes x 2 processes (spares count), and 4 visible GPUs: start fewer" in line
-    with pytest.raises(CommandError, match="and 1 visible GPU: "):
-        gpus_to_share(info("nccl"), NODES, {"CUDA_VISIBLE_DEVICES": "2"})
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_too_few_with_an_open_choice_are_hidden_with_a_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    environment: dict[str, str] = {}
-    assert gpus_to_share(info("auto"), NODES, environment) == ()
-    assert environment == {"CUDA_VISIBLE_DEVICES": ""}
-    [line] = capsys.readouterr().err.splitlines()
-    assert "4 visible GPUs: trains on CPUs, with gloo" in line
-
-
-@pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(
     ("communicator", "environment"),
-    [("gloo", {}), ("auto", {"CUDA_VISIBLE_DEVICES": ""}), ("gloo", {"CUDA_VISIBLE_DEVICES": "0"})],
+    [
+        ("gloo", {}),
+        ("auto", {"CUDA_VISIBLE_DEVICES": ""}),
+        ("gloo", {"CUDA_VISIBLE_DEVICES": "0"}),
+    ],
 )
-def test_without_nccl_nothing_is_said(
-    capsys: pytest.CaptureFixture[str], communicator: str, environment: dict[str, str]
+def test_what_was_chosen_is_not_refused(communicator: str, environment: dict[str, str]) -> None:
+    assert decided(communicator, NODES, NPROC, environment) == communicator
+    check_agreed(info(communicator), environment)
+
+
+@pytest.mark.parametrize("communicator", ["auto", "nccl"])
+@pytest.mark.parametrize(
+    ("size", "environment", "said"),
+    [
+        ((3, 2), {}, "3 nodes x 2 processes here (spares count), and 4 visible GPUs: start fewer"),
+        ((2, 8), {}, "as with --nproc-per-node 2; 'CUDA_VISIBLE_DEVICES=' in front of the command"),
+        (
+            (1, 8),
+            {"CUDA_VISIBLE_DEVICES": "2"},
+            "1 node x 8 processes here (spares count), and 1 v",
+        ),
+        ((5, 1), {}, "4 visible GPUs: 'CUDA_VISIBLE_DEVICES=' in front of the command trains on"),
+    ],
+)
+def test_too_few_are_refused_with_what_fits(
+    communicator: str, size: tuple[int, int], environment: dict[str, str], said: str
 ) -> None:
-    before = dict(environment)
-    assert gpus_to_share(info(communicator), NODES, environment) == ()
-    assert environment == before
-    assert capsys.readouterr().err == ""
+    with pytest.raises(CommandError) as refused:
+        decided(communicator, *size, environment)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("communicator", ["auto", "nccl"])
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [
+        (BUILT_WITHOUT, "AssertionError: Torch not compiled with CUDA enabled; "),
+        (OLD_DRIVER, "RuntimeError: The NVIDIA driver is too old (found version 1)"),
+        ("print(1)", "it finds 1; './scripts/setup.sh --gpu' installs a torch with CUDA"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_refused_in_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, communicator: str, torch: str, said: str
+) -> None:
+    monkeypatch.setattr(start_gpus, "_PROBE", torch)
+    with pytest.raises(CommandError) as refused:
+        decided(communicator, 2, 1, {})
+    assert f"4 GPUs are visible, and torch cannot use 2 of them: {said}" in str(refused.value)
+    with pytest.raises(CommandError):
+        check_agreed(info("nccl"), {})
+
+
+def test_of_mig_devices_a_process_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "listed_gpus", lambda: ("MIG-a", "MIG-b"))
+    monkeypatch.setattr(start_gpus, "_PROBE", "print(1)")
+    assert decided("auto", 2, 1, {}) == "nccl"
+
+
+def test_a_node_with_gpus_has_no_part_in_a_run_that_was_made_where_none_was_seen() -> None:
+    """Without it, one bad node that comes first has them all train on CPUs."""
+    with pytest.raises(CommandError, match="the node that made it saw no GPU, and this one sees 4"):
+        check_agreed(info("auto"), {})
 
 
 def test_a_new_node_gets_the_gpus_of_the_one_that_died(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cli.start import gpus
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, SettingsError, flag_name
@@ -22,7 +21,8 @@ _ROW = re.compile(r"^\| `([a-z-]+)` \| ([\d.]+)(?:; with NCCL ([\d.]+))? \|", re
 def settings(*given: str, nccl: bool) -> Settings:
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
-    return arguments.settings_from(parser.parse_args(given), nccl=nccl)
+    communicator = "nccl" if nccl else ""
+    return arguments.settings_from(parser.parse_args(given), communicator=communicator)
 
 
 def test_the_ladder_holds_for_each_device_and_the_page_says_its_numbers() -> None:
@@ -41,24 +41,6 @@ def test_the_ladder_holds_for_each_device_and_the_page_says_its_numbers() -> Non
 def test_a_value_of_the_user_counts_with_both() -> None:
     for nccl in (False, True):
         assert settings("--deadpool-close-seconds", "12", nccl=nccl).close_seconds == 12.0
-
-
-@pytest.mark.parametrize(
-    ("communicator", "visible", "nccl"),
-    [
-        ("nccl", (), True),
-        ("auto", ("0", "1"), True),
-        ("auto", ("0",), False),  # not one for each: hidden, and the run is on CPUs
-        ("auto", (), False),
-        ("gloo", ("0", "1"), False),
-        ("fake_nccl:FakeNcclFabric", ("0", "1"), False),
-    ],
-)
-def test_a_run_has_nccls_limits_where_it_will_use_nccl(
-    communicator: str, visible: tuple[str, ...], nccl: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpus, "visible_gpus", lambda _: visible)
-    assert gpus.has_nccl_limits(communicator, 2, {}) is nccl
 
 
 def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:

@@ -133,7 +133,7 @@ async def test_member_starts_after_a_moment_without_processes_or_descriptors(
 def test_a_fork_that_fails_leaves_no_socket(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Tried again each second, it would soon take the last descriptor."""
     spec = MemberSpec(0, 0, 0, (), {}, Path(os.devnull), Path())
-    starter: Starter = ForkStarter() if call == "fork" else ExecStarter(())
+    starter: Starter = ForkStarter() if call == "fork" else ExecStarter((), lambda _: {})
     if call == "fork":
         monkeypatch.setattr(posix, "thread_count", lambda: 1)
         monkeypatch.setattr(os, "fork", Short(3))

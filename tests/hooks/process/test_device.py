@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from deadpool_megatron import nccl_environment
+from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
 from deadpool_megatron.hooks.process import session as session_module
-from deadpool_megatron.hooks.process.device import take_device
+from deadpool_megatron.hooks.process.device import EXIT_BAD_INPUT, take_device
 from deadpool_megatron.nccl_environment import VARIABLES
 from deadpool_megatron.platform.cpu import CpuPlatform
 from tests.hooks.process import session_rig
@@ -34,16 +35,23 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None if gpus else no_gpu())
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
         return taken
 
     return made
 
 
-def refusal(capfd: pytest.CaptureFixture[str], communicator: str, slot: int) -> str:
+def no_gpu() -> None:
+    raise RuntimeError("No CUDA GPUs\nare available")
+
+
+def refusal(
+    capfd: pytest.CaptureFixture[str], status: int = EXIT_BAD_INPUT, communicator: str = "nccl"
+) -> str:
     with pytest.raises(SystemExit) as ended:
-        take_device(communicator, slot)
-    assert ended.value.code == 2
+        take_device(communicator, 0)
+    assert ended.value.code == status
     [line] = capfd.readouterr().err.splitlines()
     return line
 
@@ -51,15 +59,16 @@ def refusal(capfd: pytest.CaptureFixture[str], communicator: str, slot: int) -> 
 @pytest.mark.parametrize(
     ("gpus", "communicator", "slot", "kind", "taken"),
     [
-        (8, "auto", 5, "nccl", [5]),
-        (8, "nccl", 0, "nccl", [0]),
-        (2, "gloo", 1, "gloo", [1]),
+        (1, "nccl", 5, "nccl", [0]),
+        (1, "nccl", 0, "nccl", [0]),
+        (1, "gloo", 3, "gloo", [0]),
         (2, "gloo", 3, "gloo", [1]),
         (0, "auto", 3, "gloo", []),
+        (1, "auto", 3, "gloo", [0]),  # decided where no GPU was seen: alike in all members
         (0, "gloo", 3, "gloo", []),
     ],
 )
-def test_the_slot_is_the_number_of_the_gpu(
+def test_a_member_takes_the_gpu_that_it_is_shown(
     machine: Machine, gpus: int, communicator: str, slot: int, kind: str, taken: list[int]
 ) -> None:
     found = machine(gpus)
@@ -67,11 +76,14 @@ def test_the_slot_is_the_number_of_the_gpu(
     assert found == taken
 
 
-def test_what_is_in_force_is_one_line(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
-    machine(4, (2, 28, 9, "cuda13"))
-    take_device("auto", 2)
+def test_what_is_in_force_is_one_line(
+    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(1, (2, 28, 9, "cuda13"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f")
+    take_device("nccl", 2)
     [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith("deadpool: GPU 2 of 4, NCCL 2.28.9, TORCH_NCCL_ASYNC_ERROR_HANDLING=0 ")
+    assert line.startswith("deadpool: GPU GPU-8f, NCCL 2.28.9, TORCH_NCCL_ASYNC_ERROR_HANDLING=0 ")
     assert all(f"{variable.name}={variable.value}" in line for variable in VARIABLES)
 
 
@@ -91,7 +103,7 @@ def test_a_contrary_variable_is_refused_before_a_device_is_touched(
 ) -> None:
     taken = machine(2)
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL cannot be protected" in refusal(capfd, "auto", 0)
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL cannot be protected" in refusal(capfd)
     assert taken == []
     assert take_device("gloo", 0) == "gloo"
 
@@ -100,7 +112,7 @@ def test_what_plays_nccl_is_taken_under_a_fault_plan_only(
     machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(0)
-    assert "fault plan only (DEADPOOL_FAULTS)" in refusal(capfd, "a.module:factory", 0)
+    assert "fault plan only (DEADPOOL_FAULTS)" in refusal(capfd, communicator="a.module:factory")
     monkeypatch.setenv("DEADPOOL_FAULTS", "plan.json")
     assert take_device("a.module:factory", 3) == "a.module:factory"
 
@@ -117,22 +129,20 @@ def test_a_version_of_nccl_is_refused(
     if loaded:
         backend = SimpleNamespace(get_runtime_nccl_version=lambda: loaded)
         monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", backend, raising=False)
-    assert "NCCL 2.28.3 cannot be protected" in refusal(capfd, "auto", 0)
+    assert "NCCL 2.28.3 cannot be protected" in refusal(capfd)
 
 
-@pytest.mark.parametrize(("gpus", "slot"), [(2, 2), (0, 0)])
-def test_nccl_without_a_gpu_for_this_process_is_refused(
-    machine: Machine,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    slot: int,
+def test_a_member_that_cannot_have_its_gpu_ends_as_one_of_a_broken_host(
+    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = machine(gpus)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    line = refusal(capfd, "nccl", slot)
-    assert f"process {slot} sees {gpus} (CUDA_VISIBLE_DEVICES=4,5)" in line
-    assert taken == []
+    """Not on its CPU, where its peers would wait for it in NCCL; in torch's own words."""
+    machine(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f")
+    line = refusal(capfd, EXIT_NO_DEVICE)
+    assert line.endswith("(CUDA_VISIBLE_DEVICES=GPU-8f): RuntimeError: No CUDA GPUs are available")
+    monkeypatch.undo()  # what is installed here was built without CUDA
+    monkeypatch.setattr(nccl_environment, "complaint", lambda _: "")
+    assert "AssertionError: Torch not compiled with CUDA" in refusal(capfd, EXIT_NO_DEVICE)
 
 
 def test_the_device_is_set_before_anything_asks_for_the_current_one(

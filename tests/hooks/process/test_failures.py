@@ -282,7 +282,7 @@ def test_a_survivor_is_not_given_up_while_its_communicators_are_aborted() -> Non
     """A thousand operations of NCCL are pending in a deep queue of launches."""
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
-    settings = arguments.settings_from(parser.parse_args([]), nccl=True)
+    settings = arguments.settings_from(parser.parse_args([]), communicator="nccl")
     aborts_seconds = fake_nccl.ABORT_SECONDS + 1000 * fake_nccl.ABORT_SECONDS_PER_OPERATION
     limit_seconds = drain_seconds("nccl", settings)
     assert limit_seconds > aborts_seconds > settings.drain_seconds

@@ -355,8 +355,6 @@ def default_environment(
         "DEADPOOL_NODE": str(node),
         "DEADPOOL_SLOT": str(slot),
         "DEADPOOL_INCARNATION": str(incarnation),
-        # A script may choose its device before it joins.
-        "LOCAL_RANK": str(slot),
         "DEADPOOL_VAULT_SOCKET": str(segments / "vault.sock"),
         "DEADPOOL_SEGMENT_DIR": str(segments),
     }

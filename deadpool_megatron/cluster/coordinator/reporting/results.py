@@ -14,7 +14,6 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, not_finite
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.nccl_environment import will_be_nccl
 from deadpool_megatron.settings import Settings
 
 # So many iterations with numbers of each kind are compared; hashes are one for each role.
@@ -22,13 +21,11 @@ COMPARED_STEPS = 1024
 COMPARED_HASHES = 64
 
 
-def divergence_is_fatal(settings: Settings, has_gpu: bool) -> bool:
-    """Whether other numbers in a replayed step end the run; ``has_gpu``: this host has one, and it
-    is not hidden.
-    """
+def divergence_is_fatal(settings: Settings) -> bool:
+    """Whether other numbers in a replayed step end the run."""
     if settings.divergence != "auto":
         return settings.divergence == "stop"
-    return not will_be_nccl(settings.communicator, has_gpu=has_gpu)
+    return settings.communicator != "nccl"
 
 
 class Results:

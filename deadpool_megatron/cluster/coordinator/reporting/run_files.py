@@ -26,7 +26,6 @@ from deadpool_megatron.cluster.coordinator.reporting.results import Results, div
 from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.state import State
-from deadpool_megatron.cluster.process.starter import NVIDIA_CONTROL_DEVICE
 from deadpool_megatron.cluster.run_directory.directory import (
     RUN_FILE,
     RunDirectory,
@@ -37,7 +36,6 @@ from deadpool_megatron.cluster.run_directory.latest import point_at, read_valid,
 from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.ownership import OwnershipError
-from deadpool_megatron.preflight.gpus import VISIBLE
 
 _PAUSE_SECONDS = 1.0
 # So long the end of a run waits for whoever is to be told of it.
@@ -55,8 +53,7 @@ class RunFiles:
     def __init__(self, run: RunDirectory, info: RunInfo, term: int, newest: int = 0) -> None:
         self._run = run
         self._info = info
-        has_gpu = NVIDIA_CONTROL_DEVICE.exists() and os.environ.get(VISIBLE) != ""
-        fatal = divergence_is_fatal(info.settings, has_gpu)
+        fatal = divergence_is_fatal(info.settings)
         self.divergence_is_fatal = fatal
         self.results = Results(fatal, newest)
         self._is_brief = os.environ.get(DETAIL_VARIABLE) != "all"

@@ -25,7 +25,6 @@ from deadpool_megatron.cluster.machine.state.phases import Gathering, Phase
 from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.nccl_environment import may_be_nccl
 from deadpool_megatron.preflight import judge, schedule
 from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport
 from deadpool_megatron.preflight.health import Health
@@ -164,8 +163,9 @@ def look_again(turn: Turn, node: int, *, fresh: bool) -> None:
 
 def needs(config: Config) -> Needs:
     """Returns what the run asks of a node."""
-    # With gloo the members of a node may share a GPU, or use none.
-    gpus = config.nproc if may_be_nccl(config.settings.communicator) else 0
+    # With gloo the members of a node may share a GPU, or use none. Only a mere check has not
+    # decided yet what nodes with GPUs would use.
+    gpus = config.nproc if config.settings.communicator in ("nccl", "auto") else 0
     return Needs(config.nodes, gpus, int(config.settings.shm_gb * 1e9))
 
 

@@ -122,6 +122,11 @@ class MemberTable(Mapping[Place, MemberState]):
             PersistentSet(self.building - warm),
         )
 
+    def without_member(self, place: Place) -> MemberTable:
+        """This roster without the member at ``place``."""
+        by_node = self.by_node.set(place[0], self.by_node[place[0]].delete(place[1]))
+        return replace(self._counted(place, None), by_node=by_node)
+
     def without_node(self, node: int) -> MemberTable:
         """This roster without the members of a node."""
         changed = self

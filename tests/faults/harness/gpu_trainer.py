@@ -1,0 +1,36 @@
+"""The embedded trainer where each process takes a GPU as with NCCL, which is played.
+
+Argument: NODE, then those of the trainer. The GPUs of that node are gone for whoever follows its
+first processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from unittest.mock import patch
+
+from deadpool_megatron.hooks.process import session
+from deadpool_megatron.trainer import __main__ as trainer
+
+
+def take(communicator: str, slot: int) -> str:
+    """A GPU of its own, or the end of the process; communication is what was chosen."""
+    is_gone = os.environ["DEADPOOL_NODE"] == NODE and os.environ["DEADPOOL_INCARNATION"] != "0"
+    error = RuntimeError("No CUDA GPUs are available") if is_gone else None
+    with (
+        patch("torch.cuda.init", side_effect=error),
+        patch("torch.cuda.set_device"),
+        patch("torch.cuda.nccl.version", return_value=(2, 28, 9)),
+    ):
+        _take_device("nccl", slot)
+    return communicator
+
+
+_take_device = session.take_device
+
+
+if __name__ == "__main__":
+    NODE, *rest = sys.argv[1:]
+    session.take_device = take
+    sys.exit(trainer.main(rest))
