@@ -79,6 +79,7 @@ def _warm(task: Task) -> dict[str, Any]:
     """A communicator of one rank made, used and aborted, over and over."""
     import torch
 
+    from deadpool_megatron.comms.fabrics import fabric_of
     from deadpool_megatron.comms.nccl.warming import warm
 
     device = torch.device("cuda", 0) if task.is_on_gpu else torch.device("cpu")
@@ -86,7 +87,7 @@ def _warm(task: Task) -> dict[str, Any]:
     until = time.monotonic() + _WARM_UP_SHARE * task.left_seconds
     while len(seconds) < _WARM_UPS and (not seconds or time.monotonic() < until):
         began = time.monotonic()
-        warm(device, task.device.communicator)
+        warm(device, lambda epoch: fabric_of(epoch, task.device.communicator, None))
         seconds.append(time.monotonic() - began)
         # A hang in one of them leaves those before it.
         facts = task.facts.setdefault("warm", {"held_after_first": resources(task.is_on_gpu)})
