@@ -180,7 +180,7 @@ def test_neighbours_in_a_pipeline_connect_as_their_group_is_made() -> None:
         ranks.start(connects, PIPELINES, False)
         for rank in range(2):
             ranks.hear(rank, "attached")
-        ranks.hear(0, "enqueued", SECONDS / 4)
+        ranks.hear(0, "enqueued", SECONDS)
         ranks.say(1, "order", "go")
         ranks.hear(1, "enqueued")
         for rank in range(2):
