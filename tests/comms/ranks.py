@@ -77,6 +77,13 @@ class Member:
         self.comms.attach(epoch, client, self.rank, deadline_seconds)
         self._client = client
 
+    def computes_in(self, epoch: int) -> bool:
+        """Attach in ``epoch``; the sum over all ranks is what it should be."""
+        self.attach(epoch)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return value.item() == self.size
+
     def say(self, what: Any) -> None:
         """Send something to the test."""
         data = pickle.dumps(what)
@@ -176,6 +183,11 @@ class Ranks:
         assert message[0] == kind, f"rank {rank}: {message[0]}: {message[1]}"
         return message[1]
 
+    def until_ready(self) -> None:
+        """Until each rank has said that it is "ready"."""
+        for rank in self.pids:
+            self.hear(rank, "ready")
+
     def ask(self, rank: int, *what: str) -> Any:
         """What ``rank`` answers, of its communicators or whether it is held up."""
         self.say(rank, *what)
@@ -202,9 +214,7 @@ class Ranks:
 
     def go_without_store(self, function: Callable[..., Any]) -> dict[int, Any]:
         """Run it in all ranks; between its "ready" and the order "go" the store dies."""
-        self.start(function)
-        for rank in range(self.size):
-            self.hear(rank, "ready")
+        self.start(function).until_ready()
         self.kill_store()
         for rank in range(self.size):
             self.say(rank, "order", "go")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,19 +110,13 @@ def swaps(member: Member) -> bool:
     def train(swap: bool) -> torch.Tensor:
         torch.manual_seed(rank)
         weight = torch.randn(32, 32)
-        handle = None
         for step in range(12):
             if swap and step % 4 == 2:
-                if handle is not None:
-                    handle.wait()
-                    handle = None
                 member.attach(10 + step)
             gradient = weight @ weight.t() / 32
             dist.all_reduce(gradient, group=row)
             shard = torch.empty(16, 32)
             dist.reduce_scatter_single(shard, gradient, group=column)
-            if handle is not None:
-                handle.wait()
             weight = torch.tanh(gradient) * 0.9
             handle = dist.all_gather_single(weight, shard, group=column, async_op=True)
             other = torch.zeros(32)
@@ -133,7 +128,6 @@ def swaps(member: Member) -> bool:
             ):
                 work.wait()
             handle.wait()
-            handle = None
             weight = weight + other / 7
         return weight
 
@@ -151,23 +145,28 @@ def test_swaps_change_no_bit() -> None:
     assert all(run(4, swaps).values())
 
 
+def row_and_column() -> dict[str, Any]:
+    """Make all groups of four roles in two rows; answers those of the own role."""
+    made: dict[str, Any] = {}
+    for name, all_ranks in (("ROW", ([0, 1], [2, 3])), ("COLUMN", ([0, 2], [1, 3]))):
+        for ranks in all_ranks:
+            group = dist.new_group(ranks, group_desc=name)
+            if isinstance(group, ReconfigurableGroup):
+                made[name] = group
+    return made
+
+
 def adopts(member: Member) -> bool:
     """A spare that was built as role 0 becomes role 3 by renumbering the same objects."""
     role = member.rank
     built_as = 0 if role == 3 else role
     member.comms.install()
     dist.init_process_group("gloo", rank=built_as, world_size=4)
-    groups = {}
-    for start in (0, 2):
-        group = dist.new_group([start, start + 1], group_desc="ROW")
-        groups["row"] = group if isinstance(group, ReconfigurableGroup) else groups.get("row")
-    for start in (0, 1):
-        group = dist.new_group([start, start + 2], group_desc="COLUMN")
-        groups["col"] = group if isinstance(group, ReconfigurableGroup) else groups.get("col")
+    groups = row_and_column()
     member.attach(5)
     assert dist.get_rank() == role
-    assert dist.get_process_group_ranks(groups["row"]) == [role // 2 * 2, role // 2 * 2 + 1]
-    assert dist.get_rank(groups["col"]) == role // 2
+    assert dist.get_process_group_ranks(groups["ROW"]) == [role // 2 * 2, role // 2 * 2 + 1]
+    assert dist.get_rank(groups["COLUMN"]) == role // 2
     for group in groups.values():
         value = torch.tensor([float(role)])
         dist.all_reduce(value, group=group)
@@ -175,9 +174,9 @@ def adopts(member: Member) -> bool:
     peer = {0: 1, 1: 0, 2: 3, 3: 2}[role]
     value = torch.tensor([float(role)])
     if role % 2:
-        dist.send(value, peer, group=groups["row"])
+        dist.send(value, peer, group=groups["ROW"])
     else:
-        dist.recv(value, peer, group=groups["row"])
+        dist.recv(value, peer, group=groups["ROW"])
         assert value.item() == peer
     return True
 
@@ -186,68 +185,49 @@ def test_a_spare_takes_another_role() -> None:
     assert all(run(4, adopts).values())
 
 
-def test_renumbering_refuses_another_shape() -> None:
-    communicators = Communicators()
-    communicators.install()
+@pytest.fixture
+def communicators() -> Iterator[Communicators]:
+    """Detached ones, in the process of the test."""
+    found = Communicators()
+    found.install()
     try:
-        dist.init_process_group("gloo", rank=0, world_size=4)
-        dist.new_group([0, 1, 2], group_desc="EMBEDDING")
-        with pytest.raises(ValueError, match="other groups"):
-            communicators.attach(1, dist.HashStore(), 3, 1.0)
+        yield found
     finally:
         dist.destroy_process_group()
-        communicators.uninstall()
+        found.uninstall()
 
 
-def test_groups_are_found_again_by_the_calls_that_made_them() -> None:
-    communicators = Communicators()
-    communicators.install()
-
-    def make() -> dict[str, object]:
-        made: dict[str, object] = {}
-        for ranks, name in (
-            ([0, 1], "ROW"),
-            ([2, 3], "ROW"),
-            ([0, 2], "COLUMN"),
-            ([1, 3], "COLUMN"),
-        ):
-            group = dist.new_group(ranks, group_desc=name)
-            if isinstance(group, ReconfigurableGroup):
-                made[name] = group
-        return made
-
-    try:
-        dist.init_process_group("gloo", rank=0, world_size=4)
-        before = make()
-        communicators.renumber(3)
-        assert dist.get_rank() == 3
-        with communicators.found_again():
-            again = make()
-            with pytest.raises(RuntimeError, match="not created before"):
-                dist.new_group([0, 3], group_desc="NEW")
-        assert again["ROW"] is before["ROW"]
-        assert again["COLUMN"] is before["COLUMN"]
-        assert dist.get_process_group_ranks(again["ROW"]) == [2, 3]
-        assert dist.get_process_group_ranks(again["COLUMN"]) == [1, 3]
-        with communicators.found_again(), pytest.raises(RuntimeError, match="COLUMN"):
-            dist.new_group([0, 2], group_desc="COLUMN")
-        # Outside of the block, groups are made as ever.
-        assert isinstance(dist.new_group([0, 3], group_desc="NEW"), ReconfigurableGroup)
-    finally:
-        dist.destroy_process_group()
-        communicators.uninstall()
+def test_renumbering_refuses_another_shape(communicators: Communicators) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=4)
+    dist.new_group([0, 1, 2], group_desc="EMBEDDING")
+    with pytest.raises(ValueError, match="other groups"):
+        communicators.attach(1, dist.HashStore(), 3, 1.0)
 
 
+def test_groups_are_found_again_by_the_calls_that_made_them(communicators: Communicators) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=4)
+    before = row_and_column()
+    communicators.renumber(3)
+    assert dist.get_rank() == 3
+    with communicators.found_again():
+        again = row_and_column()
+        with pytest.raises(RuntimeError, match="not created before"):
+            dist.new_group([0, 3], group_desc="NEW")
+    assert again["ROW"] is before["ROW"]
+    assert again["COLUMN"] is before["COLUMN"]
+    assert dist.get_process_group_ranks(again["ROW"]) == [2, 3]
+    assert dist.get_process_group_ranks(again["COLUMN"]) == [1, 3]
+    with communicators.found_again(), pytest.raises(RuntimeError, match="COLUMN"):
+        dist.new_group([0, 2], group_desc="COLUMN")
+    # Outside of the block, groups are made as ever.
+    assert isinstance(dist.new_group([0, 3], group_desc="NEW"), ReconfigurableGroup)
+
+
+@pytest.mark.usefixtures("communicators")
 def test_what_only_a_peer_has_is_zeros() -> None:
-    communicators = Communicators()
-    communicators.install()
-    try:
-        dist.init_process_group("gloo", rank=1, world_size=2)
-        theirs, own = torch.full((3,), 7.0), torch.full((3,), 7.0)
-        dist.broadcast(theirs, src=0)
-        dist.broadcast(own, src=1)
-        assert theirs.tolist() == [0, 0, 0]
-        assert own.tolist() == [7, 7, 7]
-    finally:
-        dist.destroy_process_group()
-        communicators.uninstall()
+    dist.init_process_group("gloo", rank=1, world_size=2)
+    theirs, own = torch.full((3,), 7.0), torch.full((3,), 7.0)
+    dist.broadcast(theirs, src=0)
+    dist.broadcast(own, src=1)
+    assert theirs.tolist() == [0, 0, 0]
+    assert own.tolist() == [7, 7, 7]

@@ -32,12 +32,12 @@ def groups(member: Member) -> tuple[Any, Any]:
     return rows[member.rank // 2], columns[member.rank % half]
 
 
-def check(member: Member, row: Any, column: Any) -> bool:
+def check(member: Member, *groups: Any) -> bool:
     """All groups compute what they should."""
     value = torch.full((5,), float(member.rank))
     dist.all_reduce(value)
     assert value[0].item() == sum(range(member.size))
-    for group in (row, column):
+    for group in groups:
         value = torch.full((5,), float(member.rank))
         dist.all_reduce(value, group=group)
         assert value[0].item() == sum(dist.get_process_group_ranks(group))
@@ -54,7 +54,7 @@ def check(member: Member, row: Any, column: Any) -> bool:
     return True
 
 
-def load(member: Member, kind: str, row: Any) -> None:
+def load(member: Member, kind: str, row: Any = None) -> None:
     """Communicate for ever."""
     size, rank = member.size, member.rank
     big = torch.zeros(8 * MEGABYTE)
@@ -113,9 +113,7 @@ def replace(member: Member) -> dict[str, float]:
 def test_killed_rank_is_replaced(kind: str) -> None:
     size, victim = 4, 2
     with Ranks(size) as ranks:
-        ranks.start(survive, kind)
-        for rank in range(size):
-            ranks.hear(rank, "ready")
+        ranks.start(survive, kind).until_ready()
         for rank in range(size):
             wait_for("the load", lambda rank=rank: ranks.ask(rank, "ask", "progress") > 5)
         ranks.kill(victim)
@@ -146,9 +144,7 @@ def faulted(member: Member) -> str:
 
 def test_fault_without_interrupt_is_reported_once_and_named() -> None:
     with Ranks(2, close_wait_seconds=0.3) as ranks:
-        ranks.start(faulted)
-        for rank in range(2):
-            ranks.hear(rank, "ready")
+        ranks.start(faulted).until_ready()
         ranks.kill(1)
         assert "default_pg" in ranks.results()[0]
 
@@ -172,16 +168,14 @@ def stopped_receiver(member: Member) -> dict[str, Any]:
 
 def test_stopped_receiver_of_a_big_send() -> None:
     with Ranks(2, operation_timeout_seconds=4.0) as ranks:
-        ranks.start(stopped_receiver)
-        for rank in range(2):
-            ranks.hear(rank, "ready")
+        ranks.start(stopped_receiver).until_ready()
         ranks.kill(1, signal.SIGSTOP)
         ranks.until_held_up(0)
         ranks.interrupt(0, [0])
         assert ranks.hear(0, "result")["out"] < 0.5
 
 
-def interrupted_attach(member: Member) -> float:
+def interrupted_attach(member: Member) -> bool:
     member.init()
     group = dist.new_group([0, 1])
 
@@ -203,19 +197,13 @@ def interrupted_attach(member: Member) -> float:
     assert time.monotonic() - begin < 0.2
     assert member.comms.drain()
     member.say(("out", out))
-    member.attach(1)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    assert value.item() == member.size
-    return out
+    return member.computes_in(1)
 
 
-def late(member: Member) -> float:
+def late(member: Member) -> bool:
     member.init()
     dist.new_group([0, 1])
-    member.attach(1)
-    dist.all_reduce(torch.ones(1))
-    return 0.0
+    return member.computes_in(1)
 
 
 def test_interrupt_during_attach() -> None:
@@ -227,7 +215,7 @@ def test_interrupt_during_attach() -> None:
         for rank in range(2):
             assert ranks.hear(rank, "out") < 0.5
         ranks.start(late, ranks=[2])
-        ranks.results()
+        assert all(ranks.results().values())
 
 
 def builds_for_long(member: Member) -> None:
@@ -280,11 +268,7 @@ def leftovers(member: Member) -> bool:
     assert world in c10d._world.pg_coalesce_state
     assert member.comms.drain()
     assert world not in c10d._world.pg_coalesce_state
-    member.attach(1)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    assert value.item() == member.size
-    return True
+    return member.computes_in(1)
 
 
 def test_coalescing_leftovers_are_dropped() -> None:
@@ -399,9 +383,7 @@ def other_thread(member: Member) -> dict[str, Any]:
 
 def test_interrupt_wakes_a_receive_at_once() -> None:
     with Ranks(2) as ranks:
-        ranks.start(other_thread)
-        for rank in range(2):
-            ranks.hear(rank, "ready")
+        ranks.start(other_thread).until_ready()
         ranks.until_held_up(0)
         ranks.interrupt(3, [0])
         result = ranks.hear(0, "result")

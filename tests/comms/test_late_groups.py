@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from deadpool_megatron.comms import EpochClosed
+from tests.common.waiting import wait_for
 
 from .ranks import Member, Ranks, run
 
@@ -41,15 +41,8 @@ def makes_a_group_late(member: Member) -> float:
 def test_a_group_whose_making_is_interrupted_is_none() -> None:
     """Else the next epoch waits in vain for a rank that had not begun to make it."""
     with Ranks(2) as ranks:
-        ranks.start(makes_a_group_late)
-        for rank in range(2):
-            ranks.hear(rank, "ready")
-        until = time.monotonic() + LIMIT_SECONDS
-        waiting = None
-        while waiting is None or waiting[1] != "new_group":
-            assert time.monotonic() < until
-            ranks.say(0, "ask", "waiting_for")
-            waiting = ranks.hear(0, "answer")
+        ranks.start(makes_a_group_late).until_ready()
+        wait_for("rank 0", lambda: "new_group" in (ranks.ask(0, "ask", "waiting_for") or ()))
         ranks.interrupt(0)
         ranks.say(1, "order", "interrupted")
         assert ranks.results() == {0: 2.0, 1: 2.0}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deadpool_megatron.cluster.agent.members.members import FramePipe
 from deadpool_megatron.cluster.link.store import StoreRelay
 from deadpool_megatron.cluster.member.store import MemberStore
-from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore
+from deadpool_megatron.comms import EpochClosed, EpochStore
 from deadpool_megatron.wire import framing
 
 from .ranks import DEADLINE_SECONDS, Member, Ranks
@@ -145,19 +145,6 @@ def test_a_close_ends_the_wait_for_a_peer_that_never_comes(agent: str) -> None:
         for rank in range(3):
             ranks.say(rank, "order", "close")
         assert max(ranks.results().values()) < DEADLINE_SECONDS / 2
-
-
-def alone(member: Member, path: str) -> str:
-    member.init()
-    with pytest.raises(CommunicatorFault) as caught:
-        attach(member, line_to(path), 1, 0.5)
-    return str(caught.value)
-
-
-def test_who_comes_alone_is_told_what_was_waited_for(agent: str) -> None:
-    with Ranks(2, close_wait_seconds=0.1) as ranks:
-        (text,) = ranks.start(alone, agent, ranks=[0]).results().values()
-    assert "attach" in text
 
 
 def test_what_no_communicator_asks_for_raises() -> None:

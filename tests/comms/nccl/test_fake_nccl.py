@@ -273,31 +273,24 @@ def junk(member: Member) -> bool:
     with pytest.raises(EpochClosed):
         dist.all_reduce(norm)
     assert member.comms.drain()
-    member.attach(1)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    assert value.item() == 2.0
-    return True
+    return member.computes_in(1)
 
 
 def dies_then_replaced(member: Member, epoch: int) -> bool:
-    member.init("nccl", epoch=epoch)
+    member.init("nccl")
     if epoch == 0:
+        member.attach(epoch)
         dist.barrier()
         member.say(("ready", None))
         time.sleep(60)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    return bool(value.item() == 2.0)
+    return member.computes_in(epoch)
 
 
 def test_junk_after_an_abort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(junk, ranks=[0])
-        ranks.start(dies_then_replaced, 0, ranks=[1])
-        for rank in range(2):
-            ranks.hear(rank, "ready")
+        ranks.start(dies_then_replaced, 0, ranks=[1]).until_ready()
         ranks.kill(1)
         time.sleep(0.3)
         ranks.interrupt(0)

@@ -108,20 +108,6 @@ def test_communicators_that_come_up_after_the_close_are_aborted() -> None:
     assert run(1, late_set_ups, kind=KIND)[0]
 
 
-def hung_set_ups(member: Member) -> bool:
-    member.init("nccl")
-    first = SetUp(1)
-    attach_and_close(member, 1, first)
-    assert member.comms.drain()
-    second = SetUp(1)
-    attach_and_close(member, 2, second)
-    assert not member.comms.drain()
-    assert "2 rebuilds" in member.comms.ruin
-    first.release.set()
-    second.release.set()
-    return True
-
-
 class OneFails(SetUp):
     """Of the communicators that are set up side by side the first fails when the test says so."""
 
@@ -138,26 +124,24 @@ class OneFails(SetUp):
         super().__call__(communicator)
 
 
-def hung_beside_an_error(member: Member) -> bool:
-    """The thread that waits for the builders has ended with an error, and a builder hangs."""
+def hung_set_ups(member: Member, kind: type[SetUp]) -> bool:
     member.init("nccl")
     dist.new_group([0])
     for epoch in (1, 2):
-        hanging = OneFails(2)
+        hanging = kind(2)
         attach_and_close(member, epoch, hanging)
-        hanging.fail.set()
-        wait_for("the end of the waiter", lambda: "deadpool-waiter" not in builders())
+        if isinstance(hanging, OneFails):
+            hanging.fail.set()
+            wait_for("the end of the waiter", lambda: "deadpool-waiter" not in builders())
         assert member.comms.drain() is (epoch == 1)
     assert "2 rebuilds" in member.comms.ruin
     return True
 
 
-def test_builders_that_hang_beside_one_that_failed_are_counted() -> None:
-    assert run(1, hung_beside_an_error, kind=KIND)[0]
-
-
-def test_two_rebuilds_that_hang_in_a_set_up_cost_their_process() -> None:
-    assert run(1, hung_set_ups, kind=KIND)[0]
+@pytest.mark.parametrize("kind", [SetUp, OneFails])
+def test_two_rebuilds_that_hang_in_a_set_up_cost_their_process(kind: type[SetUp]) -> None:
+    """Also where the thread that waits for the builders has ended with the error of one."""
+    assert run(1, hung_set_ups, kind, kind=KIND)[0]
 
 
 PENDING = 300
@@ -273,16 +257,20 @@ def has_noticed() -> bool:
     return bool(backend.get_error() is not ErrorType.SUCCESS)
 
 
-def peer_dies(member: Member) -> bool:
-    """The watchdog sees a dead peer before anybody has closed the epoch."""
+def sees_its_peer_die(member: Member) -> Any:
+    """The Work of rank 0, whose watchdog sees a dead peer before anybody has closed the epoch."""
     member.init("nccl", epoch=0)
     dist.barrier()
-    value = torch.ones(1)
     member.say(("ready", None))
     if member.rank == 1:
         member.order("never").wait(DEADLINE_SECONDS)
-    work: Any = dist.all_reduce(value, async_op=True)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
     wait_for("the watchdog", has_noticed)
+    return work
+
+
+def peer_dies(member: Member) -> bool:
+    work = sees_its_peer_die(member)
     assert work.wait(), "nobody who waits is told"
     assert not member.faults
     [position] = (member.comms.positions() or {}).values()
@@ -302,10 +290,10 @@ def peer_dies(member: Member) -> bool:
     closer.join(DEADLINE_SECONDS)
     # Nor can the next operation be enqueued, and it is no fault of its own.
     with pytest.raises(EpochClosed):
-        dist.all_reduce(value)
+        dist.all_reduce(torch.ones(1))
     assert len(member.faults) == 1
     assert member.comms.drain()
-    return all_together(member, 1)
+    return member.computes_in(1)
 
 
 STANDS_SECONDS = 1.0
@@ -316,14 +304,7 @@ def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
     os.environ.pop(fake_nccl.DUMP_MILLISECONDS, None)
     if as_members_do:
         nccl_environment.complete(os.environ)
-    member.init("nccl", epoch=0)
-    dist.barrier()
-    member.say(("ready", None))
-    if member.rank == 1:
-        member.order("never").wait(DEADLINE_SECONDS)
-    dist.all_reduce(torch.ones(1), async_op=True)
-    wait_for("the watchdog", has_noticed)
-
+    sees_its_peer_die(member)
     enqueued = threading.Event()
 
     def enqueue() -> None:
@@ -341,30 +322,19 @@ def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
 @pytest.mark.parametrize("as_members_do", [True, False])
 def test_a_watchdog_that_sleeps_over_an_error_holds_no_member(as_members_do: bool) -> None:
     with Ranks(2, kind=KIND) as ranks:
-        ranks.start(partial(enqueues_after_an_error, as_members_do=as_members_do))
-        for rank in range(2):
-            ranks.hear(rank, "ready")
+        ranks.start(partial(enqueues_after_an_error, as_members_do=as_members_do)).until_ready()
         ranks.kill(1)
         assert ranks.results()[0] == as_members_do
 
 
-def all_together(member: Member, epoch: int) -> bool:
-    member.attach(epoch)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    return value.item() == member.size
-
-
 def replacement(member: Member) -> bool:
     member.init("nccl")
-    return all_together(member, 1)
+    return member.computes_in(1)
 
 
 def test_an_error_that_torch_notices_before_the_abort_is_reported_once() -> None:
     with Ranks(2, kind=KIND) as ranks:
-        ranks.start(peer_dies)
-        for rank in range(2):
-            ranks.hear(rank, "ready")
+        ranks.start(peer_dies).until_ready()
         ranks.kill(1)
         ranks.start(replacement, ranks=[1])
         assert all(ranks.results().values())
@@ -389,13 +359,7 @@ def fails(member: Member, operation: Callable[[int], None], is_asked: bool) -> b
     fake_nccl.FakeNcclFabric._is_left_open = lambda _: False  # type: ignore[method-assign]
     fake_nccl.allow_unbatched = operation is send
     os.environ[fake_nccl.DUMP_MILLISECONDS] = "0"
-    member.init("nccl", epoch=0)
-    dist.barrier()
-    member.say(("ready", None))
-    if member.rank == 1:
-        member.order("never").wait(DEADLINE_SECONDS)
-    dist.all_reduce(torch.ones(1), async_op=True)
-    wait_for("the watchdog", has_noticed)
+    sees_its_peer_die(member)
     if not is_asked:
         backend: Any = fake_nccl.FakeCommunicator
         backend.get_error = lambda _: ErrorType.SUCCESS
@@ -420,9 +384,7 @@ def test_a_failure_in_a_group_costs_its_process(
 ) -> None:
     """NCCL would collect and never launch what that thread calls from then on."""
     with Ranks(2, kind=KIND, close_wait_seconds=0.1) as ranks:
-        ranks.start(partial(fails, operation=operation, is_asked=is_asked))
-        for rank in range(2):
-            ranks.hear(rank, "ready")
+        ranks.start(partial(fails, operation=operation, is_asked=is_asked)).until_ready()
         ranks.kill(1)
         assert ranks.results()[0] == may_go_on
 
