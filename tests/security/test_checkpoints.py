@@ -57,15 +57,6 @@ def test_what_others_have_written_gets_no_name(tmp_path: Path, tamper: Tamper) -
             check_checkpoint(unfinished)
 
 
-def test_a_directory_that_is_there_is_not_taken_for_ours(tmp_path: Path) -> None:
-    (tmp_path / "guessed").mkdir(mode=0o777)
-    (tmp_path / "guessed").chmod(0o777)
-    (tmp_path / "leads").symlink_to(tmp_path)
-    for name in ("guessed", "leads"):
-        with pytest.raises(OwnershipError, match="not a directory of this user alone"):
-            make_private(tmp_path / name)
-
-
 def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not_followed(
     tmp_path: Path,
 ) -> None:

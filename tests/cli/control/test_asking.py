@@ -21,7 +21,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from tests.cli.told import Complain
 
 WHAT: dict[str, dict[str, Any]] = {
     "drain": {"node": 1},
@@ -221,7 +220,3 @@ def test_the_time_that_a_run_has_goes_by(command: Any) -> None:
     coordinator = Coordinator(UNDER_WAY)
     assert command(coordinator, "stop", "--dump", "--within", "50")[0] == 0
     assert 49 < coordinator.asked[0]["seconds"] <= 50
-
-
-def test_without_a_run_it_is_one_line(tmp_path: Path, complain: Complain) -> None:
-    assert "is not a run directory" in complain("persist", tmp_path)

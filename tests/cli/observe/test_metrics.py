@@ -208,25 +208,23 @@ def test_the_account_of_a_run_is_the_time_of_its_nodes(
 
 
 @pytest.mark.full
-def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(tmp_path: Path) -> None:
+def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
+    silent_run: RunDirectory,
+) -> None:
     """Two coordinators are named, and neither answers: the run is seen to be away, and its other
     numbers are there."""
-    run = RunDirectory(tmp_path / "run")
-    run.path.mkdir()
-    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings(), "/dev/shm/x")
-    (run.path / "run.json").write_text(json.dumps(info.to_dict()))
-    create_secret(run.path)
+    create_secret(silent_run.path)
     with (
         socket.create_server(("127.0.0.1", 0)) as told,
         socket.create_server(("127.0.0.1", 0)) as named,
     ):
         place = {"host": "127.0.0.1", "port": told.getsockname()[1], "pid": 1}
-        write_json(run.coordinator, place)
-        claim_term(DirectoryJournal(run.journal), 1, *named.getsockname(), None)
+        write_json(silent_run.coordinator, place)
+        claim_term(DirectoryJournal(silent_run.journal), 1, *named.getsockname(), None)
         began = time.monotonic()
-        found = {metric.name: metric.samples[0].value for metric in Watched(run).collect()}
+        found = {metric.name: metric.samples[0].value for metric in Watched(silent_run).collect()}
         took = time.monotonic() - began
-        shown = json.loads(serve.Watched(run).answer())
+        shown = json.loads(serve.Watched(silent_run).answer())
         page_took = time.monotonic() - began - took
     assert found["deadpool_up"] == 0.0
     assert "deadpool_iteration" in found
@@ -237,8 +235,11 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(tmp_path
 
 
 @pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
-def test_addresses_that_are_none(text: str, tmp_path: Path, complain: Complain) -> None:
-    complain("metrics", tmp_path, "--listen", text)
+@pytest.mark.parametrize("command", ["metrics", "serve"])
+def test_addresses_that_are_none(
+    command: str, text: str, tmp_path: Path, complain: Complain
+) -> None:
+    complain(command, tmp_path, "--listen", text)
 
 
 def value_of(samples: Samples, name: str, status: dict[str, Any] | None, now: float) -> float:
@@ -265,19 +266,14 @@ def samples_of(events: list[Event]) -> Samples:
     return samples
 
 
-def test_a_run_that_is_started_again_has_not_ended() -> None:
-    """With an exit status no alert would fire for the rest of the run."""
-    ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0)
-    samples = samples_of([*trained(5), ended])
-    assert value_of(samples, "exit_status", None, 31.0) == 75
-    for event in trained(5):
-        samples.add(event)
-    assert "deadpool_exit_status" not in [m.name for m in samples.metrics(None, 100.0)]
-
-
 def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
-    samples = samples_of(trained(10))
+    samples, page = samples_of(trained(10)), PageState("run")
     assert value_of(samples, "goodput_ratio", None, 1e6) == pytest.approx(0.5)
+    for event in trained(10):
+        page.add(event)
+    shown = page.to_dict(None, 1e6)
+    assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
+    assert shown["goodput"] == 0.5
 
 
 def test_steps_that_are_thrown_away_are_not_the_newest() -> None:
@@ -310,14 +306,6 @@ def test_a_coordinator_that_cannot_be_asked_costs_its_answer_alone(
     found = {metric.name: metric.samples[0].value for metric in watched.collect()}
     assert found["deadpool_up"] == 0.0
     assert json.loads(page.answer())["status"] is None
-
-
-def test_a_number_beyond_all_floats_costs_its_event_alone(silent_run: RunDirectory) -> None:
-    bad = Event(Kind.STEP, 1, iteration=6, data={"loss": "0x1p+5000"}, wall_seconds=16.0)
-    with open(silent_run.events, "ab") as file:
-        file.write(to_line(bad) + to_line(step(7, 17.0)))
-    found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
-    assert found["deadpool_iteration"] == 7
 
 
 def test_a_disk_that_is_full_for_a_moment_does_not_end_the_textfile(
@@ -354,23 +342,22 @@ def test_a_textfile_that_cannot_be_written_at_all(
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_run_that_is_started_again_says_when(ended: bool) -> None:
-    samples = Samples("run", "version")
-    samples.add(Event(Kind.RUN_STARTED, wall_seconds=1.0))
-    for event in trained(5):
-        samples.add(event)
+    """With an exit status no alert would fire for the rest of the run."""
+    samples = samples_of([Event(Kind.RUN_STARTED, wall_seconds=1.0), *trained(5)])
     if ended:
         samples.add(Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0))
+        assert value_of(samples, "exit_status", None, 31.0) == 75
         samples.add(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=100.0))
     else:
         samples.add(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=99.0))
         samples.add(Event(Kind.EPOCH_CLOSED, 1, data={"kind": "restart"}, wall_seconds=100.0))
     assert value_of(samples, "start_timestamp_seconds", None, 101.0) == 100.0
+    assert "deadpool_exit_status" not in [m.name for m in samples.metrics(None, 101.0)]
 
 
 def test_a_status_of_another_version_costs_itself_alone() -> None:
-    samples, page = Samples("run", "version"), PageState("run")
+    samples, page = samples_of(trained(5)), PageState("run")
     for event in trained(5):
-        samples.add(event)
         page.add(event)
     status = {"phase": "running", "roles": {}, "nodes": {"0": {"host": "b0"}}}
     found = {metric.name: metric.samples for metric in samples.metrics(status, 16.0)}
@@ -384,16 +371,16 @@ def test_a_status_of_another_version_costs_itself_alone() -> None:
     [
         Event(Kind.STEP, 1, iteration=6, wall_seconds=math.inf),
         Event(Kind.STEP, 1, iteration=6, wall_seconds=math.nan),
+        Event(Kind.STEP, 1, iteration=6, data={"loss": "0x1p+5000"}, wall_seconds=16.0),
         Event(Kind.EXPOSED, 1, data={"seconds": math.inf}, wall_seconds=16.0),
     ],
 )
-def test_a_time_that_is_no_number_costs_its_event_alone(
-    silent_run: RunDirectory, bad: Event
-) -> None:
+def test_a_number_that_is_none_costs_its_event_alone(silent_run: RunDirectory, bad: Event) -> None:
     closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost"}, wall_seconds=15.5)
     with open(silent_run.events, "ab") as file:
         file.write(to_line(closed) + to_line(bad) + to_line(step(7, 17.0)))
     found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
+    assert found["deadpool_iteration"] == 7
     assert found["deadpool_last_step_timestamp_seconds"] == 17.0
     assert 0.0 < found["deadpool_goodput_ratio"] < 1.0
     assert json.loads(serve.Watched(silent_run).answer())["iteration"] == 7

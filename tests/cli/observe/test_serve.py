@@ -25,7 +25,6 @@ from PIL import Image
 from deadpool_megatron.cli.observe import serve
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.events import Event, Kind
-from tests.cli.told import Complain
 from tests.cluster.running import Run, environment, send
 from tests.common.waiting import wait_for
 
@@ -82,7 +81,7 @@ def shown_in_browser(address: str, place: Path, *texts: str) -> str:
 
     def is_drawn() -> bool:
         nonlocal shown
-        shown = drawn(address, place)
+        shown = browse(address, place, "--dump-dom")
         return all(text in shown for text in texts)
 
     wait_for(f"{texts} on the page", is_drawn)
@@ -91,20 +90,18 @@ def shown_in_browser(address: str, place: Path, *texts: str) -> str:
 
 def photographed(address: str, place: Path, scheme: str) -> Image.Image:
     """The page as it is on a screen, with that colour scheme; left in ``place`` to be looked at."""
-    assert CHROMIUM is not None
     file = place / f"{scheme}.png"
-    profile = f"--user-data-dir={place / 'profile'}"
     wished = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
-    look = (f"--screenshot={file}", "--window-size=1280,1400", "--virtual-time-budget=5000")
-    command = [CHROMIUM, *_ALONE, profile, wished, *look, "--hide-scrollbars", address]
-    subprocess.run(command, capture_output=True, check=True, timeout=100)
+    look = (f"--screenshot={file}", "--window-size=1280,1400", "--hide-scrollbars")
+    browse(address, place, wished, *look)
     return Image.open(file).convert("RGB")
 
 
-def drawn(address: str, place: Path) -> str:
+def browse(address: str, place: Path, *options: str) -> str:
+    """Answers what the browser prints."""
     assert CHROMIUM is not None
     profile = f"--user-data-dir={place / 'profile'}"
-    command = [CHROMIUM, *_ALONE, profile, "--virtual-time-budget=5000", "--dump-dom", address]
+    command = [CHROMIUM, *_ALONE, profile, "--virtual-time-budget=5000", *options, address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -253,23 +250,6 @@ def test_a_large_run_is_drawn_for_the_eye(scheme: str, tmp_path: Path) -> None:
     of_roles = sum(pixels[x, y] == GOOD[scheme] for x in range(width) for y in range(height))
     # A role is a square of ten pixels or so, and the bar of its node has that colour as well.
     assert of_roles > 512 * 6 * 6
-
-
-def test_addresses_that_cannot_be_listened_on(tmp_path: Path, complain: Complain) -> None:
-    for text in ("8800", "127.0.0.1:99999"):
-        complain("serve", tmp_path, "--listen", text)
-
-
-def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
-    state = PageState("run")
-    joined = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
-    opened = Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0)
-    step = Event(Kind.STEP, 1, iteration=1, data={"loss": "0x1p+1"}, wall_seconds=20.0)
-    for event in (joined, opened, step):
-        state.add(event)
-    shown = state.to_dict(None, 1e6)
-    assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
-    assert shown["goodput"] == 0.5
 
 
 def test_the_pace_is_that_of_the_newest_steps() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from synthetic_run import write_run
 
 from deadpool_megatron.cli.show import compare
 from deadpool_megatron.cli.show.run_result import ResultError, read_result
+from tests.cli.told import CarryOut, Complain
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -30,13 +30,6 @@ def test_a_recovered_run_equals_the_undisturbed_one(tmp_path: Path) -> None:
     assert compare.describe(comparison)[0].startswith("bit-identical: yes")
 
 
-def set_step(number: int, name: str, value: Any) -> Change:
-    def change(final: dict[str, Any]) -> None:
-        final["numbers"]["step"][number][name] = value
-
-    return change
-
-
 def put(value: Any, *path: Any) -> Change:
     def change(final: dict[str, Any]) -> None:
         holder = final
@@ -50,11 +43,11 @@ def put(value: Any, *path: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "what", "iteration", "role"),
     [
-        (set_step(4, "loss", (1.0).hex()), "loss", 4, None),
-        (set_step(5, "grad_norm", None), "grad norm", 5, None),
-        (set_step(9, "learning_rate", (1e-4).hex()), "learning rate", 9, None),
-        (set_step(2, "skipped", True), "skipped", 2, None),
-        (set_step(2, "samples", 15), "samples", 2, None),
+        (put((1.0).hex(), "numbers", "step", 4, "loss"), "loss", 4, None),
+        (put(None, "numbers", "step", 5, "grad_norm"), "grad norm", 5, None),
+        (put((1e-4).hex(), "numbers", "step", 9, "learning_rate"), "learning rate", 9, None),
+        (put(True, "numbers", "step", 2, "skipped"), "skipped", 2, None),
+        (put(15, "numbers", "step", 2, "samples"), "samples", 2, None),
         (lambda final: final["numbers"]["step"].pop(7), "step", 7, None),
         (put((9.0).hex(), "numbers", "evaluation", 10, "loss"), "evaluation loss", 10, None),
         (lambda final: final["numbers"]["evaluation"].clear(), "evaluation loss", 10, None),
@@ -77,15 +70,15 @@ def test_each_kind_of_difference_is_found(
 
 def test_one_bit_of_a_loss_is_a_difference(tmp_path: Path) -> None:
     one_bit = (1.0 + 2.0**-52).hex()
-    first = write_run(tmp_path / "first", change=set_step(4, "loss", (1.0).hex()))
-    second = write_run(tmp_path / "second", change=set_step(4, "loss", one_bit))
+    first = write_run(tmp_path / "first", change=put((1.0).hex(), "numbers", "step", 4, "loss"))
+    second = write_run(tmp_path / "second", change=put(one_bit, "numbers", "step", 4, "loss"))
     assert not compare.compare_results(read_result(first), read_result(second)).identical
 
 
 def test_an_event_that_cannot_be_understood_is_left_out_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = compared(tmp_path, set_step(4, "loss", 1.5))
+    comparison = compared(tmp_path, put(1.5, "numbers", "step", 4, "loss"))
     (found,) = comparison.differences
     assert (found.iteration, found.second) == (4, "missing")
     assert "events.jsonl, line" in capsys.readouterr().err
@@ -124,21 +117,15 @@ def test_nothing_is_never_identical_to_nothing(tmp_path: Path) -> None:
         compare.compare_results(read_result(first), read_result(second))
 
 
-def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    compare.add_parser(parser.add_subparsers())
-    return parser.parse_args(["compare", *argv])
-
-
-def test_exit_statuses_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses_and_json(tmp_path: Path, carry_out: CarryOut) -> None:
     first = write_run(tmp_path / "first")
     same = write_run(tmp_path / "same")
     other = write_run(tmp_path / "other", strike=5, shift=1e-9)
-    assert compare.run(parse(str(first), str(same))) == 0
-    assert compare.run(parse(str(first), str(other), "--json")) == 1
-    printed = capsys.readouterr().out.split("\n", 1)
-    assert printed[0].startswith("bit-identical: yes")
-    facts = json.loads(printed[1])
+    status, told, _ = carry_out("compare", first, same)
+    assert (status, told.startswith("bit-identical: yes")) == (0, True)
+    status, told, _ = carry_out("compare", first, other, "--json")
+    facts = json.loads(told)
+    assert status == 1
     assert facts["bit_identical"] is False
     assert facts["differences"][0]["iteration"] == 5
 
@@ -154,28 +141,22 @@ def test_exit_statuses_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ],
 )
 def test_bad_input_is_one_clear_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    prepare: Callable[[Path], object],
-    said: str,
+    tmp_path: Path, complain: Complain, prepare: Callable[[Path], object], said: str
 ) -> None:
     first = write_run(tmp_path / "first")
     prepare(tmp_path / "second")
-    assert compare.run(parse(str(first), str(tmp_path / "second"))) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error
+    assert said in complain("compare", first, tmp_path / "second")
 
 
 @pytest.mark.parametrize("loss", ["0xzz", "\x1b[31mred", "0x1p+5000"])
 def test_a_loss_that_is_none_is_shown_as_it_stands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str
+    tmp_path: Path, carry_out: CarryOut, loss: str
 ) -> None:
     first = write_run(tmp_path / "first")
     change = put(loss, "numbers", "evaluation", 10, "loss")
     second = write_run(tmp_path / "second", change=change)
-    assert compare.run(parse(str(first), str(second))) == 1
-    told = capsys.readouterr().out
+    status, told, _ = carry_out("compare", first, second)
+    assert status == 1
     assert "first difference: iteration 10: evaluation loss" in told
     assert "\x1b" not in told
     assert loss.lstrip("\x1b") in told

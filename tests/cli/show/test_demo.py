@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -12,8 +11,10 @@ from pathlib import Path
 import pytest
 import synthetic_run
 
+from deadpool_megatron import cli
 from deadpool_megatron.cli.show import demo
 from deadpool_megatron.cli.show.live import PlainDisplay, RunFailedError, watch_run
+from tests.cli.told import Complain
 
 SYNTHETIC = Path(synthetic_run.__file__)
 launch_command = demo.launch_command
@@ -37,9 +38,7 @@ def _synthetic_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run_demo(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    demo.add_parser(parser.add_subparsers())
-    return demo.run(parser.parse_args(["demo", "--iterations", "12", *argv]))
+    return cli.main(["demo", "--iterations", "12", *argv])
 
 
 @pytest.mark.slow
@@ -102,13 +101,8 @@ def test_a_silent_run_is_interrupted_and_may_clean_up(
         (("--run-dir", str(SYNTHETIC.parent)), "is not empty; choose another --run-dir"),
     ],
 )
-def test_bad_arguments_are_one_line(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_demo(*argv) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+def test_bad_arguments_are_one_line(argv: tuple[str, ...], said: str, complain: Complain) -> None:
+    assert said in complain("demo", "--iterations", "12", *argv)
 
 
 def options_of(command: list[str]) -> dict[str, str]:
@@ -116,30 +110,26 @@ def options_of(command: list[str]) -> dict[str, str]:
     return {flag: value for flag, value in itertools.pairwise(command) if flag.startswith("--")}
 
 
-def test_it_is_on_cpus_and_gloo_by_its_own_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "shape", "communicator", "visible"),
+    [((), demo.ON_CPUS, "gloo", ""), (("--gpu",), demo.ON_GPUS, "nccl", "3,4,5,6,7")],
+)
+def test_it_is_on_cpus_and_gloo_unless_it_is_told_to_take_gpus(
+    flags: tuple[str, ...],
+    shape: demo.Shape,
+    communicator: str,
+    visible: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    assert run_demo("--run-dir", str(tmp_path / "runs")) == 0
-    assert seen_by_runs == [demo.ON_CPUS, demo.ON_CPUS]
+    """Then with one for each process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    assert run_demo(*flags, "--run-dir", str(tmp_path / "runs")) == 0
+    assert seen_by_runs == [shape, shape]
     for name in ("undisturbed", "struck"):
         facts = json.loads((tmp_path / "runs" / name / "visible.json").read_text())
-        assert facts == ""
-    options = options_of(launch_command(tmp_path, 12))
-    assert options["--deadpool-communicator"] == "gloo"
-
-
-def test_gpu_asks_for_nccl_with_a_gpu_for_each_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
-    assert run_demo("--gpu", "--run-dir", str(tmp_path / "runs")) == 0
-    assert seen_by_runs == [demo.ON_GPUS, demo.ON_GPUS]
-    facts = json.loads((tmp_path / "runs" / "struck" / "visible.json").read_text())
-    assert facts == "3,4,5,6,7"
-    options = options_of(launch_command(tmp_path, 12, demo.ON_GPUS))
-    assert options["--deadpool-communicator"] == "nccl"
-    processes = (int(options["--nodes"]) + int(options["--spares"])) * int(
-        options["--nproc-per-node"]
-    )
-    assert processes == 5
+        assert facts == visible
+    options = options_of(launch_command(tmp_path, 12, shape))
+    assert options["--deadpool-communicator"] == communicator
+    nodes = int(options["--nodes"]) + int(options["--spares"])
+    assert not flags or nodes * int(options["--nproc-per-node"]) == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from dataclasses import replace
@@ -17,13 +16,8 @@ from deadpool_megatron.cli.show.narration import describe_loss
 from deadpool_megatron.cli.show.story import Story, summary
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
+from tests.cli.told import CarryOut, Complain
 from tests.common.event_schema import check_event
-
-
-def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers())
-    return parser.parse_args(["report", *argv])
 
 
 def story_of(events: list[Event]) -> Story:
@@ -37,12 +31,9 @@ def struck_events() -> list[Event]:
     return list(events_of(10, 6, 0.0, began=1000.0))
 
 
-def test_a_failure_is_told_in_ten_lines_at_most(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", strike=6)
-    assert report.run(parse(str(run))) == 0
-    text = capsys.readouterr().out
+def test_a_failure_is_told_in_ten_lines_at_most(tmp_path: Path, carry_out: CarryOut) -> None:
+    status, text, _ = carry_out("report", write_run(tmp_path / "run", strike=6))
+    assert status == 0
     told = text.split("Failure 1: ")[1].split("\n\n")[0].splitlines()
     assert len(told) <= 10
     assert told[0] == "a node was lost: node 0: connection closed"
@@ -68,10 +59,10 @@ def test_every_kind_of_failure_has_a_reason_and_what_to_do() -> None:
     assert {kind for kind, advice in ADVICE.items() if not advice.to_do} == planned
 
 
-def test_json_holds_the_same_facts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run", strike=6)
-    assert report.run(parse(str(run), "--json")) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_json_holds_the_same_facts(tmp_path: Path, carry_out: CarryOut) -> None:
+    status, text, _ = carry_out("report", write_run(tmp_path / "run", strike=6), "--json")
+    facts = json.loads(text)
+    assert status == 0
     assert facts["steps"] == 10
     assert facts["exit_status"] == 0
     (failure,) = facts["failures"]
@@ -87,9 +78,7 @@ def test_a_run_without_failures(tmp_path: Path) -> None:
     assert "seconds per step: mean 0.400" in text
 
 
-def test_a_run_in_the_middle_of_a_recovery(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_the_middle_of_a_recovery(tmp_path: Path, carry_out: CarryOut) -> None:
     events = struck_events()
     rebuilding = next(
         number for number, e in enumerate(events) if e.kind is Kind.PHASE and e.phase == "restore"
@@ -100,8 +89,8 @@ def test_a_run_in_the_middle_of_a_recovery(
     log.close()
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"kind": "step", "torn')
-    assert report.run(parse(str(tmp_path))) == 0
-    text = capsys.readouterr().out
+    status, text, _ = carry_out("report", tmp_path)
+    assert status == 0
     assert "last phase heard of: rebuild" in text
     assert "it was killed as a whole" in text
 
@@ -200,29 +189,24 @@ def test_many_failures_share_a_table_of_means() -> None:
     assert table[2].split() == ["detect", "8", "0.012", "0.012"]
 
 
-def test_a_damaged_event_costs_itself_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut) -> None:
     run = write_run(tmp_path / "run", strike=6)
-    assert report.run(parse("--json", str(run))) == 0
-    whole = json.loads(capsys.readouterr().out)
+    whole = json.loads(carry_out("report", "--json", run)[1])
     slow, huge = Event(Kind.SLOW_NODE, 1, node=1), Event(Kind.STEP, 1, iteration=10**30)
     with open(run / "events.jsonl", "ab") as file:
         file.write(to_line(slow) + to_line(huge))
-    assert report.run(parse("--json", str(run))) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["steps"] == whole["steps"]
-    told = set(printed.err.splitlines())
+    status, text, errors = carry_out("report", "--json", run)
+    assert (status, json.loads(text)["steps"]) == (0, whole["steps"])
+    told = set(errors.splitlines())
     assert len([line for line in told if " is skipped: " in line]) == len(told) == 2
-    assert report.run(parse(str(run))) == 0
+    assert carry_out("report", run)[0] == 0
 
 
-def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.run(parse(str(tmp_path))) == 2
-    assert "is not the directory of a run" in capsys.readouterr().err
+def test_what_is_no_run_directory(tmp_path: Path, complain: Complain, carry_out: CarryOut) -> None:
+    assert "is not the directory of a run" in complain("report", tmp_path)
     (tmp_path / "events.jsonl").write_text('{"kind": "no such kind"}\n')
-    assert report.run(parse(str(tmp_path))) == 0, "of a newer version"
-    assert capsys.readouterr().err == ""
+    status, _, errors = carry_out("report", tmp_path)
+    assert (status, errors) == (0, ""), "of a newer version"
 
 
 def test_summary_is_untrimmed_and_by_nearest_rank() -> None:

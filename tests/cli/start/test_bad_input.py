@@ -267,6 +267,7 @@ def test_fault_plan_that_cannot_be_read(
         ("kill", "--node", "0"),
         ("kill", "--role", "0"),
         ("clean",),
+        ("persist",),
     ],
 )
 def test_commands_about_a_run_that_is_not_there(

@@ -163,6 +163,7 @@ def test_a_checkpoint_with_every_kind_of_damage(tmp_path: Path, findings: Findin
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
+        ("__0_0.distcp", bytes(1 << 20), "is empty"),
         ("common.pt", None, "No such file"),
         ("common.pt", b"", "is empty"),
         ("common.pt", bytes(1000), "is empty"),
@@ -202,13 +203,6 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
     looking.start()
     looking.join(10.0)
     assert [one.path for one in found if one.verdict is Verdict.BAD] == [path]
-
-
-def test_entries_that_were_never_written(tmp_path: Path, findings: Findings) -> None:
-    data = checkpoint(tmp_path / "iter_1")
-    data.write_bytes(bytes(data.stat().st_size))
-    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
-    assert (bad["path"], "is empty" in bad["reason"]) == (str(data), True)
 
 
 def test_common_values_in_the_index(tmp_path: Path, findings: Findings) -> None:
