@@ -7,6 +7,7 @@ A fault is a function on the living run. It returns what it did, in words, and s
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.vault.shm.segment import Segment, SlotState
 
 # Shorter than the fence, so that nobody may be given up for it.
 _SHORT_FREEZE_SECONDS = 2.0
@@ -211,17 +213,17 @@ def damaged_bytes(target: Target) -> str:
     files = sorted(target.run.segments(target.run_id, number).glob(f"own-{role}-*.seg"))
     if not files:
         raise NotNow(f"role {role} has no slots on node {number}")
-    # Killed first: what a live process still writes would be sealed as it is, damage and all.
+    # Stopped first, and sealed: what is written, or waits for its seal, is sealed damage and all.
     _send(pid, signal.SIGSTOP, listing["started"])
-    with open(files[-1], "r+b") as file:
-        size = file.seek(0, os.SEEK_END)
+    segment = Segment.open(files[-1], writable=False)
+    for _ in range(1000):
+        if all(segment.state(n) is not SlotState.FILLED for n in range(segment.slots)):
+            break
+        time.sleep(0.01)
+    with open(files[-1], "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for _ in range(64):
             # Behind headers and descriptions; those have checks of their own.
-            place = target.random.randrange(size // 4, size)
-            file.seek(place)
-            byte = file.read(1)
-            file.seek(place)
-            file.write(bytes([byte[0] ^ 0xFF]))
+            memory[target.random.randrange(len(memory) // 4, len(memory))] ^= 0xFF
     _send(pid, signal.SIGKILL, listing["started"])
     return f"64 bytes of role {role}'s slots on node {number} flipped, its process killed"
 

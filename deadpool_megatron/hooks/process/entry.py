@@ -328,7 +328,9 @@ class EpochEntry(Stages):
             raise RestoreFailed(error.part, str(error)) from error
         except VaultError as error:
             raise RestoreFailed("", str(error)) from error
+        part = extras_part(self.boundary)
         try:
+            values = extras_codec.decode(restored.part(part))
             replayed = load_shards(
                 self.loop.optimizer,
                 self._shard_state,
@@ -336,9 +338,11 @@ class EpochEntry(Stages):
                 self.generation,
                 self.protection,
             )
-            values = extras_codec.decode(restored.part(extras_part(self.boundary)))
             waiting = self._waiting(record.epoch, "restore")
             self._frozen_weights.restore(values.get("frozen", ""), waiting)
+        except extras_codec.ExtrasError as error:
+            # Damaged before it was sealed, so that all copies and their checksums agree.
+            raise RestoreFailed(part, str(error)) from error
         except ReplayRefused as error:
             raise RestoreFailed(REPLAY, str(error)) from error
         finally:

@@ -11,6 +11,7 @@ import pytest
 
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.layout.records import Generation, Restore, Source
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member.client import VaultClient
 from tests.vault.harness import DEADLINE, Node, cluster, make_layout
 
@@ -40,4 +41,16 @@ def test_a_place_that_cannot_be_reached_is_named_by_the_part_it_has(tmp_path: Pa
         client.register(make_layout(0), 2)
         with pytest.raises(RestoreFailed, match="unreachable") as failed:
             Entry(here, record.restore, client)._restore_from_vault(record)
+    assert failed.value.part == "extras@step"
+
+
+def test_bytes_that_were_damaged_before_they_were_sealed_are_named_by_their_part() -> None:
+    """Their checksums hold in all places, so what is older is tried next."""
+    restore = Restore("memory", Generation(1, 3))
+    sealed = SimpleNamespace(part=lambda _: b"\xcf" * 64, close=lambda: None)
+    vault: Any = SimpleNamespace(restore=lambda *_, **__: sealed)
+    node: Any = SimpleNamespace(settings=Settings())
+    record: Any = SimpleNamespace(epoch=2)
+    with pytest.raises(RestoreFailed, match="not encoded extras") as failed:
+        Entry(node, restore, vault)._restore_from_vault(record)
     assert failed.value.part == "extras@step"
