@@ -174,27 +174,19 @@ def test_an_iteration_that_a_recovery_kept_from_being_taken_is_taken_after_it(
     next_is(world, 60)  # it was made up for once
 
 
-def test_a_refused_export_is_not_ordered_again_and_again(tmp_path: Path) -> None:
+def test_a_refused_export_is_ordered_once_more_in_the_next_epoch_no_sooner(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=30)
     train(world, 26)
     world.orders()
     no_room(world)
     assert world.orders() == DROP
-    next_is(world, 60)
-    world.work()
-
-
-def test_a_refused_export_is_ordered_once_more_in_the_next_epoch(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=30)
-    train(world, 26)
-    no_room(world)
     train(world, 40)
+    assert world.orders() == []
     recover(world)
     assert ordered(world) == 42
     no_room(world)
     world.orders()
-    train(world, 55)
-    assert world.orders() == []
+    next_is(world, 60)
     world.work()
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.coordinator.succession.first_state import look_up, valid_checkpoints
+from deadpool_megatron.cluster.journal import etcd_journal
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -221,6 +222,7 @@ def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Count
 
 
 def main() -> None:
+    etcd_journal.CHUNK_BYTES = 10  # an entry is several of them, before its head
     os.fsync = lambda handle: None  # nothing is to be proved about disks, and it takes its time
     what, place, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 

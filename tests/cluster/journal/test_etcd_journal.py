@@ -236,18 +236,7 @@ def test_runs_and_prefixes_do_not_see_each_other(etcd: EtcdServer, tmp_path: Pat
         assert EtcdJournal(client(etcd.port), other).newest("epoch") is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "file",
-        "etcd://",
-        "etcd://host:2379",
-        "etcd://host:2379/",
-        "etcd://host/x",
-        "http://h:1/x",
-    ],
-)
+@pytest.mark.parametrize("text", ["file", "etcd://host:2379/", "http://h:1/x"])
 def test_a_malformed_place_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--deadpool-journal must be .*etcd://HOST:PORT"):
         Settings(journal=text)
@@ -282,42 +271,6 @@ def test_damage_and_foreign_keys_are_named(etcd: EtcdServer, tmp_path: Path) -> 
     raw.put(f"{base}/node/x", b"")
     with pytest.raises(JournalError, match="node/x does not belong"):
         ours.entries("node")
-
-
-@pytest.mark.slow
-def test_a_writer_killed_before_the_head_leaves_nothing_that_counts(
-    etcd: EtcdServer, tmp_path: Path
-) -> None:
-    """At every request of a write: the entry is absent, and somebody else can make it."""
-    program = (
-        "import os, sys\n"
-        "from deadpool_megatron.cluster.journal.etcd_client import Credentials, EtcdClient\n"
-        "from deadpool_megatron.cluster.journal.etcd_journal import EtcdJournal\n"
-        "client = EtcdClient([('127.0.0.1', int(sys.argv[1]))], Credentials(), 10.0)\n"
-        "requests = 0\n"
-        "def until(real, *given):\n"
-        "    global requests\n"
-        "    requests += 1\n"
-        "    if requests == int(sys.argv[3]): os._exit(9)\n"
-        "    return real(*given)\n"
-        "real_put, real_head = client.put, client.put_if_absent\n"
-        "client.put = lambda *given: until(real_put, *given)\n"
-        "client.put_if_absent = lambda *given: until(real_head, *given)\n"
-        "text = os.urandom(2 << 20).hex()\n"
-        "EtcdJournal(client, sys.argv[2]).write('epoch', 1, {'text': text})\n"
-    )
-    ours = journal(tmp_path, etcd.port)
-    base = f"/tests{tmp_path}"
-    codes = []
-    for request in range(1, 9):
-        command = [sys.executable, "-c", program, str(etcd.port), base, str(request)]
-        codes.append(subprocess.run(command, check=False, timeout=60).returncode)
-        if codes[-1] == 0:
-            break
-        assert ours.newest("epoch") is None
-    assert codes == [*([9] * (len(codes) - 1)), 0]
-    assert len(codes) >= 4, "chunks and the head"
-    assert ours.newest("epoch") is not None
 
 
 def test_etcd_under_tls(

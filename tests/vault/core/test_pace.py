@@ -47,13 +47,6 @@ def plan(window: Window, generation: Generation, nbytes: int, share: float) -> S
     return window.schedule(generation, nbytes, Allowed(share, 1.0), fills_gaps=False)
 
 
-def test_full_speed_until_there_is_a_norm() -> None:
-    window = Window()
-    run(window, [1.0, 1.0])
-    assert window.seconds() is None
-    assert plan(window, Generation(1, 2), 100, 0.0) is None
-
-
 @given(
     st.floats(0.01, 100),
     st.lists(st.floats(0, 1e4), max_size=6),

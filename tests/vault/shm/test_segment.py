@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.found import found_slots
@@ -163,21 +162,6 @@ def test_every_store_of_the_lives_is_covered(tmp_path: Path) -> None:
         mortal = MortalSegment(segment, 1000)
         life(mortal)
         assert 1000 - mortal.lives < 170
-
-
-def test_geometry_survives_reopening(tmp_path: Path) -> None:
-    path = tmp_path / own_name(3, SEAT)
-    segment = Segment.create(path, LAYOUT, SEAT, NAMES)
-    segment.data(1, "shard")[:5] = b"bytes"
-    again = Segment.open(path)
-    assert again.layout == LAYOUT
-    assert again.seat == SEAT
-    assert bytes(again.data(1, "shard", 5)) == b"bytes"
-    starts = {again.offset(slot, name) for slot in range(2) for name in NAMES}
-    assert len(starts) == 2 * len(NAMES)
-    assert all(start % PAGE_BYTES == 0 for start in starts)
-    assert path.stat().st_size == segment.nbytes
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_files_that_are_no_segments(tmp_path: Path) -> None:
@@ -375,11 +359,13 @@ def test_what_is_filled_names_its_generation(tmp_path: Path) -> None:
 def test_pages_of_the_machine(tmp_path: Path, page_bytes: int) -> None:
     """Each part has whole pages of its own, for page-locks and for giving memory back, and a file
     is read with the pages it was made with."""
-    path = tmp_path / copy_name(3)
-    made = Segment.create(path, LAYOUT, None, NAMES, page_bytes=page_bytes)
+    path = tmp_path / own_name(3, SEAT)
+    made = Segment.create(path, LAYOUT, SEAT, NAMES, page_bytes=page_bytes)
     made.data(1, "tail")[:5] = b"bytes"
     again = Segment.open(path)
-    assert again.nbytes == made.nbytes
+    assert (again.layout, again.seat) == (LAYOUT, SEAT)
+    assert again.nbytes == made.nbytes == path.stat().st_size
+    assert list(tmp_path.iterdir()) == [path]
     assert bytes(again.data(1, "tail", 5)) == b"bytes"
     starts = {again.offset(slot, name) for slot in range(2) for name in NAMES}
     assert len(starts) == 2 * len(NAMES)

@@ -110,14 +110,6 @@ def test_journal_that_cannot_write_ends_the_run_that_had_not_begun() -> None:
     assert "nothing was computed yet" in end.reason
 
 
-def test_loss_of_a_source_while_opening_closes_again() -> None:
-    rig = Rig(nodes=3, spares=1).run()
-    rig.lose(1, g(7))
-    rig.journal()
-    rig.feed(ev.NodeLost(2, "gone"))
-    assert rig.one(act.CloseEpoch).epoch == 2
-
-
 def test_failed_communication_waits_for_a_better_cause() -> None:
     rig = Rig().run()
     rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
@@ -139,16 +131,6 @@ def test_failed_communication_without_better_cause_closes_without_seat_change() 
     assert "connection reset" in rig.one(act.CloseEpoch).cause
     rig.closed(g(7))
     assert rig.pending.seats == rig.record.seats
-
-
-def test_fault_of_a_closed_epoch_is_refused() -> None:
-    rig = Rig().run()
-    rig.kill(1, g(7))
-    rig.journal()
-    before = rig.state
-    rig.feed(ev.MemberFault(0, 0, 0, 1, "late"))
-    assert rig.state == before
-    assert rig.emitted(Kind.REFUSED)
 
 
 def test_frozen_member_is_killed_and_the_decision_waits_until_it_is_reaped() -> None:
@@ -199,13 +181,6 @@ def test_idle_spare_may_go_but_not_one_that_holds_a_copy() -> None:
     assert nodes_of(holder.pending) == {0: 0}
 
 
-def test_spare_member_is_restarted_without_anybody_noticing() -> None:
-    rig = Rig().run()
-    rig.feed(ev.MemberLost(2, 0, 0, exit_code=1, last_line="oops"))
-    assert rig.one(act.StartMembers) == act.StartMembers(2, {0: 1}, {0: 0})
-    assert rig.state.phase is Phase.RUNNING
-
-
 def test_spare_that_does_not_get_warm_is_restarted() -> None:
     rig = Rig()
     rig.gather()
@@ -223,15 +198,6 @@ def test_node_with_too_many_restarts_is_put_aside() -> None:
             rig.opened()
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
     assert "2 restarts" in rig.state.fleet.gone[1]
-
-
-def test_lost_node_does_not_come_back() -> None:
-    rig = Rig().run()
-    rig.feed(ev.NodeLost(1, "silent"))
-    rig.join(1)
-    assert rig.one(act.DropNode).node == 1
-    assert rig.emitted(Kind.REFUSED)
-    assert 1 not in rig.state.fleet.nodes
 
 
 def test_failure_after_some_roles_are_done_reopens() -> None:
@@ -368,15 +334,6 @@ def waiting(**more: object) -> Rig:
     rig.lose(1, g(6), g(7))
     assert rig.state.phase is Phase.WAITING_SPARE
     return rig
-
-
-def test_node_that_joins_in_time_takes_the_roles() -> None:
-    rig = waiting()
-    rig.tick(1)
-    rig.join(5)
-    assert nodes_of(rig.pending) == {0: 0, 1: 5}
-    rig.opened()
-    assert rig.state.phase is Phase.RUNNING
 
 
 def test_frozen_member_is_reaped_before_a_joining_node_is_given_roles() -> None:

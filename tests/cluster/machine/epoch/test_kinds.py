@@ -92,15 +92,6 @@ def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
     assert nodes_of(rig.pending) == {0: 0, 1: 4}
 
 
-def test_the_roles_of_a_node_with_a_broken_device_wait_for_a_spare() -> None:
-    rig = Rig(spares=0).run(3)
-    rig.feed(ended(rig, 1, XID))
-    rig.closed(g(3))
-    assert rig.state.phase is Phase.WAITING_SPARE
-    rig.join(3)
-    assert nodes_of(rig.pending) == {0: 0, 1: 3}
-
-
 def test_faults_of_the_program_are_no_device_errors() -> None:
     rig = Rig().run(3)
     for line in ("CUDA error: an illegal memory access was encountered", "Xid 31"):
@@ -249,16 +240,6 @@ def test_who_is_wrong_of_two_cannot_be_told() -> None:
     end = rig.saved_end(g(3))
     assert (end.exit_status, end.kind) == (3, "silent-corruption")
     assert "node 0 and node 1" in end.reason
-
-
-def test_an_accusation_of_a_closed_epoch_is_refused() -> None:
-    rig = Rig().run(3)
-    seat, epoch = rig.seat(0), rig.record.epoch
-    audited(rig, 1)
-    recover(rig, 3)
-    before = rig.state
-    rig.feed(ev.AuditFailed(*seat, epoch, 4, (0,), True, "weights"))
-    assert rig.state == before
 
 
 def test_what_repeats_on_the_way_back_from_a_checkpoint_has_progress_in_between() -> None:

@@ -290,30 +290,6 @@ def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> N
     assert rig.one(act.Dump).generation == g(7)
 
 
-def test_wanted_dump_while_a_spare_is_awaited_waits_no_longer() -> None:
-    rig = Rig(nodes=2, spares=0).run(7)
-    rig.lose(1, g(7), why="connection closed")
-    assert rig.state.phase is Phase.WAITING_SPARE
-    rig.feed(ev.DumpRequested("time is over"))
-    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
-
-
-def test_dump_that_is_wanted_twice_is_ordered_once() -> None:
-    rig = wanted_dump()
-    rig.feed(ev.DumpRequested("again"))
-    assert rig.last == []
-    rig.tick(rig.settings.hang_seconds)
-    rig.closed(g(7))
-    rig.feed(ev.DumpRequested("again"))
-    assert rig.last == []
-
-
-def test_done_roles_count_as_paused() -> None:
-    rig = drained()
-    rig.feed(ev.MemberDone(*rig.seat(0), 1), ev.Paused(*rig.seat(1), 1, 9))
-    assert rig.one(act.CloseEpoch)
-
-
 def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:
     rig = drained()
     rig.feed(killed(rig, 0))
@@ -322,15 +298,6 @@ def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:
     assert nodes_of(rig.record) == {0: 0, 1: 1}
     rig.restored()
     assert rig.one(act.Pause).epoch == 2
-
-
-def test_drain_without_spare_waits_for_one() -> None:
-    rig = Rig(nodes=2, spares=0).run()
-    rig.feed(ev.DrainRequested(1))
-    assert rig.state.phase is Phase.RUNNING
-    assert "waits for a spare" in str(rig.emitted(Kind.LOG)[0].data)
-    rig.join(2)
-    assert rig.one(act.Pause)
 
 
 def test_spare_that_is_lost_before_the_drain_closed_keeps_the_roles_where_they_are() -> None:

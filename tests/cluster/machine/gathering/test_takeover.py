@@ -214,16 +214,6 @@ def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
     assert words[lost] in closed.cause
 
 
-def test_fault_that_the_dead_coordinator_had_heard_is_repeated() -> None:
-    old = Rig(spares=0).run()
-    rig = successor(old)
-    rejoin(rig, old, 0, 1)
-    assert rig.state.phase is Phase.RUNNING
-    rig.feed(ev.MemberFault(*old.seat(0), epoch=1, text="peer closed"))
-    rig.tick(0.6)
-    assert "peer closed" in rig.one(act.CloseEpoch).cause
-
-
 @pytest.mark.parametrize("all_had_it", [False, True])
 def test_dead_in_closing(all_had_it: bool) -> None:
     """Some agents or all have closed the epoch by order of the dead coordinator."""
@@ -306,28 +296,6 @@ def test_dead_in_opening_counts_what_was_restored_before_and_after() -> None:
     assert "did not restore in time" in late.one(act.CloseEpoch).cause
 
 
-def test_restore_that_had_failed_is_repeated() -> None:
-    old = Rig(spares=0).run()
-    old.kill(1, g(7))
-    old.journal()
-    rig = successor(old)
-    rejoin(rig, old, 0, 1, closed=1, restored=False)
-    assert rig.state.phase is Phase.OPENING
-    rig.feed(ev.RestoreFailed(*rig.seat(1), epoch=2, part="main", text="no good bytes"))
-    rig.tick(0.6)
-    assert "no good bytes" in rig.one(act.CloseEpoch).cause
-
-
-def test_dead_before_the_first_record_was_announced() -> None:
-    old = Rig(spares=0)
-    old.gather()
-    rig = successor(old)
-    rejoin(rig, old, 0, 1, epoch=0, restored=False)
-    assert rig.state.phase is Phase.OPENING
-    rig.restored()
-    assert_untouched(rig)
-
-
 @pytest.mark.parametrize("before_all_are_back", [False, True])
 def test_dead_in_pausing(before_all_are_back: bool) -> None:
     """Who stands still by an order of the dead coordinator moves again after a close."""
@@ -395,16 +363,6 @@ def test_node_that_was_given_up_does_not_come_back() -> None:
     rejoin(rig, first, 1)
     assert rig.one(act.DropNode) == act.DropNode(1, "epoch 2 went on without this node")
     assert 1 not in rig.state.fleet.nodes
-
-
-def test_spare_that_joined_after_the_newest_record_is_a_spare_again() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.join(2)
-    rig = successor(old)
-    rejoin(rig, old, 2, epoch=0, restored=False)
-    rejoin(rig, old, 0, 1)
-    assert_untouched(rig)
-    assert set(rig.state.fleet.nodes) == {0, 1, 2}
 
 
 def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
