@@ -63,10 +63,7 @@ def closed_in_a_block(member: Member, use: Callable[[Member], None]) -> bool:
         use(member)
     closer.join(SECONDS)
     assert member.comms.drain()
-    member.attach(1)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    assert value.item() == member.size
+    assert member.computes_in(1)
     use(member)
     dist.barrier()
     return True
