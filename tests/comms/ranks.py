@@ -183,10 +183,14 @@ class Ranks:
         assert message[0] == kind, f"rank {rank}: {message[0]}: {message[1]}"
         return message[1]
 
-    def until_ready(self) -> None:
-        """Until each rank has said that it is "ready"."""
+    def until_all(self, said: str = "ready") -> None:
+        """Until each rank has said this."""
         for rank in self.pids:
-            self.hear(rank, "ready")
+            self.hear(rank, said)
+
+    def order_all(self, name: str) -> None:
+        for rank in self.pids:
+            self.say(rank, "order", name)
 
     def ask(self, rank: int, *what: str) -> Any:
         """What ``rank`` answers, of its communicators or whether it is held up."""
@@ -214,10 +218,9 @@ class Ranks:
 
     def go_without_store(self, function: Callable[..., Any]) -> dict[int, Any]:
         """Run it in all ranks; between its "ready" and the order "go" the store dies."""
-        self.start(function).until_ready()
+        self.start(function).until_all()
         self.kill_store()
-        for rank in range(self.size):
-            self.say(rank, "order", "go")
+        self.order_all("go")
         return self.results()
 
 

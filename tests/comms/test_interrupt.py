@@ -113,7 +113,7 @@ def replace(member: Member) -> dict[str, float]:
 def test_killed_rank_is_replaced(kind: str) -> None:
     size, victim = 4, 2
     with Ranks(size) as ranks:
-        ranks.start(survive, kind).until_ready()
+        ranks.start(survive, kind).until_all()
         for rank in range(size):
             wait_for("the load", lambda rank=rank: ranks.ask(rank, "ask", "progress") > 5)
         ranks.kill(victim)
@@ -144,7 +144,7 @@ def faulted(member: Member) -> str:
 
 def test_fault_without_interrupt_is_reported_once_and_named() -> None:
     with Ranks(2, close_wait_seconds=0.3) as ranks:
-        ranks.start(faulted).until_ready()
+        ranks.start(faulted).until_all()
         ranks.kill(1)
         assert "default_pg" in ranks.results()[0]
 
@@ -168,7 +168,7 @@ def stopped_receiver(member: Member) -> dict[str, Any]:
 
 def test_stopped_receiver_of_a_big_send() -> None:
     with Ranks(2, operation_timeout_seconds=4.0) as ranks:
-        ranks.start(stopped_receiver).until_ready()
+        ranks.start(stopped_receiver).until_all()
         ranks.kill(1, signal.SIGSTOP)
         ranks.until_held_up(0)
         ranks.interrupt(0, [0])
@@ -209,8 +209,7 @@ def late(member: Member) -> bool:
 def test_interrupt_during_attach() -> None:
     with Ranks(3) as ranks:
         ranks.start(interrupted_attach, ranks=[0, 1])
-        for rank in range(2):
-            ranks.hear(rank, "attaching")
+        ranks.until_all("attaching")
         ranks.interrupt(0)
         for rank in range(2):
             assert ranks.hear(rank, "out") < 0.5
@@ -303,8 +302,7 @@ def test_dropped_sends_are_kept_alive_and_drained() -> None:
     with Ranks(2) as ranks:
         ranks.start(dropped_send)
         ranks.hear(1, "ready")
-        for rank in range(2):
-            ranks.say(rank, "order", "go")
+        ranks.order_all("go")
         for _ in range(2):
             ranks.hear(1, "ready")
         assert ranks.hear(0, "result")
@@ -383,7 +381,7 @@ def other_thread(member: Member) -> dict[str, Any]:
 
 def test_interrupt_wakes_a_receive_at_once() -> None:
     with Ranks(2) as ranks:
-        ranks.start(other_thread).until_ready()
+        ranks.start(other_thread).until_all()
         ranks.until_held_up(0)
         ranks.interrupt(3, [0])
         result = ranks.hear(0, "result")

@@ -41,7 +41,7 @@ def makes_a_group_late(member: Member) -> float:
 def test_a_group_whose_making_is_interrupted_is_none() -> None:
     """Else the next epoch waits in vain for a rank that had not begun to make it."""
     with Ranks(2) as ranks:
-        ranks.start(makes_a_group_late).until_ready()
+        ranks.start(makes_a_group_late).until_all()
         wait_for("rank 0", lambda: "new_group" in (ranks.ask(0, "ask", "waiting_for") or ()))
         ranks.interrupt(0)
         ranks.say(1, "order", "interrupted")

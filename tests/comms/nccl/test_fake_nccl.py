@@ -290,7 +290,7 @@ def test_junk_after_an_abort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(junk, ranks=[0])
-        ranks.start(dies_then_replaced, 0, ranks=[1]).until_ready()
+        ranks.start(dies_then_replaced, 0, ranks=[1]).until_all()
         ranks.kill(1)
         time.sleep(0.3)
         ranks.interrupt(0)

@@ -322,7 +322,7 @@ def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
 @pytest.mark.parametrize("as_members_do", [True, False])
 def test_a_watchdog_that_sleeps_over_an_error_holds_no_member(as_members_do: bool) -> None:
     with Ranks(2, kind=KIND) as ranks:
-        ranks.start(partial(enqueues_after_an_error, as_members_do=as_members_do)).until_ready()
+        ranks.start(partial(enqueues_after_an_error, as_members_do=as_members_do)).until_all()
         ranks.kill(1)
         assert ranks.results()[0] == as_members_do
 
@@ -334,7 +334,7 @@ def replacement(member: Member) -> bool:
 
 def test_an_error_that_torch_notices_before_the_abort_is_reported_once() -> None:
     with Ranks(2, kind=KIND) as ranks:
-        ranks.start(peer_dies).until_ready()
+        ranks.start(peer_dies).until_all()
         ranks.kill(1)
         ranks.start(replacement, ranks=[1])
         assert all(ranks.results().values())
@@ -384,7 +384,7 @@ def test_a_failure_in_a_group_costs_its_process(
 ) -> None:
     """NCCL would collect and never launch what that thread calls from then on."""
     with Ranks(2, kind=KIND, close_wait_seconds=0.1) as ranks:
-        ranks.start(partial(fails, operation=operation, is_asked=is_asked)).until_ready()
+        ranks.start(partial(fails, operation=operation, is_asked=is_asked)).until_all()
         ranks.kill(1)
         assert ranks.results()[0] == may_go_on
 

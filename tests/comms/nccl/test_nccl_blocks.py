@@ -175,13 +175,11 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
 def test_neighbours_in_a_pipeline_connect_as_their_group_is_made() -> None:
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(connects, PIPELINES, False)
-        for rank in range(2):
-            ranks.hear(rank, "attached")
+        ranks.until_all("attached")
         ranks.hear(0, "enqueued", SECONDS)
         ranks.say(1, "order", "go")
         ranks.hear(1, "enqueued")
-        for rank in range(2):
-            ranks.say(rank, "order", "leave")
+        ranks.order_all("leave")
         assert all(ranks.results().values())
 
 
@@ -191,16 +189,13 @@ def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step:
     limits = {"long_operation_seconds": SECONDS, "drain_seconds": SECONDS}
     with Ranks(2, kind=KIND, **limits, close_wait_seconds=0.1) as ranks:
         ranks.start(connects, "OTHER", in_first_step)
-        for rank in range(2):
-            ranks.hear(rank, "attached")
+        ranks.until_all("attached")
         ranks.until_held_up(0)
         ranks.say(0, "order", "close")
         ranks.hear(0, "closed")
         ranks.say(1, "order", "go")
-        for rank in range(2):
-            ranks.hear(rank, "enqueued")
-        for rank in range(2):
-            ranks.say(rank, "order", "leave")
+        ranks.until_all("enqueued")
+        ranks.order_all("leave")
         assert ranks.results()[0] is in_first_step
 
 

@@ -123,10 +123,8 @@ def test_the_fake_tells_what_its_device_does() -> None:
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(one_does_not_come)
         for heard, order in (("looked", "go"), ("answered", "come")):
-            for rank in range(2):
-                ranks.hear(rank, heard)
-            for rank in range(2):
-                ranks.say(rank, "order", order)
+            ranks.until_all(heard)
+            ranks.order_all(order)
         waiting, absent = ranks.results().values()
     [(name, enqueued, completed, collective)] = waiting
     assert name.endswith("(0,1)")

@@ -77,7 +77,7 @@ def plays(
 
 def after_a_loss(agent: str, way: str, first: int) -> dict[int, tuple[list[list[int]], int]]:
     with Ranks(4, kind=KIND, rebuild=way) as ranks:
-        ranks.start(plays, agent, [], first, first + 1).until_ready()
+        ranks.start(plays, agent, [], first, first + 1).until_all()
         ranks.kill(1)
         ranks.interrupt(first)
         return ranks.start(plays, agent, [], first + 1, ranks=[1]).results()
