@@ -343,7 +343,9 @@ def test_peers_compare_the_bytes_of_weights_in_fp8(monkeypatch: pytest.MonkeyPat
         "deadpool_megatron.hooks.dimensions.data.compare_with_peers",
         lambda tensors, group, what: seen.append((tensors, group)),
     )
-    monkeypatch.setattr(DataHook, "groups", lambda self: {"data": 1, "expert-data": 2})
+    for number, name in ((1, "data"), (2, "expert_data")):
+        group = f"megatron.core.parallel_state.get_{name}_parallel_group"
+        monkeypatch.setattr(group, lambda number=number, **_: number)
     loop = plain_loop([model])
     DataHook(loop).verify()
     weight.allreduce = False
