@@ -127,7 +127,7 @@ class _NoShrinking:
 
         phases = (Phase.explicit, Phase.generate)
         settings.register_profile(
-            "mutate", deadline=None, max_examples=400, phases=phases, database=None
+            "mutate", deadline=None, max_examples=150, phases=phases, database=None
         )
         settings.load_profile("mutate")
 

@@ -204,10 +204,15 @@ class Ranks:
 
     def results(self, seconds: float = DEADLINE_SECONDS) -> dict[int, Any]:
         """The results of all living ranks; an error of one is shown with those of the others."""
-        messages = {}
+        messages: dict[int, Any] = {}
         for rank in sorted(self.pids):
-            self.channels[rank].settimeout(seconds)
-            messages[rank] = _receive(self.channels[rank])
+            # Others may wait for the one that has failed.
+            has_failed = any(not m or m[0] != "result" for m in messages.values())
+            self.channels[rank].settimeout(min(seconds, 2.0) if has_failed else seconds)
+            try:
+                messages[rank] = _receive(self.channels[rank])
+            except TimeoutError:
+                messages[rank] = ("silent", seconds)
         errors = [f"rank {r}: {m}" for r, m in messages.items() if not m or m[0] != "result"]
         assert not errors, "\n".join(errors).replace("\\n", "\n")
         return {rank: message[1] for rank, message in messages.items()}
