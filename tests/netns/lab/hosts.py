@@ -22,7 +22,7 @@ from pathlib import Path
 from deadpool_megatron.cluster.process import posix
 from tests.netns.lab.switch import Switch, ip_batch
 
-TOOLS = ("ip", "nft", "nsenter", "unshare")
+TOOLS = ("ip", "nft", "nsenter", "ss", "unshare")
 _NAMES = Path("/run/netns")
 _PREFIX = "deadpool-test"
 _HIDDEN = Path(__file__).with_name("hidden.py")
@@ -165,6 +165,12 @@ class Host:
     def mend(self) -> None:
         """Plug the cable in again."""
         self._switch.mend(self.name)
+
+    def reset_connections(self, other: Host, port: int) -> int:
+        """Reset every TCP connection to a port of another host, on both ends; answers how many."""
+        done = self.run("ss", "-K", "-H", "-t", "dst", other.address, "dport", "=", f":{port}")
+        assert done.returncode == 0, done.stderr
+        return len(done.stdout.splitlines())
 
     def hide(self, directory: Path, how: str) -> None:
         """Make a directory unreachable for this host only; ``how``: see hidden.py."""
