@@ -3,7 +3,7 @@
 A fault acts on the cable of a host (the port of the bridge) or between two hosts, never inside a
 host, so that both ends of a connection see what a real network would show them. A cut cable takes
 the carrier away; what is dropped by a rule just does not arrive, ARP included. The kernels of small
-machines lack ``netem``: delay is a process between two TAP devices.
+machines lack ``netem``: loss is an nftables rule, delay a process between two TAP devices.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class Switch:
             f'iifname "{other}" oifname "{one}" drop',
         )
 
+    def lose(self, port: str, percent: int) -> None:
+        """Of all frames of a host so many get lost, in each direction."""
+        chance = f"numgen random mod 100 < {percent} drop"
+        self._set(f"lose {port}", f'iifname "{port}" {chance}', f'oifname "{port}" {chance}')
+
     def slow(self, port: str, one_way_seconds: float) -> None:
         """All frames of a host arrive later by so much, in each direction."""
         inner, outer, bridge = f"{port}-i", f"{port}-o", f"{port}-b"
@@ -87,6 +92,14 @@ class Switch:
         assert wire.stdout is not None
         with wire.stdout:
             assert wire.stdout.readline() == b"up\n", "the wire does not come up"
+
+    def hasten(self, port: str) -> None:
+        """Undo :meth:`slow`; what is under way is lost."""
+        wire = self._wires.pop(port)
+        wire.kill()
+        wire.wait()
+        ends = [f"link del {port}-{end}" for end in "iob"]
+        self._ip(f"link set {port} master br0", *ends)
 
     def clear(self) -> None:
         """Drop nothing any more (cut and slow cables stay)."""
