@@ -87,7 +87,7 @@ def load(path: Path | None = None) -> None:
 
 
 def is_planned() -> bool:
-    """Whether this process has been given a plan, which may be empty."""
+    """Return whether this process has been given a plan, which may be empty."""
     return bool(os.environ.get(ENVIRONMENT_NAME))
 
 

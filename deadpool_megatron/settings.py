@@ -460,7 +460,7 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
 
 
 def is_played(communicator: str) -> bool:
-    """Whether it is MODULE:FACTORY, which tests give for what plays NCCL."""
+    """Return whether it is MODULE:FACTORY, which tests give for what plays NCCL."""
     return _PLAYED.fullmatch(communicator) is not None
 
 

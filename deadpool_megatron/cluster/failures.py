@@ -137,8 +137,8 @@ def kind_of_end(last_line: str) -> FailureKind:
 
 
 def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
-    """Whether the end of a process says that its device is of no use before it is repaired, where
-    one device error by itself may have been a stray particle."""
+    """Return whether the end of a process says that its device is of no use before it is repaired,
+    where one device error by itself may have been a stray particle."""
     return exit_code == EXIT_NO_DEVICE or xids.quoted(last_line) is xids.Action.LEAVE_OUT
 
 

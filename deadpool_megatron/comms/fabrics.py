@@ -1,5 +1,5 @@
-"""Which fabric stands behind the groups of a transport: "gloo", "nccl", or MODULE:FACTORY, which
-tests give for what plays NCCL: ``FACTORY(epoch, address)`` makes it.
+"""The fabric behind the groups of a transport: "gloo", "nccl", or MODULE:FACTORY, which tests give
+for what plays NCCL: ``FACTORY(epoch, address)`` makes it.
 """
 
 from __future__ import annotations

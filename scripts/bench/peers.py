@@ -199,7 +199,7 @@ def main() -> int:
         }
 
     def is_good(facts: dict[str, Any]) -> bool:
-        """What becomes of a peer is a finding; what becomes of deadpool is a test."""
+        """The outcome of a peer is a finding; that of deadpool is a test."""
         own = [
             size["sides"][label]
             for size in facts["sizes"].values()

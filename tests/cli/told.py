@@ -1,4 +1,4 @@
-"""What the fixtures of conftest.py are, for signatures."""
+"""The types of the fixtures of conftest.py, for signatures."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _ask_stacks(launcher: int) -> None:
 
 
 class Told:
-    """What a run tells in its directory, and what it has told in the end if all went well."""
+    """The words of a run in its directory, and what it has told in the end if all went well."""
 
     def __init__(self, directory: Path, roles: int, faults: Sequence[dict[str, Any]] = ()) -> None:
         self.run = RunDirectory(directory)

@@ -86,27 +86,28 @@ def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> None:
-    first = Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1)
-    first.wait_iteration(5)
-    if how == "everything":
-        kill_everything(first.run, first.launcher.pid)
-    elif how == "agents":
-        mind_a_notice_and_lose_agents(first)
-    elif how == "launcher":
-        first.launcher.kill()
-    else:
-        os.kill(first.launcher.pid, signal.SIGHUP)
-        assert first.launcher.wait() == 130
-        last = first.output.read_text().splitlines()[-1]
-        assert re.search(r"run \w+ holds \d+\.\d MiB in memory: the same command", last)
-        assert f"'deadpool clean {first.run.path}' removes it" in last
-    first.launcher.wait()
-    run_id = first.run.read_run().run_id
-    reached = first.newest_iteration()
-    with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as run:
-        run.wait_event(Kind.RECOVERED)
-        assert run.run.read_run().run_id == run_id
-        final = run.finish()
+    # The second one leaves nothing behind of either; a failure before it cleans up as well.
+    with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as first:
+        first.wait_iteration(5)
+        if how == "everything":
+            kill_everything(first.run, first.launcher.pid)
+        elif how == "agents":
+            mind_a_notice_and_lose_agents(first)
+        elif how == "launcher":
+            first.launcher.kill()
+        else:
+            os.kill(first.launcher.pid, signal.SIGHUP)
+            assert first.launcher.wait() == 130
+            last = first.output.read_text().splitlines()[-1]
+            assert re.search(r"run \w+ holds \d+\.\d MiB in memory: the same command", last)
+            assert f"'deadpool clean {first.run.path}' removes it" in last
+        first.launcher.wait()
+        run_id = first.run.read_run().run_id
+        reached = first.newest_iteration()
+        with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as run:
+            run.wait_event(Kind.RECOVERED)
+            assert run.run.read_run().run_id == run_id
+            final = run.finish()
     events = run.events()
     assert decided(events) == ["initial", "memory"]
     assert "restarted: goes on from generation 1:" in texts(events)
@@ -120,23 +121,22 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
 
 @pytest.mark.full
 def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None:
-    run = Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0)
-    run.wait_iteration(3)
-    run.launcher.kill()
-    run.launcher.wait()
-    run_id = run.run.read_run().run_id
-    pids = cleanup.run_processes(run.run, run_id)
-    assert not posix.wait_gone(pids, 30)
-    assert list(segment_root(run_id).glob("node*/own-*.seg"))
-    assert not run.run.final.exists()
-    other = deadpool(
-        *("run", "--nodes", "3", "--nproc-per-node", "1", "--run-dir", str(run.run.path)),
-        *("--", "-m", "deadpool_megatron.trainer"),
-    )
-    assert other.returncode == 2
-    assert "has --nodes 2, not 3" in other.stderr
-    assert "run" in deadpool("clean", "--yes", str(run.run.path)).stdout
-    run.wait_clean()
+    with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as run:
+        run.wait_iteration(3)
+        run.launcher.kill()
+        run.launcher.wait()
+        run_id = run.run.read_run().run_id
+        pids = cleanup.run_processes(run.run, run_id)
+        assert not posix.wait_gone(pids, 30)
+        assert list(segment_root(run_id).glob("node*/own-*.seg"))
+        assert not run.run.final.exists()
+        other = deadpool(
+            *("run", "--nodes", "3", "--nproc-per-node", "1", "--run-dir", str(run.run.path)),
+            *("--", "-m", "deadpool_megatron.trainer"),
+        )
+        assert other.returncode == 2
+        assert "has --nodes 2, not 3" in other.stderr
+        assert "run" in deadpool("clean", "--yes", str(run.run.path)).stdout
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Which flags the proof kit gives pretrain_gpt.py on a GPU, by what is installed."""
+"""The flags that the proof kit gives pretrain_gpt.py on a GPU, by what is installed."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"paths": null}', "[" * 100000, "\0"])
 def test_the_list_of_exports(tmp_path: Path, text: str) -> None:
-    """What was exported counts all the same."""
+    """The export counts all the same."""
     run = RunDirectory(tmp_path)
     run.exported.write_text(text)
     with pytest.raises(DurableError, match=r"exported\.json is damaged, nothing is pruned"):

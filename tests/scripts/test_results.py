@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "scripts" / "bench" / "results"
-#: Measured before this was asked of them; whoever measures one anew takes it out.
+#: Measured before this was asked of them; whoever measures one again takes it out.
 OLD = {
     *("coordinator-4096.json", "local-twice-5M-cpu.json", "peers-node-cpu.json"),
     *("rebuild-asleep-cpu.json", "rebuild-cpu.json", "store.json", "streaming-cpu.json"),

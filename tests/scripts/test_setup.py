@@ -1,4 +1,4 @@
-"""Which torch ``scripts/setup.sh`` installs, and with which Python: nothing is installed here."""
+"""The torch and the Python that ``scripts/setup.sh`` takes: nothing is installed here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Checkout:
         self.script = folder / "scripts" / "setup.sh"
 
     def set_up(self, *flags: str, version: str = "3.12") -> tuple[str, list[str]]:
-        """What it prints, and which builds of torch pip was asked for."""
+        """Return what it prints, and which builds of torch pip was asked for."""
         self.asked.write_text("")
         more = {"PYTHON": str(self.bin / "python"), "VERSION": version, "ASKED": str(self.asked)}
         more["PATH"] = f"{self.bin}:{os.environ['PATH']}"

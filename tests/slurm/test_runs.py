@@ -228,7 +228,7 @@ def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: 
 def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_are_left(
     cluster: Cluster, jobs: Jobs
 ) -> None:
-    """The next job's data-parallel size is another one: Megatron cuts the checkpoint anew."""
+    """The next job's data-parallel size is another one: Megatron reshards the checkpoint."""
     flags = small(
         save_interval=100, train_iters=50, global_batch_size=6, use_distributed_optimizer=True
     )
@@ -256,7 +256,7 @@ def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_ar
     second.wait_iteration(8)
     assert second.wait_over()["exit_status"] == 0, second.story()
     assert len(cluster.nodes_of(second.number)) == 2
-    assert "goes on with 2 roles instead of 3 from the checkpoint" in second.logs()
+    assert "continues with 2 roles instead of 3 from the checkpoint" in second.logs()
     before, after = (
         {step["iteration"]: float.fromhex(step["loss"]) for step in told["steps"]}
         for told in (final, second.wait_over())
@@ -265,5 +265,5 @@ def test_a_chain_that_has_lost_more_nodes_than_spares_goes_on_with_those_that_ar
     assert min(after) == dumped.data["generation"][1] + 1
     assert min(after) >= max(before), "one iteration at most is computed again"
     assert max(after) == 50
-    assert abs(after[min(after)] - before[max(before)]) < 0.1, "the loss goes on"
+    assert abs(after[min(after)] - before[max(before)]) < 0.1, "the loss continues"
     assert after[50] < min(before.values())

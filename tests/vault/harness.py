@@ -471,7 +471,7 @@ def memory(
     boundary: str = "step",
     first: int | None = None,
 ) -> Restore:
-    """What is restored from the sources of :func:`sources_from`."""
+    """Return what is restored from the sources of :func:`sources_from`."""
     found = sources_from(inventories, generation, layouts, boundary, first)
     return Restore("memory", generation, boundary, sources=found)
 

@@ -68,7 +68,7 @@ def resume_point(
     (with what it has left in memory of this host, and of the hosts of ``others``), or its newest
     checkpoint, whichever is newer.
 
-    A run of another number of roles goes on from a checkpoint, which Megatron cuts anew. Says so
+    A run of another number of roles continues from a checkpoint, which Megatron reshards. Says so
     in a line. Raises CommandError when there is none.
     """
     info = old.read_run()
@@ -123,7 +123,7 @@ def _for_other_roles(
     iteration = found[0].generation.iteration
     newer = dumped if newest > iteration else ""
     print(
-        f"goes on with {roles} roles instead of {known} from the checkpoint {found[0].path} of"
+        f"continues with {roles} roles instead of {known} from the checkpoint {found[0].path} of"
         f" iteration {iteration}{newer}",
         flush=True,
     )

@@ -83,7 +83,7 @@ def with_restart(turn: Turn, node: NodeState) -> NodeState:
 
 def crashed(turn: Turn, node: int, failure: Failure) -> None:
     """A process of the node ended an epoch by crashing: put the node aside when that repeats, but
-    only if a spare can take all its roles; else it goes on in place. The node is not dropped: what
+    only if a spare can take all its roles; else it stays in place. The node is not dropped: what
     its vault holds may be what the others restore from.
     """
     if turn.state.phase in LAST_PHASES or node not in turn.state.fleet.nodes:

@@ -172,8 +172,8 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
 
 
 def _is_needed(turn: Turn, node: int) -> bool:
-    """Whether the run cannot begin without this node: no other takes its roles, and none is awaited
-    that could."""
+    """Return whether the run cannot begin without this node: no other takes its roles, and none
+    is awaited that could."""
     fleet, config = turn.state.fleet, turn.config
     if node in fleet.wrong or node not in turn.state.seats.nodes:
         return False

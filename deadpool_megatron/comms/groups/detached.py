@@ -24,8 +24,8 @@ from deadpool_megatron.comms.operations import POINT_TO_POINT, tensors_in
 
 
 class DetachedBackend:
-    """What a detached group answers for its c10d Backend: can do nothing special but be split,
-    which needs no communicator here."""
+    """The c10d Backend of a detached group: it can do nothing special but be split, which needs no
+    communicator here."""
 
     supports_splitting = True
     supports_coalescing = False

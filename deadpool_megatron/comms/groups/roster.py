@@ -70,9 +70,9 @@ class Roster:
         return groups[:1] + sorted(groups[1:], key=lambda group: group.ranks)
 
     def splits(self) -> tuple[str, list[list[ReconfigurableGroup | None]]]:
-        """How all groups of all roles but those of gloo are split from WORLD, in rounds whose
-        groups share no rank (None: we are no member); first a digest, which is equal on ranks that
-        know the same groups and so have the same rounds."""
+        """Return a digest, which is equal on ranks that know the same groups, and the rounds in
+        which all groups of all roles but those of gloo are split from WORLD: the groups of a round
+        share no rank (None: this rank is no member)."""
         entries = [one for one in self._entries[1:] if one.requested.lower() != "gloo"]
         taken: list[set[int]] = []
         rounds: list[list[ReconfigurableGroup | None]] = []

@@ -162,7 +162,7 @@ class NcclFabric(Fabric):
             thread.join(max(0.0, until - time.monotonic()))
 
     def _is_inside(self) -> bool:
-        """Whether a thread is in an operation that it enqueues."""
+        """Return whether a thread is in an operation that it enqueues."""
         return any(isinstance(one, NcclGroup) for one in list(self._epoch.waits.values()))
 
     def _abort_one(self, backend: Any) -> None:
@@ -295,7 +295,7 @@ class NcclGroup(InnerGroup):
             self._end_block(self._device)
 
     def error(self) -> str:
-        """What torch's watchdog has found; empty when nothing, or where torch does not tell."""
+        """Return what torch's watchdog has found; empty if nothing, or if torch does not tell."""
         ask = getattr(self._backend, "get_error", None)
         found = "SUCCESS" if ask is None else str(ask().name)
         return "" if found == "SUCCESS" else found

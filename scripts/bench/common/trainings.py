@@ -128,7 +128,7 @@ def run_protected(
     measured.gate_waits, measured.gate_seconds = len(waits), sum(waits)
     if Kind.COMMITTED in story.bytes_by_kind:
         # Generation 0, after the build, is shipped as well; and where a node was lost, what was
-        # protected anew.
+        # protected again.
         shipped = story.bytes_by_kind[Kind.COMMITTED]
         measured.shipped_bytes_per_step = shipped / (last + unmeasured_steps + 1)
     return measured

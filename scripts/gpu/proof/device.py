@@ -1,4 +1,4 @@
-"""Where the parts run: on NCCL and CUDA, or rehearsed on the CPU with the fake of the tests."""
+"""The place of the parts: NCCL and CUDA, or the fake of the tests on the CPU, to rehearse."""
 
 from __future__ import annotations
 

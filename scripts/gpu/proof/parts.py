@@ -21,7 +21,7 @@ class Part:
 
 PARTS = (
     Part("smoke", 70, "versions, streams, memory, futures: each alone", smoke.look),
-    Part("seam", 50, "two ranks: communicators aborted and made anew", seam.first_kills),
+    Part("seam", 50, "two ranks: communicators aborted and made again", seam.first_kills),
     Part("trainer", 120, "the embedded trainer loses a node", trainings.embedded),
     Part("rebuild", 45, "more communicators, made in each way there is", seam.rebuilds),
     Part("copies", 45, "steps with and without copies to the host", copies.measure),

@@ -1,4 +1,4 @@
-"""Parts seam, rebuild and losses: communicators aborted and made anew in processes that go on."""
+"""Parts seam, rebuild and losses: communicators aborted and made again in living processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPUs of a host make of a run, who is sent away, and who gets which."""
+"""The effect of a host's GPUs on a run, refusals, and the GPU of each process."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_another_number_of_roles_goes_on_from_a_checkpoint(
     write_json(host.old.latest, as_dict([dump, saved]))
     assert resume_point(host.old, fewer) == saved.to_dict()
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"goes on with 1 roles instead of 2 from the checkpoint {tmp_path} of")
+    assert line.startswith(f"continues with 1 roles instead of 2 from the checkpoint {tmp_path} of")
     assert line.endswith("its dump of iteration 9 is for 2 roles only")
     write_json(host.old.latest, dump.to_dict())
     with pytest.raises(CommandError, match=r"2 roles, this one 1, .* give as many nodes as it had"):

@@ -42,7 +42,7 @@ Findings = Callable[[Path, int], list[dict[str, Any]]]
 
 @pytest.fixture
 def findings(carry_out: CarryOut) -> Findings:
-    """What is found in a directory; the command ends with this status."""
+    """Return what is found in a directory; the command ends with this status."""
 
     def verify(directory: Path, status: int) -> list[dict[str, Any]]:
         ended, out, _ = carry_out("verify", "--json", directory)

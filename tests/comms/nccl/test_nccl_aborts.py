@@ -252,7 +252,7 @@ def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None
 
 
 def has_noticed() -> bool:
-    """Whether the watchdog has found a failed operation."""
+    """Return whether the watchdog has found a failed operation."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     return bool(backend.get_error() is not ErrorType.SUCCESS)
 

@@ -115,7 +115,7 @@ def test_a_thread_that_is_stuck_in_a_block_costs_its_process() -> None:
 
 
 def closed_in_an_operation(member: Member, inside_seconds: float) -> bool:
-    """Whether the process may go on after a close that found a thread inside of NCCL."""
+    """Return whether the process may go on after a close that found a thread inside of NCCL."""
     member.init("nccl", epoch=0)
     blocks.LONGEST_SECONDS = SECONDS if inside_seconds < SECONDS else 0.0
 

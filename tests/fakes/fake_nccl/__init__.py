@@ -1,4 +1,4 @@
-"""What plays NCCL where there is no GPU; a run takes it for its communicators under a fault plan.
+"""A player of NCCL where there is no GPU; a run takes it for its communicators under a fault plan.
 
 fake          NCCL's semantics on CPU tensors, on top of gloo
 collected     a thread's open blocks, played

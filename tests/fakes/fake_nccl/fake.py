@@ -233,7 +233,7 @@ class FakeCommunicator:
         self.split(-1)
 
     def split(self, colour: int) -> tuple[int, ...]:
-        """Who has this colour. All ranks take part, each time, or wait for ever."""
+        """Return who has this colour. All ranks take part, each time, or wait for ever."""
         self.splits += 1
         with unwatched():
             colours = [torch.zeros(1) for _ in self._spec.ranks]
@@ -499,7 +499,7 @@ class FakeWork:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has a result."""
+        """Return whether it has a result."""
         return self._done.is_set()
 
     def is_over(self) -> bool:

@@ -22,7 +22,7 @@ COMPARED_HASHES = 64
 
 
 def divergence_is_fatal(settings: Settings) -> bool:
-    """Whether other numbers in a replayed step end the run."""
+    """Return whether other numbers in a replayed step end the run."""
     if settings.divergence != "auto":
         return settings.divergence == "stop"
     return settings.communicator != "nccl"

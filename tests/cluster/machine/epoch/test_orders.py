@@ -110,7 +110,7 @@ def test_a_pause_is_complete_when_each_role_stands_still_or_is_done(
 
 
 def test_roles_that_stood_still_at_two_iterations_are_not_all_paused() -> None:
-    """A later coordinator hears of it: the one behind goes on to where the other one stands."""
+    """A later coordinator hears of it: the one behind continues to where the other one stands."""
     rig = Rig(nodes=2).opening()
     rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.Paused(*rig.seat(1), 1, 11))
     rig.restored()
