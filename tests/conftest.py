@@ -65,6 +65,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # Under nohup what is started would ignore the terminals that tests close.
+        signal.signal(signal.SIGHUP, lambda *_: None)
     gpus.hide()
     # For what the tests start; it finds what plays NCCL there, as the tests do.
     paths = (str(Path(__file__).with_name("fakes")), os.environ.get("PYTHONPATH"))
