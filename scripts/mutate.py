@@ -293,7 +293,7 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the slips, and run none")
     parser.add_argument("--json", action="store_true", help="print what became of each as JSON")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="at a time (default: 2)")
+    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="at a time (default: 3)")
     parser.add_argument("--slips", type=Path, default=SLIPS, metavar="DIR", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:

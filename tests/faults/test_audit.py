@@ -8,7 +8,7 @@ import pytest
 
 from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from tests.faults.harness.jobs import Layout, fault, run_job, strike
-from tests.faults.harness.layouts import FOUR_SHARDS, PIPELINE, PP2_DP2
+from tests.faults.harness.layouts import FOUR_SHARDS, PIPELINE, PP2_DP2, VIRTUAL
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 12
@@ -65,13 +65,19 @@ def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Pat
     assert [e.node for e in outcome.of_kind("node-aside")] == [1, 3]
 
 
-def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(tmp_path: Path) -> None:
-    """Of three replicas of two stages: what the first stage of the second gives on is wrong."""
-    layout = Layout("pp2-dp3", PIPELINE, nodes=6, members_per_node=1)
-    plan = [fault("pass", "audit.pass", when_role=1, when_iteration=4, action="mark")]
+@pytest.mark.parametrize(
+    ("pipeline", "role"), [(PIPELINE, 1), (VIRTUAL.flags, 4)], ids=["plain", "interleaved"]
+)
+def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(
+    pipeline: str, role: int, tmp_path: Path
+) -> None:
+    """Of three replicas of two stages: what one stage of the second gives on is wrong, and with it
+    what its later stage makes of it, in an interleaved pipeline even the first stage."""
+    layout = Layout("pp2-dp3", pipeline, nodes=6, members_per_node=1)
+    plan = [fault("pass", "audit.pass", when_role=role, when_iteration=4, action="mark")]
     flags = "--global-batch-size 12"
     outcome = strike(
         tmp_path / "run", layout, ITERATIONS, plan, spares=1, flags=flags, settings=SETTINGS
     )
     (found,) = outcome.of_kind("audit-failed")
-    assert (found.data["roles"], found.data["certain"]) == ([1], True)
+    assert (found.data["roles"], found.data["certain"]) == ([role], True)

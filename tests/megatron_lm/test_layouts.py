@@ -137,7 +137,11 @@ if TAGS[-1] != TAG:
 
 
 # Nothing of an audit is left in the state, dropout's random numbers included.
-SETTINGS = {"sequence parallel, loader processes": "--deadpool-audit-interval 3"}
+AUDITED = "--deadpool-audit-interval 3"
+SETTINGS = {
+    "sequence parallel, loader processes": AUDITED,
+    "fp16, first updates skipped, virtual pipeline, exit interval": AUDITED,
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -152,6 +156,7 @@ def test_layout_survives(tmp_path: Path, name: str) -> None:
 
 
 def skipped_two(outcome: Outcome) -> None:
+    audited_with_passes(outcome)
     skipped = [step["iteration"] for step in outcome.final["steps"] if step["skipped"]]
     assert skipped[:2] == [1, 2]
     assert len(skipped) < ITERATIONS

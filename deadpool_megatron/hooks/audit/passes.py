@@ -4,7 +4,9 @@ Data-parallel replicas hold the same weights. In an audited iteration one replic
 time) gives its first micro-batch, and its random states, to the others. Each runs it through its
 whole pipeline, before its own micro-batches and without reducing gradients; then all roles compare
 sums of what each stage gave on, of the gradient that came back to it, and of its weights'
-gradients. Where in a replica the first of these is wrong, it was computed wrong.
+gradients. Where in a replica the first of these is wrong, it was computed wrong. An interleaved
+pipeline takes no single micro-batch: the same one goes through it as often as it takes at least,
+and each chunk of a role is a stage.
 
 Nothing of it stays: gradients are emptied, and what a forward pass changes is put back. Whether
 equal passes give equal bytes here at all is shown before it is relied upon: the first audit of a
@@ -18,7 +20,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,8 +67,6 @@ _SYNCHRONISING = (
 def why_not_compared(loop: ProtectedLoop) -> str:
     """Why passes of this model are not compared, in words; empty where they are."""
     config = model_config(loop)
-    if len(loop.model_chunks) > 1:
-        return "the pipeline is interleaved"
     if getattr(config, "num_moe_experts", None):
         return "experts of several replicas work on the tokens of each other"
     if getattr(config, "fp8", None):
@@ -116,24 +117,25 @@ class PassAudit:
     ) -> Any:
         """Returns the iterator with what was taken from it."""
         given = arguments["data_iterator"]
-        iterator = given[0] if isinstance(given, list) else given
+        iterators = list(given) if isinstance(given, list) else [given]
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_process_group_ranks(group)
         source = replicas[number % len(replicas)]
-        batch: Any = None
-        if iterator is not None and source == dist.get_rank():
-            batch = next(iterator)
-            iterator = _put_back(batch, iterator)
-        agreed = self._agree(batch)
+        batches: dict[int, Any] = {}
+        if source == dist.get_rank():
+            batches = {at: next(one) for at, one in enumerate(iterators) if one is not None}
+        reads_data = [one is not None for one in iterators]
+        for at, batch in batches.items():
+            iterators[at] = _put_back(batch, iterators[at])
+        agreed = self._agree(batches.values())
+        given = iterators if isinstance(given, list) else iterators[0]
         if agreed is None:
-            return iterator
-        shared = self._share(batch, source, group)
+            return given
+        shared = self._share(batches, source, group)
         kept = codec.encode(extras.capture_passing(self._loop))
         try:
-            again = dict(arguments, num_microbatches=1)
-            run = functools.partial(
-                self._run, forward_backward, again, shared, iterator is not None
-            )
+            again = dict(arguments, num_microbatches=self._least_micro_batches())
+            run = functools.partial(self._run, forward_backward, again, shared, reads_data)
             once = run()
             repeated = agreed != _REHEARSED or torch.equal(once, run())
             # Of all roles, before the first of them can accuse one: that ends the epoch.
@@ -143,15 +145,21 @@ class PassAudit:
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
         stop_if_wrong(self._reports, self._iteration, verdict)
-        return iterator
+        return given
 
-    def _agree(self, batch: Any) -> int | None:
+    def _least_micro_batches(self) -> int:
+        """How many a pipeline takes at least: megatron/core/pipeline_parallel/schedules.py."""
+        if len(self._loop.model_chunks) == 1:
+            return 1
+        return int(model_config(self._loop).microbatch_group_size_per_vp_stage)
+
+    def _agree(self, batches: Iterable[Any]) -> int | None:
         """Whether all roles rehearse or rely on a rehearsal; None where they leave it. A process
         that came later knows less than others, and all have to do the same."""
         state = _RELIED_ON if self._is_repeatable else _REHEARSED
         if self._is_repeatable is False:
             state = _LEFT
-        elif batch is not None and not _is_by_name(batch):
+        elif not all(_is_by_name(batch) for batch in batches):
             state = _STRANGE
         flag = torch.tensor([state], dtype=torch.int64, device=current_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
@@ -163,11 +171,17 @@ class PassAudit:
             return None
         return agreed
 
-    def _share(self, batch: Any, source: int, group: dist.ProcessGroup) -> dict[str, Any]:
-        """The micro-batch (in stages that read data) and the random states of ``source``."""
+    def _share(
+        self, batches: Mapping[int, Any], source: int, group: dist.ProcessGroup
+    ) -> dict[str, Any]:
+        """The micro-batch of each chunk that reads data, and the random states of ``source``."""
         payload = b""
         if source == dist.get_rank():
-            values = {f"{_BATCH}{name}": value for name, value in (batch or {}).items()}
+            values = {
+                f"{_BATCH}{chunk}.{name}": value
+                for chunk, batch in batches.items()
+                for name, value in batch.items()
+            }
             payload = codec.encode({**values, **extras.random_states()})
         return codec.decode(broadcast_bytes(payload, source, group, current_device()))
 
@@ -176,57 +190,58 @@ class PassAudit:
         forward_backward: ForwardBackward,
         arguments: dict[str, Any],
         shared: dict[str, Any],
-        reads_data: bool,
+        reads_data: Sequence[bool],
     ) -> Tensor:
-        """The micro-batch through the pipeline; sums of what this stage gave on, got back and made,
-        of shape (3, 2)."""
-        device, chunk = current_device(), self._loop.model_chunks[0]
-        batch = {
-            name.removeprefix(_BATCH): value
-            for name, value in shared.items()
-            if name.startswith(_BATCH)
-        }
-        sums = torch.zeros(3, 2, dtype=torch.int64, device=device)
+        """The micro-batch through the pipeline; for each chunk sums of what it gave on, got back
+        and made, of shape (chunks, 3, 2)."""
+        device, chunks = current_device(), self._loop.model_chunks
+        times = arguments["num_microbatches"]
+        sums = torch.zeros(len(chunks), 3, 2, dtype=torch.int64, device=device)
 
-        def passed_on(_module: Any, _inputs: Any, output: Any) -> None:
+        def passed_on(own: Tensor, _module: Any, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor):
                 self._damage("audit.pass", output)
-                sums[0] += fingerprint([output], device)
+                _add(own[0], device, output)
                 if output.requires_grad:
+                    came_back = functools.partial(_add, own[1], device)
                     output.register_hook(came_back)  # type: ignore[no-untyped-call]
 
-        def came_back(gradient: Tensor) -> None:
-            sums[1] += fingerprint([gradient], device)
-
         extras.set_random_states(shared)
-        data = iter([batch]) if reads_data else None
-        hook = chunk.register_forward_hook(passed_on)
-        try:
-            with self._without_synchronising(chunk), not_looking():
-                forward_backward(**{**arguments, "data_iterator": data})
-        finally:
-            hook.remove()
-        gradients = [buffer.grad_data for buffer in chunk.buffers]
-        sums[2] = fingerprint(gradients, device)
-        chunk.zero_grad_buffer()
+        data: list[Any] = [
+            _times(times, shared, f"{_BATCH}{at}.") if reads else None
+            for at, reads in enumerate(reads_data)
+        ]
+        with contextlib.ExitStack() as stack:
+            for chunk, own in zip(chunks, sums, strict=True):
+                hook = chunk.register_forward_hook(functools.partial(passed_on, own))
+                stack.callback(hook.remove)
+            stack.enter_context(self._without_synchronising())
+            stack.enter_context(not_looking())
+            forward_backward(**{**arguments, "data_iterator": data if len(chunks) > 1 else data[0]})
+        for chunk, own in zip(chunks, sums, strict=True):
+            own[2] = fingerprint([buffer.grad_data for buffer in chunk.buffers], device)
+            chunk.zero_grad_buffer()
         return sums
 
     @contextlib.contextmanager
-    def _without_synchronising(self, chunk: Any) -> Iterator[None]:
+    def _without_synchronising(self) -> Iterator[None]:
         """Gradients stay where they are, as those of any micro-batch but the last."""
         config = model_config(self._loop)
         kept = {name: getattr(config, name) for name in _SYNCHRONISING}
         for name in _SYNCHRONISING:
             setattr(config, name, None)
         try:
-            with chunk.no_sync():
+            with contextlib.ExitStack() as stack:
+                for chunk in self._loop.model_chunks:
+                    stack.enter_context(chunk.no_sync())
                 yield
         finally:
             for name, value in kept.items():
                 setattr(config, name, value)
 
-    def _gather(self, sums: Tensor, *, repeated: bool) -> tuple[dict[int, Pass], list[bool]]:
-        """The passes of all roles, and which of them were repeated to the same bytes."""
+    def _gather(self, sums: Tensor, *, repeated: bool) -> tuple[dict[int, Pass], dict[int, bool]]:
+        """The passes of all chunks of all roles (each a number, see :meth:`_roles`), and whether
+        they were repeated to the same bytes."""
         own = [
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -238,37 +253,48 @@ class PassAudit:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
-        passes = {
-            role: Pass(one[0], one[1], one[2], *_three_sums(one[5:]), hardware=one[4])
-            for role, one in enumerate(found)
-        }
-        return passes, [bool(one[3]) for one in found]
+        chunks, ranks = len(sums), 1 + max(one[1] for one in found)
+        passes: dict[int, Pass] = {}
+        for role, (replica, rank, peer, _, kind, *values) in enumerate(found):
+            for chunk in range(chunks):
+                passes[role * chunks + chunk] = Pass(
+                    replica,
+                    chunk * ranks + rank,
+                    peer * chunks + chunk,
+                    *_three_sums(values[6 * chunk : 6 * (chunk + 1)]),
+                    hardware=kind,
+                )
+        return passes, {number: bool(found[number // chunks][3]) for number in passes}
+
+    def _roles(self, numbers: Iterable[int]) -> list[int]:
+        """Whose chunks these are."""
+        return sorted({number // len(self._loop.model_chunks) for number in numbers})
 
     def _judge(
         self,
         passes: Mapping[int, Pass],
-        repeated: Sequence[bool],
+        repeated: Mapping[int, bool],
         once_more: Callable[[], Tensor] | None,
     ) -> Accusation | None:
         """Where no majority tells who is wrong, all compute it ``once_more``, and who does not come
         to the same is: a fault that comes and goes shows so. It is None, for all roles alike, where
         that was done already."""
         keys = comparable(passes)
-        odd = unrepeatable({role: (keys[role], same) for role, same in enumerate(repeated)})
+        odd = unrepeatable({number: (keys[number], same) for number, same in repeated.items()})
         if odd:
             self._give_up(
-                f"the same pass gives other bytes each time, of roles {odd} (try"
+                f"the same pass gives other bytes each time, of roles {self._roles(odd)} (try"
                 " --deterministic-mode)"
             )
             return None
         self._is_repeatable = True
         if len({one.hardware for one in passes.values()}) > 1:
-            self._say_who_is_alone(alone(keys))
+            self._say_who_is_alone(self._roles(alone(keys)))
         verdict = judge_passes(passes)
-        if verdict is None or verdict.is_certain or once_more is None:
-            return verdict
-        again, _ = self._gather(once_more(), repeated=True)
-        return judge_repeated_passes(passes, again) or verdict
+        if verdict is not None and not verdict.is_certain and once_more is not None:
+            again, _ = self._gather(once_more(), repeated=True)
+            verdict = judge_repeated_passes(passes, again) or verdict
+        return verdict and replace(verdict, roles=tuple(self._roles(verdict.roles)))
 
     def _say_who_is_alone(self, roles: list[int]) -> None:
         if roles and not self._has_said_who_is_alone:
@@ -292,6 +318,20 @@ class PassAudit:
         # Not detached: autograd would see that it was changed.
         value = output.data.reshape(-1)[:1].view(torch.uint8)
         value[-2] ^= 0x40
+
+
+def _add(sums: Tensor, device: torch.device, tensor: Tensor) -> None:
+    sums += fingerprint([tensor], device)
+
+
+def _times(times: int, values: Mapping[str, Any], prefix: str) -> Iterator[dict[str, Any]]:
+    """The batch of a chunk, ``times`` times, each its own for those that take things out of it."""
+    for _ in range(times):
+        yield {
+            name.removeprefix(prefix): value
+            for name, value in values.items()
+            if name.startswith(prefix)
+        }
 
 
 def _three_sums(values: Sequence[int]) -> tuple[Sums, Sums, Sums]:

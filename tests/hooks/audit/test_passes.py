@@ -44,10 +44,11 @@ class Rig:
 
     def __init__(self) -> None:
         self.chunk = Chunk()
+        self.chunks = [self.chunk]
         self.done: list[str] = []
         self.told: list[str] = []
         self.noise = iter([0.0] * 100)
-        loop = SimpleNamespace(model_chunks=[self.chunk])
+        loop = SimpleNamespace(model_chunks=self.chunks)
         reports = SimpleNamespace(send_event=self._told)
         self.audit = PassAudit(loop, lambda: self.done.append("settled"), reports)  # type: ignore[arg-type]
 
@@ -56,8 +57,12 @@ class Rig:
 
     def forward_backward(self, *, data_iterator: Any, num_microbatches: int) -> None:
         """In place of Megatron's."""
-        for _ in range(num_microbatches):
-            output = self.chunk(next(data_iterator)["x"] + next(self.noise))
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        for place in range(num_microbatches * len(self.chunks)):
+            chunk, iterator = (
+                given[place % len(self.chunks)] for given in (self.chunks, iterators)
+            )
+            output = chunk(next(iterator)["x"] + next(self.noise))
             machine = rerun_state_machine.get_rerun_state_machine()
             loss = output.sum()
             machine.validate_result(loss, lambda _: True, "never right", fatal=False)
@@ -68,7 +73,8 @@ class Rig:
     def iteration(self, number: int) -> None:
         self.audit.announce(number, number)
         run = self.audit.around(self.forward_backward)
-        run(data_iterator=iter([{"x": torch.ones(4)}]), num_microbatches=0)
+        data = [iter([{"x": torch.ones(4)}]) for _ in self.chunks]
+        run(data_iterator=data if len(data) > 1 else data[0], num_microbatches=0)
 
 
 @pytest.fixture
@@ -182,3 +188,31 @@ def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
     assert rig.chunk.buffers[0].grad_data.sum() == 0
     named = Accusation((0, 1), False, _PASS) if is_repeated else Accusation((1,), True, _PASS)
     assert verdicts == [None, named]
+
+
+def test_each_chunk_of_an_interleaved_pipeline_is_a_stage(
+    rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three replicas of two ranks with two chunks each; in the second replica the first chunk of
+    its second rank is wrong, and with it all that comes later, the chunks of its first rank
+    included."""
+
+    def gather(rows: list[Tensor], row: Tensor) -> None:
+        for role, one in enumerate(rows):
+            one.copy_(row)
+            replica, rank = divmod(role, 2)
+            one[:3] = torch.tensor([replica, rank, rank])
+        first_chunk, second_chunk = OUTPUT, OUTPUT + 6
+        rows[3][[first_chunk, second_chunk]] += 1
+        rows[2][second_chunk] += 1
+
+    rig.chunks.append(Chunk())
+    config = SimpleNamespace(microbatch_group_size_per_vp_stage=2)
+    vars(config).update(dict.fromkeys(passes._SYNCHRONISING))
+    monkeypatch.setattr(passes, "model_config", lambda _loop: config)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 6)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    rig.iteration(1)
+    assert rig.done.count("pass") == 2 * 4, "twice, each with the least that the pipeline takes"
+    assert verdicts == [Accusation((3,), True, _PASS)]
+    assert all(chunk.buffers[0].grad_data.sum() == 0 for chunk in rig.chunks)
