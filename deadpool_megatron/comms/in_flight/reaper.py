@@ -46,7 +46,6 @@ class Reaper:
         while True:
             leftovers = self._inbox.get()
             _free(leftovers)
-            del leftovers
             trim_heap()
             with self._lock:
                 self.pending -= 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import inspect
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +27,7 @@ from deadpool_megatron.platform.cpu import CpuPlatform
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from fake_nccl.stream_order import JUNK_LOG
+from tests.common.waiting import wait_for
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
 from tests.comms.test_forwarding import everything
 
@@ -354,3 +357,24 @@ def waits_in_cpp(member: Member) -> float:
 
 def test_a_wait_for_the_future_of_an_operation_orders_what_comes_after() -> None:
     assert run(2, waits_in_cpp, kind=KIND) == {0: 2.0, 1: 2.0}
+
+
+def leaves_operands(member: Member) -> bool:
+    """What nobody waited for lies on torch's shelf, until the communicator is freed."""
+    member.init("nccl", epoch=0)
+    value = torch.ones(1)
+    kept = weakref.ref(value)
+    dist.all_reduce(value, async_op=True)
+    del value
+    gc.collect()
+    assert kept() is not None
+    member.comms.interrupt(0)
+    assert member.comms.drain()
+    member.attach(1)
+    wait_for("the end of the old epoch", lambda: not member.comms.reaping)
+    gc.collect()
+    return kept() is None
+
+
+def test_what_an_epoch_leaves_is_freed_behind_it() -> None:
+    assert all(run(2, leaves_operands, kind=KIND).values())

@@ -23,6 +23,10 @@ Modelled:
   what other threads are in (:data:`enqueue_lasts`), and may fail (:data:`abort_fails`).
 * The first message of a pair holds the host until the peer is there, and so does the first
   collective of a communicator, unless it has connected them as it was made (:data:`CONNECT`).
+* torch keeps the operands of an asynchronous operation on a shelf until somebody waits for it, or
+  the communicator is freed.
+* With :data:`NAN_CHECK` a kernel asserts on an operand that is not a number, which leaves the
+  device of the process in error for good: every call that asks it raises, ours in any thread too.
 * Send and receive outside a coalescing block are an error (:data:`allow_unbatched`), because two
   neighbours that both send first deadlock.
 * A communicator that was not connected eagerly is made at its first use through the store, and so
@@ -116,6 +120,9 @@ def _no_longer(communicator: FakeCommunicator) -> None:
 #: called by a thread that is inside of NCCL; an abort meanwhile frees what it is in
 enqueue_lasts: Callable[[FakeCommunicator], None] = _no_longer
 
+#: the variable of torch that has a kernel look for operands that are not numbers
+NAN_CHECK = "TORCH_NCCL_NAN_CHECK"
+
 #: the variable of NCCL by which collectives connect at their first use (1, the default), or before
 CONNECT = "NCCL_RUNTIME_CONNECT"
 
@@ -176,6 +183,7 @@ class FakeClock(DeviceClock[FakeMark]):
         return FakeMark(monotonic(), works)
 
     def is_passed(self, mark: FakeMark) -> bool:
+        order.settle([])
         return all(operation.is_over() for operation in mark.after)
 
     def seconds(self, earlier: FakeMark, later: FakeMark) -> float:
@@ -207,6 +215,7 @@ class FakeCommunicator:
         self._counts = {True: 0, False: 0}
         self._enqueued = self._completed = -1
         self._connected: set[int | None] = set()
+        self.shelf: dict[int, tuple[Any, ...]] = {}
         self._in_set_up = False
         self._noticed_at_seconds: float | None = None
         self.aborted = False
@@ -344,12 +353,15 @@ class FakeCommunicator:
                     raise
                 work.inner = NeverEnding(error)
             order.add(work)
+        if os.environ.get(NAN_CHECK) == "1" and any(one.isnan().any() for one in copies.values()):
+            order.error = "CUDA error: device-side assert triggered"
         is_message = name in POINT_TO_POINT
         work.peer = int(args[1]) if is_message else None
         self._counts[is_message] += 1
         work.number = self._enqueued = self._counts[is_message]
         self._enqueue(work)
         if waited_for:
+            self.shelf[id(work)] = args
             return work
         self._await_peer(work)
         work.wait()
@@ -477,6 +489,7 @@ class FakeWork:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the calling thread after the operation; a barrier blocks, as NCCL's does."""
         self.ordered.add(get_ident())
+        self._communicator.shelf.pop(id(self), None)
         for child in self._children:
             child.wait()
         if self.name == "barrier":
@@ -555,6 +568,7 @@ class FakeWork:
 def _run_stream(stream: SimpleQueue[FakeWork | None]) -> None:
     while (work := stream.get()) is not None:
         work.run()
+        del work  # what it holds is not kept until the next one comes
 
 
 def _clone(value: Any, copies: dict[int, torch.Tensor]) -> Any:

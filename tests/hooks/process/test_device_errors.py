@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.platform.base import CopyFailedError, Platform
 from deadpool_megatron.platform.cpu import CpuPlatform
 from fake_nccl import KIND
-from fake_nccl.stream_order import order
+from fake_nccl.fake import NAN_CHECK
 from tests.comms.ranks import DEADLINE_SECONDS, Member, run
 
 pytestmark = pytest.mark.slow
@@ -25,17 +27,23 @@ class Quiet(EpochEntry):
 
 
 def device_asserts(member: Member) -> bool:
-    """A kernel that ran on junk of an abort has asserted: this process has lost its device."""
+    """A kernel that looks for what is no number has asserted, as on junk of an abort: this process
+    has lost its device."""
+    os.environ[NAN_CHECK] = "1"
     member.init("nccl")
     member.attach(0)
     platform = CpuPlatform()
     assert Quiet(platform).quiesce(1.0)
-    value, copied = torch.ones(1), torch.zeros(1)
+    value, copied = torch.tensor([torch.nan]), torch.zeros(1)
+    waits = member.comms.stream_waits
+    assert waits.begin()
+    waits.end()
     dist.all_reduce(value)
     member.comms.interrupt(0)
-    order.error = "device-side assert triggered"
     with pytest.raises(RuntimeError, match="device-side"):
         value.item()
+    with pytest.raises(RuntimeError, match="device-side"):
+        waits.read()
     with pytest.raises(CopyFailedError, match="device-side"):
         platform.catch_up(1.0)
     with pytest.raises(CopyFailedError, match="device-side"):
