@@ -40,8 +40,9 @@ from deadpool_megatron.comms.nccl.positions import Numbers, ask_recorder, read_p
 from deadpool_megatron.comms.nccl.timing import CudaClock
 from deadpool_megatron.comms.operations import OPENS_A_GROUP, POINT_TO_POINT, is_asynchronous
 
-#: how Megatron calls the groups whose neighbours send to one another, around with virtual stages
-PIPELINES = "PIPELINE_MODEL_PARALLEL_GROUP"
+#: how Megatron calls the groups whose neighbours send to one another, all around with virtual
+#: stages, and TransformerEngine's attention over a context that is split
+RINGS = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
 
 
 class NcclFabric(Fabric):
@@ -80,7 +81,7 @@ class NcclFabric(Fabric):
             self._abort(backend)
             raise EpochClosed(self._epoch.number, "attach")
         group = NcclGroup(spec, self._epoch, plain, backend, self._blocks)
-        if spec.description == PIPELINES:
+        if spec.description in RINGS:
             group.connect({(spec.rank + 1) % spec.size, (spec.rank - 1) % spec.size} - {spec.rank})
         self._groups.append(group)
         return group

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.nccl import blocks
 from deadpool_megatron.comms.nccl.blocks import Blocks
-from deadpool_megatron.comms.nccl.fabric import PIPELINES
+from deadpool_megatron.comms.nccl.fabric import RINGS
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from fake_nccl.collected import FreedCommunicatorError
@@ -153,7 +153,7 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
         member.say(("closed", None))
 
     closer = threading.Thread(target=close)
-    if description != PIPELINES and member.rank == 0:
+    if description not in RINGS and member.rank == 0:
         closer.start()
     member.say(("attached", None))
     if member.rank == 1:
@@ -172,9 +172,10 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
     return member.comms.drain()
 
 
-def test_neighbours_in_a_pipeline_connect_as_their_group_is_made() -> None:
+@pytest.mark.parametrize("description", RINGS)
+def test_neighbours_in_a_ring_connect_as_their_group_is_made(description: str) -> None:
     with Ranks(2, kind=KIND) as ranks:
-        ranks.start(connects, PIPELINES, False)
+        ranks.start(connects, description, False)
         ranks.until_all("attached")
         ranks.hear(0, "enqueued", SECONDS)
         ranks.say(1, "order", "go")
