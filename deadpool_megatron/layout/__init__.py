@@ -4,7 +4,7 @@ records      what decisions are made of, and the decision itself
 history      what a coordinator that takes over must know of the run so far
 deltas       a record as the change of the one before
 inventories  what a node holds, on the wire
-decision     questions and answers between the state machine and the planner
+planner      what is restored from where, who plays which role, the kept line
 seats        who plays which role
 schemes      how state is protected, and the plan of an epoch
 cadence      which iterations are protected

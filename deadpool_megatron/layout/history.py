@@ -34,7 +34,7 @@ _MOST_CAUSES = 100
 
 @dataclass(frozen=True)
 class History:
-    """``kept``: the kept line with this epoch (see layout.decision.keep_line). ``gone``: nodes that
+    """``kept``: the kept line with this epoch (see layout.planner.keep_line). ``gone``: nodes that
     were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
     or held wrong numbers, or have a broken device; ``wrong_hosts``: hosts from which no node does.
     ``nonfinite``: iterations that were thrown away, because

@@ -6,7 +6,7 @@ behaviour beyond their own encoding. Words are those of docs/design: role, node,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,14 @@ from typing import Any
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.part_kinds import PartKind, kind_of
 from deadpool_megatron.layout.schemes import ProtectionPlan
+
+# Parity blocks are kept under role numbers of their own, far above those of the run.
+PARITY_BASE = 1 << 32
+
+
+def is_parity_role(number: int) -> bool:
+    """True for the number of a parity block, False for a role of the run."""
+    return number >= PARITY_BASE
 
 
 @dataclass(frozen=True, order=True)
@@ -234,6 +242,26 @@ class Source:
     def to_list(self) -> list[int]:
         """JSON form."""
         return [self.node, self.role]
+
+
+@dataclass(frozen=True, order=True)
+class BadPart:
+    """Bytes found wrong: ``part`` of ``generation``, sealed under ``role`` on ``node``."""
+
+    node: int
+    role: int
+    generation: Generation
+    part: str
+
+    def to_list(self) -> list[Any]:
+        """JSON form for who knows the node."""
+        return [self.role, self.generation.to_list(), self.part]
+
+    @staticmethod
+    def from_list(node: int, values: Sequence[Any]) -> BadPart:
+        """Inverse of :meth:`to_list`. Raises TypeError or ValueError for anything else."""
+        role, generation, part = values
+        return BadPart(node, int(role), Generation.from_list(generation), str(part))
 
 
 @dataclass(frozen=True)

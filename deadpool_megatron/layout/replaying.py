@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.part_kinds import (
     SUMS_PART,
     UPDATE_PART,
@@ -24,6 +23,7 @@ from deadpool_megatron.layout.part_kinds import (
     kind_of,
 )
 from deadpool_megatron.layout.records import (
+    BadPart,
     Generation,
     PartInfo,
     Recipe,

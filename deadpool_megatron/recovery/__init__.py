@@ -1,1 +1,1 @@
-"""Recovery: the pure planning of a decision, and the linear sequence every member runs after it."""
+"""The linear sequence that every member runs after a decision: ``sequence``."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from deadpool_megatron.layout.places.parity import is_parity_role
+from deadpool_megatron.layout.records import is_parity_role
 
 _SHORT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # What comes of values of the wrong type or size; an infinite "integer" overflows.

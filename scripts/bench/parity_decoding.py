@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from common.machine import ROOT, machine_facts
 
-from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
+from deadpool_megatron.layout.history import NO_LIMIT
+from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Restore, Seat, Source
-from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.parity.erasure import Coder
 
 sys.path.insert(0, str(ROOT))  # the vaults are driven as in the tests

@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 from deadpool_megatron.layout.places.copies import missing_copies
 from deadpool_megatron.layout.places.parity import (
     MEMBERS,
-    PARITY_BASE,
     Members,
     ParityGroup,
     ParityPlacement,
-    is_parity_role,
     parity_groups,
     parity_layout,
     parity_numbers,
     parity_role,
 )
 from deadpool_megatron.layout.records import (
+    PARITY_BASE,
     EpochRecord,
     Generation,
     NodeAddress,
@@ -31,6 +30,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
     Seat,
+    is_parity_role,
 )
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme, in_words
 

@@ -20,9 +20,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.places.copies import missing_copies
+from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -35,7 +36,6 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
-from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.decision import NO_LIMIT, RestoreQuery
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
+from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -20,7 +21,6 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
-from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
 from deadpool_megatron.vault.shm.names import copy_name, own_name, steps_name

@@ -25,8 +25,8 @@ from deadpool_megatron.cluster.run_directory.latest import (
     read_valid,
     valid_in,
 )
-from deadpool_megatron.layout.decision import is_thrown_away
 from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.vault.disk.whole_dumps import last_boundary, newest_whole

@@ -30,7 +30,6 @@ def run(args: argparse.Namespace) -> int:
     from deadpool_megatron.cluster.coordinator import service
     from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
     from deadpool_megatron.cluster.coordinator.succession.standby import Standby, StandbyOptions
-    from deadpool_megatron.recovery import plan
 
     set_process_name(f"dp-standby{args.node_id}")
     run = RunDirectory(args.run_dir)
@@ -56,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
     begins_anew = newest is not None and newest.epoch <= info.ended_epoch
     # Where its agent never met the coordinator before it, that one has died with all the others.
     restarted = begins_anew or (term.number > 1 and not standby.was_in_touch)
-    # The planner comes from a layer above the cluster package, so it is handed in from here.
     return service.run_coordinator(
         CoordinatorOptions(
             run=run,
@@ -64,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
             secret=options.secret,
             host=term.host,
             listener=listener,
-            planner=plan,
             term=term,
             journal=journal,
             estate=standby.estate,

@@ -15,7 +15,6 @@ from deadpool_megatron.cluster.machine.state.state import INITIAL, Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.latest import valid_in
 from deadpool_megatron.events import Event
-from deadpool_megatron.layout.decision import Planner
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class CoordinatorOptions:
     secret: bytes
     host: str
     listener: socket.socket
-    planner: Planner
     term: Term
     journal: Journal
     estate: Estate

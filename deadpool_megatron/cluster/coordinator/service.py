@@ -55,7 +55,7 @@ from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.cluster.run_directory.latest import gone
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
-from deadpool_megatron.layout.decision import is_kept, is_thrown_away
+from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire.door import Door, Lock
@@ -76,7 +76,7 @@ class Coordinator:
         self._options, self._run = options, options.run
         self._settings = options.info.settings
         self._journal = options.journal
-        machine = Machine(machine_config(options), options.planner)
+        machine = Machine(machine_config(options))
         estate, now = options.estate, time.monotonic()
         self._not_understood: list[str] = []
         state = first_state(machine, self._journal, estate, now, self._not_understood.append)

@@ -14,9 +14,8 @@ from deadpool_megatron.cluster.failures import not_finite
 from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import unpack_inventory
-from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Generation, RoleLayout
 from deadpool_megatron.preflight.facts import HostFacts, Link
 
 Message = Mapping[str, Any]

@@ -19,8 +19,7 @@ from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import recomputes, without_recompute
 

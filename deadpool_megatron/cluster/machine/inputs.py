@@ -12,8 +12,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.requests import Request
-from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.facts import HostFacts, Link
 

@@ -30,7 +30,7 @@ from deadpool_megatron.cluster.machine.state.state import (
 )
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import Planner, is_thrown_away
+from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.layout.schemes import first_plan, plan_in_words
 from deadpool_megatron.layout.seats import SeatTable
@@ -39,11 +39,10 @@ NOBODY: Mapping[int, str] = {}
 
 
 class Machine:
-    """Binds the facts of the run and the planner; holds no state of its own. Thread-safe."""
+    """Binds the facts of the run; holds no state of its own. Thread-safe."""
 
-    def __init__(self, config: Config, planner: Planner) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._planner = planner
 
     @property
     def begins_anew(self) -> bool:
@@ -130,7 +129,7 @@ class Machine:
 
     def step(self, state: State, event: ev.Input, now: float) -> tuple[State, list[Action]]:
         """Handle one input. Inputs that are stale or make no sense change nothing."""
-        turn = Turn(self._config, self._planner, state, now)
+        turn = Turn(self._config, state, now)
         _handle(turn, event)
         if turn.state.requests:
             requests.settle(turn)

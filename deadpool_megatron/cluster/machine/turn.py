@@ -14,16 +14,15 @@ from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberSta
 from deadpool_megatron.cluster.machine.state.phases import Doing, Open
 from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import BadPart, Planner, RestoreQuery
-from deadpool_megatron.layout.records import Seat
+from deadpool_megatron.layout.planner import RestoreQuery
+from deadpool_megatron.layout.records import BadPart, Seat
 
 
 class Turn:
     """The handling of one input at time ``now`` (seconds, monotonic). Lives no longer than that."""
 
-    def __init__(self, config: Config, planner: Planner, state: State, now: float) -> None:
+    def __init__(self, config: Config, state: State, now: float) -> None:
         self.config = config
-        self.planner = planner
         self.state = state
         self.now = now
         self.actions: list[Action] = []

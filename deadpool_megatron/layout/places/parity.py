@@ -1,4 +1,4 @@
-"""Which roles share parity blocks, and which nodes hold the blocks. Pure and deterministic.
+"""Groups of roles that share parity blocks, their holders, and what blocks give back. Pure.
 
 Every vault and the coordinator compute the same answer from the same epoch record, so neither a
 group nor a place is ever sent. Groups over nodes, of which any may be lost, are REFT's AEC
@@ -16,13 +16,23 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from deadpool_megatron.layout.records import EpochRecord, PartInfo, RoleLayout
+from deadpool_megatron.layout.records import (
+    PARITY_BASE,
+    BadPart,
+    Decoding,
+    EpochRecord,
+    Generation,
+    Inventory,
+    PartInfo,
+    RoleLayout,
+    Source,
+    is_parity_role,
+)
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
 
-PARITY_BASE = 1 << 32
 _PARITY_END = 1 << 52  # below it numbers survive any JSON reader
 MOST_BLOCKS = 256  # k + m, a limit of codes over bytes
 # The part of a parity role that says what has been combined into its blocks.
@@ -37,9 +47,8 @@ _MOST = 4
 _FEW = 128
 
 
-def is_parity_role(number: int) -> bool:
-    """True for the number of a parity block, False for a role of the run."""
-    return number >= PARITY_BASE
+# Role, part, generation -> places of whole copies, best first.
+WholeCopies = Callable[[int, str, Generation], tuple[Source, ...]]
 
 
 def parity_role(roles: Sequence[int], parities: int, number: int) -> int:
@@ -186,8 +195,8 @@ def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
 
 
 def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
-    """Whether a parity role's blocks combine the state that ``layouts`` describe; not where one of
-    its group is not known."""
+    """True when a parity role's blocks combine the state that ``layouts`` describe; False where one
+    of its group is not known."""
     number, parities = parity_numbers(block)
     group = ParityGroup(block.peers, (block.role,) * (number + 1), ())
     if not layouts.keys() >= set(block.peers):
@@ -237,6 +246,108 @@ class Members:
                 for role, parts in values["roles"].items()
             },
         )
+
+
+class CodedShelf:
+    """All parity blocks in the inventories of live nodes: which shard parts they can give.
+
+    Looked at only for parts of which no whole copy is left, so a loss costs what was lost, not what
+    the run consists of. The layouts of parity roles stand in the inventories and say all there is
+    to know: the group, how many blocks it has, and which of them this one is.
+    """
+
+    def __init__(
+        self,
+        inventories: Iterable[Inventory],
+        layouts: Mapping[int, RoleLayout],
+        bad_parts: frozenset[BadPart],
+        copies: WholeCopies,
+    ) -> None:
+        self._inventories = tuple(inventories)
+        self._layouts = layouts
+        self._bad_parts = bad_parts
+        self._copies = copies
+        self._of_role: dict[int, list[_Composition]] | None = None
+        self._held: dict[tuple[int, Generation], list[tuple[int, frozenset[str]]]] = {}
+
+    def decoding(self, role: int, part: str, generation: Generation) -> Decoding | None:
+        """All blocks that are left of one group of ``role``, if they are enough.
+
+        Groups of several epochs may be held: the one with the most blocks, since each that is
+        left over can stand in for one that turns out to be damaged.
+        """
+        if self._of_role is None:
+            self._of_role = self._index()
+        found = [
+            Decoding(one.group, one.parities, blocks)
+            for one in self._of_role.get(role, ())
+            if len(blocks := self._blocks(one, role, part, generation)) >= len(one.group)
+        ]
+        return max(found, key=lambda one: (len(one.blocks), one.group), default=None)
+
+    def _index(self) -> dict[int, list[_Composition]]:
+        compositions: dict[tuple[tuple[int, ...], int, tuple[str, ...]], _Composition] = {}
+        hashes: dict[int, str] = {}
+        for inventory in self._inventories:
+            for layout in inventory.layouts:
+                if not is_parity_role(layout.role) or layout.role in hashes:
+                    continue
+                if not combines(layout, self._layouts):
+                    continue
+                hashes[layout.role] = layout.layout_hash
+                number, parities = parity_numbers(layout)
+                key = (layout.peers, parities, tuple(part.name for part in layout.parts))
+                one = compositions.setdefault(key, _Composition(layout.peers, parities))
+                one.blocks.setdefault(len(layout.peers) + number, []).append(layout.role)
+            same = {x.role for x in inventory.layouts if hashes.get(x.role) == x.layout_hash}
+            for holding in inventory.holdings:
+                if holding.role in same and MEMBERS in holding.parts:
+                    place = (inventory.node, holding.parts)
+                    self._held.setdefault((holding.role, holding.generation), []).append(place)
+        of_role: dict[int, list[_Composition]] = {}
+        for one in compositions.values():
+            for role in one.group:
+                of_role.setdefault(role, []).append(one)
+        return of_role
+
+    def _blocks(
+        self, one: _Composition, wanted: int, part: str, generation: Generation
+    ) -> dict[int, tuple[Source, ...]]:
+        blocks = {}
+        for number, role in enumerate(one.group):
+            found = () if role == wanted else self._copies(role, part, generation)
+            if found or not self._has(role, part):
+                blocks[number] = found
+        for number, roles in sorted(one.blocks.items()):
+            if found := tuple(s for role in roles for s in self._parity(role, part, generation)):
+                blocks[number] = found
+        return blocks
+
+    def _has(self, role: int, part: str) -> bool:
+        """True when a role has such a part at all; one of which nothing is known may have it."""
+        layout = self._layouts.get(role)
+        return layout is None or part in layout.shard_parts
+
+    def _parity(self, role: int, part: str, generation: Generation) -> tuple[Source, ...]:
+        """Nodes that hold a block and what says which bytes it was computed from, both intact."""
+        bad = self._bad_parts
+        return tuple(
+            Source(node, role)
+            for node, held in self._held.get((role, generation), ())
+            if part in held
+            and not any(BadPart(node, role, generation, name) in bad for name in (part, MEMBERS))
+        )
+
+
+@dataclass
+class _Composition:
+    """One way in which roles were grouped; ``blocks``: number from k on -> parity roles, of which
+    plans that came to the same group have one each.
+    """
+
+    group: tuple[int, ...]
+    parities: int
+    blocks: dict[int, list[int]] = field(default_factory=dict)
 
 
 def _group(roles: Sequence[int], parities: int, holders: tuple[int, ...]) -> ParityGroup:

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, PartKind, extras_part, kind_of
 from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
-from deadpool_megatron.layout.places.parity import ParityPlacement, is_parity_role
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
+from deadpool_megatron.layout.places.parity import ParityPlacement
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, is_parity_role
 from deadpool_megatron.layout.schemes import Kind
 from deadpool_megatron.vault.core.steps import Steps
 

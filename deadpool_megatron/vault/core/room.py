@@ -20,8 +20,7 @@ from pathlib import Path
 
 from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.part_kinds import PartKind, kind_of
-from deadpool_megatron.layout.places.parity import is_parity_role
-from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, is_parity_role
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, VaultError

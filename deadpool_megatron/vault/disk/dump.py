@@ -14,9 +14,8 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron.file_systems import sync
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
-from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Generation, RoleLayout
 from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage

@@ -9,8 +9,14 @@ from pathlib import Path
 
 from deadpool_megatron.layout.meanings import difference
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
-from deadpool_megatron.layout.places.parity import MEMBERS, combines, is_parity_role, parity_numbers
-from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source
+from deadpool_megatron.layout.places.parity import MEMBERS, combines, parity_numbers
+from deadpool_megatron.layout.records import (
+    Decoding,
+    Generation,
+    RoleLayout,
+    Source,
+    is_parity_role,
+)
 from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.taken import Taken

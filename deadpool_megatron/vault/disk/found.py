@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from deadpool_megatron.layout.decision import is_kept
+from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Inventory
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.dump_contents import (
@@ -25,7 +25,7 @@ def newest_whole(
 ) -> tuple[Restore | None, list[str]]:
     """The newest generation below ``base`` of which every role's parts are there, or what they are
     decoded or recomputed from; and why newer ones are not whole. ``kept``: the line of descent, see
-    layout.decision.keep_line; what was abandoned does not count. Checksums are compared when the
+    layout.planner.keep_line; what was abandoned does not count. Checksums are compared when the
     parts are loaded.
     """
     refusals: list[str] = []

@@ -18,7 +18,6 @@ from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.cli.told import Complain
 
@@ -39,7 +38,7 @@ class Desk:
     """The commands of a coordinator that has ``nodes`` connected."""
 
     def __init__(self, nodes: int, settings: Settings) -> None:
-        machine = Machine(Config(nodes, 0, 1, settings, "/dump"), plan)
+        machine = Machine(Config(nodes, 0, 1, settings, "/dump"))
         known = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
         self.state: State = machine.start(0.0)._replace(fleet=Fleet(Map(known)))
         self.commands = Commands.__new__(Commands)

@@ -22,8 +22,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.cluster.run_directory.latest import as_dict, valid_in
-from deadpool_megatron.layout.decision import NO_LIMIT
-from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.settings import Settings

@@ -40,7 +40,7 @@ def every_run_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watched(**more: Any) -> tuple[Rig, Watched]:
     rig = Rig(**more)
-    machine = rig.machine = Watched(rig.machine._config, rig.machine._planner)
+    machine = rig.machine = Watched(rig.machine._config)
     return rig, machine
 
 

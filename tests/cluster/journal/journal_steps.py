@@ -33,7 +33,6 @@ from deadpool_megatron.cluster.link.record_delta import unpack
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.process.glance import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer
 
@@ -154,7 +153,6 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
             secret=b"",
             host="127.0.0.1",
             listener=socket.socket(),
-            planner=plan,
             term=claim_term(journal, number, "127.0.0.1", 1, None),
             journal=journal,
             estate=estate,

@@ -9,9 +9,8 @@ import pytest
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import pack_inventory
-from deadpool_megatron.layout.records import Generation, Inventory
+from deadpool_megatron.layout.records import BadPart, Generation, Inventory
 from deadpool_megatron.preflight.facts import HostFacts, Link
 
 FACTS = HostFacts("host", versions={"torch": "2"}, gpus=8, open_files=1024)

@@ -24,7 +24,6 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.common.event_schema import check_event
 
@@ -56,7 +55,7 @@ class Rig:
         config = {"start": start} if start is not None else {}
         self.settings = Settings(**more)  # type: ignore[arg-type]
         self.config = Config(nodes, spares, nproc, self.settings, "/dump", **config)  # type: ignore[arg-type]
-        self.machine = Machine(self.config, plan)
+        self.machine = Machine(self.config)
         self.now = 100.0
         self.state = self.machine.start(self.now)
         self.last: list[act.Action] = []

@@ -18,13 +18,12 @@ from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Deciding, Phase
 from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.events import to_line
-from deadpool_megatron.layout.decision import keep_line
+from deadpool_megatron.layout.planner import keep_line
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
 )
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
-from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.agents import Agents
 from tests.common.event_schema import check_event
@@ -43,7 +42,7 @@ class World(Agents):
         scheme |= {"persist_directory": "/exports", "nonfinite": "rollback"}
         settings = Settings(replicas=replicas, restarts_in_place=10_000, check="links", **scheme)
         super().__init__(Config(nodes, spares, nproc, settings, "/dump"))
-        self.machine = Machine(self.config, plan)
+        self.machine = Machine(self.config)
         self.now = 0.0
         self.state = self.machine.start(self.now)
         self.next_node = nodes + spares

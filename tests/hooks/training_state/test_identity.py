@@ -22,12 +22,11 @@ from deadpool_megatron.hooks.loop import layer_number, model_config
 from deadpool_megatron.hooks.pretraining.stages import shift_layers
 from deadpool_megatron.hooks.training_state.identity import identify, role_meaning
 from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
-from deadpool_megatron.layout.decision import RestoreQuery
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.meanings import difference
 from deadpool_megatron.layout.places.parity import ParityGroup, parity_layout
+from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, RoleLayout, Seat
-from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deadpool_megatron.layout.decision import NO_LIMIT, BadPart
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.decision import NO_LIMIT
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.vault.disk.dump import generation_name

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.agent import salvage
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.layout.decision import NO_LIMIT
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState

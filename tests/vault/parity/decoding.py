@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.places.parity import MEMBERS, Members
+from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
-from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.role.restore import Obtainer

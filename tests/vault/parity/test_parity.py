@@ -12,8 +12,14 @@ import zfec
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement, is_parity_role
-from deadpool_megatron.layout.records import EpochRecord, Generation, Holding, RoleLayout
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Holding,
+    RoleLayout,
+    is_parity_role,
+)
 from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
 from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum

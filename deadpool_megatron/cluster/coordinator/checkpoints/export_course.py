@@ -31,7 +31,7 @@ from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.cadence import next_due
-from deadpool_megatron.layout.decision import is_kept
+from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import Code

@@ -15,9 +15,10 @@ from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Wa
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
+from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.places.copies import missing_copies
+from deadpool_megatron.layout.planner import NoRestore, Seating, keep_line
 from deadpool_megatron.layout.records import EpochRecord, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import losses_survived
 
@@ -25,16 +26,13 @@ from deadpool_megatron.layout.schemes import losses_survived
 def seating(turn: Turn, leaving: frozenset[int]) -> Seating:
     """Who would play which role now, if these nodes had none. Wrong ones never have one."""
     state = turn.state
-    return turn.planner.assign_seats(
-        SeatingQuery(
-            seats=state.seats,
-            members={place: member.incarnation for place, member in state.fleet.members.items()},
-            warm=frozenset(
-                p for p, m in state.fleet.members.items() if m.status is MemberStatus.WARM
-            ),
-            leaving=leaving | state.fleet.wrong,
-            avoid=state.fleet.avoid,
-        )
+    members = state.fleet.members
+    return planner.assign_seats(
+        state.seats,
+        {place: member.incarnation for place, member in members.items()},
+        warm=frozenset(p for p, m in members.items() if m.status is MemberStatus.WARM),
+        leaving=leaving | state.fleet.wrong,
+        avoid=state.fleet.avoid,
     )
 
 
@@ -59,7 +57,7 @@ def decide(turn: Turn) -> None:
         fleet = replace(fleet, leaving=fleet.leaving & fleet.wrong)
         turn.state = turn.state._replace(fleet=fleet)
         seats = seating(turn, fleet.leaving)
-    restore = turn.planner.choose_restore(turn.restore_query(seats.seats))
+    restore = planner.choose_restore(turn.restore_query(seats.seats))
     if (isinstance(restore, NoRestore) or restore.kind != "memory") and must_look(turn):
         return
     if isinstance(restore, NoRestore):

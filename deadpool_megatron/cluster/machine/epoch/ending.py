@@ -15,7 +15,8 @@ from deadpool_megatron.cluster.machine.state.phases import Dumping, Ended, Endin
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import NoRestore
+from deadpool_megatron.layout import planner
+from deadpool_megatron.layout.planner import NoRestore
 from deadpool_megatron.layout.records import Generation, Restore
 
 EXIT_SAVED = 75
@@ -34,7 +35,7 @@ def dump(turn: Turn) -> None:
     if not isinstance(dumping, Dumping) and must_look(turn):
         turn.state = turn.state._replace(last_words=words)
         return
-    restore = turn.planner.choose_restore(turn.restore_query(state.seats))
+    restore = planner.choose_restore(turn.restore_query(state.seats))
     if isinstance(restore, NoRestore):
         status = 1 if words.status == EXIT_SAVED else words.status
         reason = with_struck(turn, f"{words.reason}; {restore.reason}")

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.turn import Turn
-from deadpool_megatron.layout.decision import NoRestore
+from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.meanings import difference
+from deadpool_megatron.layout.planner import NoRestore
 from deadpool_megatron.layout.records import Restore, RoleLayout
 
 EXIT_OTHER_MODEL = 2
@@ -44,7 +45,7 @@ def tell(turn: Turn, restore: Restore) -> None:
         why = "the newest that every role can be given"
     else:
         query = replace(turn.restore_query(state.seats), durable=None, start=None)
-        found = turn.planner.choose_restore(query)
+        found = planner.choose_restore(query)
         where = f"{restore.kind} state {restore.path}".rstrip()
         what = f"{where}, iteration {generation.iteration}"
         why = "memory has nothing newer"

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import OF_THE_HOST, FailureKind
-from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import Generation, Inventory, Restore
+from deadpool_megatron.layout.records import BadPart, Generation, Inventory, Restore
 
 # A failed communication is mostly a consequence; its cause is reported within this time.
 GRACE_SECONDS = 0.5

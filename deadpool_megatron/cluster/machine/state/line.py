@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from deadpool_megatron.layout.decision import is_kept
+from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.layout.schemes import ProtectionPlan
 
@@ -14,7 +14,7 @@ _NOTHING = Generation(0, 0)
 
 @dataclass(frozen=True)
 class KeptLine:
-    """``kept``: see layout.decision.keep_line. ``newest``: last iteration reported by an open
+    """``kept``: see layout.planner.keep_line. ``newest``: last iteration reported by an open
     epoch. ``valid``: what the run can fall back to on disk, the newest first; ``seen``: whether
     that was looked at since the last epoch was closed. ``struck``: paths of checkpoints that could
     not be loaded; ``doubted``: of the last one that is left, which gets another try. ``ever_ran``:

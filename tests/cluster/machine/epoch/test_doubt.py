@@ -10,7 +10,6 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.layout.records import EpochRecord, Restore
-from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import Phase, Rig, g
 
 
@@ -116,7 +115,7 @@ def test_a_start_falls_back_as_a_recovery_does() -> None:
     """``--resume`` has found several."""
     old = [Restore("durable", g(k), "save", f"/ck/{k}") for k in (40, 30)]
     rig = Rig(start=old[0])
-    rig.machine = Machine(replace(rig.config, older=(old[1],)), plan)
+    rig.machine = Machine(replace(rig.config, older=(old[1],)))
     rig.state = rig.machine.start(rig.now)
     rig.gather()
     rig.journal()

@@ -8,8 +8,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.layout.records import BadPart, Restore
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of
 
 

@@ -10,8 +10,10 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import BadPart, NoRestore, RestoreQuery
+from deadpool_megatron.layout import planner
+from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
 from deadpool_megatron.layout.records import (
+    BadPart,
     Generation,
     Holding,
     Inventory,
@@ -19,7 +21,6 @@ from deadpool_megatron.layout.records import (
     Replay,
     Restore,
 )
-from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout
 
 
@@ -213,14 +214,14 @@ def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another node cannot write, so a role recomputes from another generation than at first."""
-    bases, choose = [g(5)], plan.choose_restore
+    bases, choose = [g(5)], planner.choose_restore
 
     def recomputed(query: RestoreQuery) -> Restore | NoRestore:
         found, base = choose(query), bases[-1]
         assert isinstance(found, Restore)
         return replace(found, recipes={3: Recipe(replay=Replay(base, (g(7),), {base: {}}))})
 
-    monkeypatch.setattr(plan, "choose_restore", recomputed)
+    monkeypatch.setattr(planner, "choose_restore", recomputed)
     rig = Rig(nodes=4, spares=0, replicas=2).run()
     rig.lose(3, g(4), g(5), g(6), g(7))
     rig.tick(rig.settings.spare_timeout_seconds)

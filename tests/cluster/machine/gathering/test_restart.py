@@ -14,7 +14,6 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
 from deadpool_megatron.layout.schemes import plan_in_words
-from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import STEP, Phase, Rig, Seat, g, layout
 
 
@@ -23,7 +22,7 @@ def started_again(old: Rig, *valid: Restore, **config: Any) -> Rig:
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     rig = copy.copy(old)
     rig.config = replace(old.config, restarted=True, **config)
-    rig.machine = Machine(rig.config, plan)
+    rig.machine = Machine(rig.config)
     rig.state = rig.machine.resume(records[-1], valid, rig.now)
     rig.last, rig.log = [], []
     return rig
@@ -95,7 +94,7 @@ def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wa
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     settings = replace(old.settings, protection="parity")
     config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
-    state = Machine(config, plan).resume(records[-1], (), old.now)
+    state = Machine(config).resume(records[-1], (), old.now)
     assert plan_in_words(state.protection.plan) == wanted
 
 

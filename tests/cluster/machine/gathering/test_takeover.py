@@ -13,7 +13,6 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import NOBODY, Machine
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
-from deadpool_megatron.recovery import plan
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
 
 CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
@@ -33,7 +32,7 @@ def successor(
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     rig = copy.copy(old)
     rig.config = replace(old.config, restarted=restarted, begins_anew=begins_anew)
-    rig.machine = Machine(rig.config, plan)
+    rig.machine = Machine(rig.config)
     rig.state = rig.machine.resume(records[-1], (), rig.now, gone=gone)
     rig.last, rig.log = [], []
     return rig

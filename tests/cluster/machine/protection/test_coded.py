@@ -10,11 +10,10 @@ import pytest
 from deadpool_megatron.cluster.link.record_delta import RecordTeller, apply, unpack
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.layout.places.parity import ParityPlacement
-from deadpool_megatron.layout.records import Generation, Holding, Inventory, Source
+from deadpool_megatron.layout.records import BadPart, Generation, Holding, Inventory, Source
 from tests.cluster.link.test_record_delta import for_node
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import Holding, Inventory, PartInfo, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Holding, Inventory, PartInfo, RoleLayout
 from deadpool_megatron.layout.replaying import REPLAY, key, step_parts
 from deadpool_megatron.layout.schemes import recomputes
 from tests.cluster.machine.rig import STEP as WHOLE

@@ -22,7 +22,6 @@ from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES
 from deadpool_megatron.layout.reckoning.demand import memory_needs
 from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
-from deadpool_megatron.recovery import plan
 from tests.cluster.machine import rig as rig_module
 from tests.cluster.machine.rig import MEGA, Phase, Rig, g, killed, large
 
@@ -214,7 +213,7 @@ def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch()
     assert rig.record.protection == ProtectionPlan()
     found = [rig.inventory(node, g(7)).inventory for node in range(6)]
     rig.config = replace(rig.config, restarted=True)
-    rig.machine = Machine(rig.config, plan)
+    rig.machine = Machine(rig.config)
     rig.state = rig.machine.resume(rig.record, (), rig.now)
     for held in found:
         node, less = held.node, least + MEGA

@@ -7,9 +7,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
+from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
+    BadPart,
     Generation,
     Holding,
     Inventory,
@@ -21,7 +23,6 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.layout.replaying import REPLAY, key, step_parts, suspects
-from deadpool_megatron.recovery.plan import choose_restore
 
 WHOLE = frozenset({"shard0", "extras@step"})
 STEP = frozenset({gradients_part("shard0"), UPDATE_PART, SUMS_PART, "extras@step"})

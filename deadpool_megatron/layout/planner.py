@@ -7,32 +7,85 @@ each role's newest, is the consistency rule of coordinated checkpointing (Chandy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
-from deadpool_megatron.layout.decision import (
-    BadPart,
-    NoRestore,
-    RestoreQuery,
-    Seating,
-    SeatingQuery,
-    is_kept,
-)
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.inventories import usual_layouts
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.part_kinds import (
+    BOUNDARIES,
+    SUMS_PART,
+    UPDATE_PART,
+    extras_part,
+    gradients_part,
+)
 from deadpool_megatron.layout.records import (
+    BadPart,
     Decoding,
     Generation,
     Inventory,
     PartInfo,
     Recipe,
+    Replay,
     Restore,
     RoleLayout,
     Seat,
     Source,
+    is_parity_role,
 )
-from deadpool_megatron.recovery.coded import CodedShelf
-from deadpool_megatron.recovery.replays import replay
+from deadpool_megatron.layout.replaying import chain, keeps_steps
+
+if TYPE_CHECKING:
+    from deadpool_megatron.layout.places.parity import CodedShelf
+
+# Node and local slot of a member.
+Place = tuple[int, int]
+# Role, part, generation -> places, best first; none for a part that the role does not have.
+Places = Callable[[int, str, Generation], tuple[Source, ...]]
+
+
+@dataclass(frozen=True)
+class RestoreQuery:
+    """What is known when a restore has to be chosen.
+
+    ``inventories``: frozen, of live nodes only. ``seats``: of the epoch to open (roles may be
+    missing while a spare is awaited); ``owners``: seats of the epoch that was closed. ``layouts``:
+    as registered by the members; a role that is missing here is looked up in the inventories.
+    ``kept``: lineage -> last iteration that was not abandoned (:func:`keep_line`). ``durable``: the
+    newest valid checkpoint (its path, boundary and iteration). ``start``: what the run began with,
+    as long as no role ever got further than that, else None. ``every``: iterations from one
+    protected generation to the next.
+    """
+
+    epoch: int
+    world_size: int
+    inventories: Mapping[int, Inventory]
+    seats: Mapping[int, Seat]
+    owners: Mapping[int, Seat]
+    kept: Mapping[int, int]
+    layouts: Mapping[int, RoleLayout] = field(default_factory=dict)
+    bad_parts: frozenset[BadPart] = frozenset()
+    bad_generations: frozenset[Generation] = frozenset()
+    durable: Restore | None = None
+    start: Restore | None = None
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class NoRestore:
+    """There is nothing to go on from; ``reason`` is one clear line for people."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Seating:
+    """The new seats, and the roles for which no member is left."""
+
+    seats: Mapping[int, Seat]
+    unseated: tuple[int, ...] = ()
 
 
 def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
@@ -67,47 +120,84 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     )
 
 
-def assign_seats(query: SeatingQuery) -> Seating:
+def assign_seats(
+    seats: Mapping[int, Seat],
+    members: Mapping[Place, int],
+    *,
+    warm: frozenset[Place] = frozenset(),
+    leaving: frozenset[int] = frozenset(),
+    avoid: frozenset[int] = frozenset(),
+) -> Seating:
     """Survivors keep their roles; the roles of a lost or leaving node move together to one spare.
 
-    A member that died on a live node is replaced on its slot (its incarnation in ``members`` is
-    the replacement's). A spare is a live node without a role that has every slot the block needs:
-    the one with the most warm members there, then the lowest id.
+    ``seats``: of the last epoch (at the start: the wished ones). ``members``: incarnation of every
+    member on a live node; all of them run or are being started. A member that died on a live node
+    is replaced on its slot (its incarnation in ``members`` is the replacement's). ``warm``: members
+    that have built. ``leaving``: live nodes that must lose their roles. ``avoid``: live nodes that
+    take roles only when no other spare is left.
+
+    A spare is a live node without a role that has every slot the block needs: the one with the
+    most warm members there, then the lowest id.
     """
-    seats: dict[int, Seat] = {}
+    found: dict[int, Seat] = {}
     moving: dict[int, list[int]] = {}
-    for role, seat in sorted(query.seats.items()):
+    for role, seat in sorted(seats.items()):
         place = (seat.node, seat.slot)
-        if place in query.members and seat.node not in query.leaving:
-            seats[role] = Seat(*place, query.members[place])
+        if place in members and seat.node not in leaving:
+            found[role] = Seat(*place, members[place])
         else:
             moving.setdefault(seat.node, []).append(role)
-    taken = {seat.node for seat in seats.values()} | query.leaving
+    taken = {seat.node for seat in found.values()} | leaving
     unseated: list[int] = []
     for node, roles in sorted(moving.items()):
-        slots = [query.seats[role].slot for role in roles]
-        spare = _best_spare(query, slots, taken | {node})
-        if spare is None:
+        slots = [seats[role].slot for role in roles]
+
+        def rank(spare: int, slots: list[int] = slots) -> tuple[bool, int, int]:
+            return (spare in avoid, -sum((spare, slot) in warm for slot in slots), spare)
+
+        fitting = [
+            spare
+            for spare in {spare for spare, _ in members} - taken - {node}
+            if all((spare, slot) in members for slot in slots)
+        ]
+        if not fitting:
             unseated += roles
             continue
+        spare = min(fitting, key=rank)
         taken.add(spare)
         for role, slot in zip(roles, slots, strict=True):
-            seats[role] = Seat(spare, slot, query.members[spare, slot])
-    return Seating(dict(sorted(seats.items())), tuple(sorted(unseated)))
+            found[role] = Seat(spare, slot, members[spare, slot])
+    return Seating(dict(sorted(found.items())), tuple(sorted(unseated)))
 
 
-def _best_spare(query: SeatingQuery, slots: list[int], taken: set[int]) -> int | None:
-    fitting = [
-        node
-        for node in {node for node, _ in query.members} - taken
-        if all((node, slot) in query.members for slot in slots)
-    ]
+def keep_line(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict[int, int]:
+    """The kept line after ``epoch`` was opened from ``restore``; the rest is abandoned for good.
 
-    def rank(node: int) -> tuple[bool, int, int]:
-        warm = sum((node, slot) in query.warm for slot in slots)
-        return (node in query.avoid, -warm, node)
+    A run that was set back to generation (1, 7) in epoch 3 keeps lineage 1 up to iteration 7, drops
+    lineage 2, and goes on in lineage 3. State that did not come from memory keeps nothing older.
+    """
+    line = {epoch: NO_LIMIT}
+    if restore.kind == "memory":
+        newest = restore.generation
+        for lineage, last in kept.items():
+            if lineage <= newest.lineage:
+                line[lineage] = min(last, newest.iteration)
+    return line
 
-    return min(fitting, key=rank, default=None)
+
+def is_kept(kept: Mapping[int, int], generation: Generation) -> bool:
+    """True when a generation lies on the kept line."""
+    return generation.iteration <= kept.get(generation.lineage, -1)
+
+
+def is_thrown_away(generation: Generation, nonfinite: Mapping[int, int]) -> bool:
+    """True when a checkpoint has the update in it that a rollback has taken back, of one of the
+    ``nonfinite`` iterations (:class:`History`). Nothing in its files says so.
+    """
+    return any(
+        generation.iteration >= bad and generation.lineage <= lineage
+        for bad, lineage in nonfinite.items()
+    )
 
 
 class _Shelf:
@@ -126,9 +216,6 @@ class _Shelf:
         self._holders: dict[Generation, dict[str, dict[int, list[int]]]] = {}
         for node, inventory in query.inventories.items():
             self._add(node, inventory)
-        self._coded = CodedShelf(
-            query.inventories.values(), self._layouts, query.bad_parts, self._whole_copies
-        )
 
     @property
     def generations(self) -> set[Generation]:
@@ -136,7 +223,7 @@ class _Shelf:
         return {generation for generation, parts in self._holders.items() if parts}
 
     def is_overtaken(self, generation: Generation) -> bool:
-        """Whether the checkpoint is newer than the slots of a run that goes on could make it."""
+        """True when the checkpoint is newer than the slots of a run that goes on could make it."""
         slots = max((layout.slots for layout in self._layouts.values()), default=0)
         durable, kept = self._query.durable, slots * self._query.every
         return durable is not None and durable.generation.iteration > generation.iteration + kept
@@ -170,14 +257,27 @@ class _Shelf:
         """How a role gets parts that nobody holds whole, or what is missing for it."""
         decodings, role = dict[str, Decoding](), layout.role
         for name in lacking:
-            decoding = self._coded.decoding(role, name, generation)
+            coded = self._coded
+            decoding = None if coded is None else coded.decoding(role, name, generation)
             if decoding is not None:
                 decodings[name] = decoding
         left = [name for name in lacking if name not in decodings]
         if not left:
             return Recipe(decodings)
-        found = replay(layout, left, generation, self._holders, self._whole_copies)
+        found = _replay(layout, left, generation, self._holders, self._whole_copies)
         return f"part {left[0]} of role {role}" if found is None else Recipe(decodings, found)
+
+    @cached_property
+    def _coded(self) -> CodedShelf | None:
+        """Parity blocks, whatever the plan is now: those of the epochs before are held, too. Where
+        nobody holds any, nothing of that scheme is loaded.
+        """
+        held = self._query.inventories.values()
+        if not any(is_parity_role(one.role) for inventory in held for one in inventory.layouts):
+            return None
+        from deadpool_megatron.layout.places.parity import CodedShelf
+
+        return CodedShelf(held, self._layouts, self._query.bad_parts, self._whole_copies)
 
     def _at_latest_boundary(
         self,
@@ -247,6 +347,50 @@ class _Shelf:
                 nodes = holders.setdefault(part, {}).setdefault(role, [])
                 if node not in nodes:
                     nodes.append(node)
+
+
+class _Chain(NamedTuple):
+    base: Generation
+    steps: tuple[Generation, ...]
+
+
+def _replay(
+    layout: RoleLayout,
+    shards: Iterable[str],
+    generation: Generation,
+    generations: Iterable[Generation],
+    places: Places,
+) -> Replay | None:
+    """The way in which the role of ``layout`` recomputes parts ``shards`` of ``generation``
+    together: from a whole copy of an earlier one and all steps since.
+
+    Looked at only for parts of which no whole copy is left, so a loss costs what was lost.
+    ``generations``: all of which anything usable is held. None when a chain is broken, or when the
+    parts would begin from different bases (they never do: what travels whole travels together).
+    """
+    wanted = list(shards)
+    if not wanted or not keeps_steps(layout):
+        return None
+    role = layout.role
+    names = [*wanted, *map(gradients_part, wanted), UPDATE_PART, SUMS_PART]
+    earlier = [one for one in generations if one <= generation]
+    held: dict[Generation, Mapping[str, tuple[Source, ...]]] = {
+        one: {name: found for name in names if (found := places(role, name, one))}
+        for one in earlier
+    }
+    chains = {_as_chain(chain(held, generation, shard)) for shard in wanted}
+    if len(chains) != 1 or (only := chains.pop()) is None:
+        return None
+    needed = {
+        only.base: wanted,
+        **{one: [*map(gradients_part, wanted), UPDATE_PART, SUMS_PART] for one in only.steps},
+    }
+    sources = {one: {name: held[one][name] for name in parts} for one, parts in needed.items()}
+    return Replay(only.base, only.steps, sources)
+
+
+def _as_chain(generations: list[Generation]) -> _Chain | None:
+    return _Chain(generations[0], tuple(generations[1:])) if generations else None
 
 
 def _is_on(seat: Seat | None, node: int) -> bool:

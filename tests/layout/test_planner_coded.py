@@ -8,10 +8,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.places.parity import MEMBERS, ParityPlacement
+from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
+    BadPart,
     Decoding,
     Generation,
     Holding,
@@ -23,7 +25,6 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
-from deadpool_megatron.recovery.plan import choose_restore
 
 EXTRAS = extras_part("step")
 OLD, NEW = Generation(1, 6), Generation(1, 7)

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.decision import (
-    NO_LIMIT,
-    BadPart,
+from deadpool_megatron.layout.history import NO_LIMIT
+from deadpool_megatron.layout.planner import (
     NoRestore,
     RestoreQuery,
+    choose_restore,
     is_thrown_away,
     keep_line,
 )
 from deadpool_megatron.layout.records import (
+    BadPart,
     Generation,
     Holding,
     Inventory,
@@ -26,7 +27,6 @@ from deadpool_megatron.layout.records import (
     Seat,
     Source,
 )
-from deadpool_megatron.recovery.plan import choose_restore
 
 ALL = frozenset({"main", "extras@step", "extras@evaluation", "extras@save"})
 STEP = frozenset({"main", "extras@step"})
