@@ -15,7 +15,7 @@ venv=$root/.venv
 stamp=$venv/.deadpool-stamp
 log=$venv/setup.log
 cpu_index=https://download.pytorch.org/whl/cpu
-torch_version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
+torch_version=$(sed -n 's/^torch==//p' "$root/scripts/constraints.txt")
 chosen=$(cat "$venv/.deadpool-build" 2>/dev/null || true)
 step_number=0
 worker=
@@ -134,7 +134,7 @@ find_python() {
 # What the environment depends on; when it changes, the environment is brought up to date.
 wanted_stamp() {
     { printf '%s\n' "$root" "$chosen$(has_gpu && echo gpu)" && cat "$root/pyproject.toml" \
-        "$root/constraints.txt"; } | sha256sum | cut -d' ' -f1
+        "$root/scripts/constraints.txt"; } | sha256sum | cut -d' ' -f1
 }
 
 is_ready() {
@@ -187,7 +187,7 @@ try_each() {
 # megatron-core without a wheel would compile C++; all packages have wheels for 3.11 to 3.13.
 install_packages() {
     local problem="the packages could not be installed; is the package index reachable?"
-    local options=(--only-binary=:all: -c "$root/constraints.txt")
+    local options=(--only-binary=:all: -c "$root/scripts/constraints.txt")
     step "megatron-core and its packages" pip install "${options[@]}" setuptools megatron-core ||
         show_log_and_fail "$problem"
     # The build backend was installed just now, so nothing is fetched that is not pinned.

@@ -158,7 +158,7 @@ def test_a_machine_is_checked_outside_of_a_checkout(installed: Installation) -> 
 def test_every_example_is_installed(installed: Installation) -> None:
     done = installed.deadpool("examples")
     assert done.returncode == 0, done.stderr
-    for folder in ("configs", "scripts/slurm", "scripts/launch", "share"):
+    for folder in ("configs", "scripts/slurm", "scripts/launch"):
         for file in (REPOSITORY / folder).rglob("*"):
             if file.is_file():
                 copy = installed.here / file.relative_to(REPOSITORY)

@@ -14,7 +14,7 @@ from deadpool_megatron.comms.torch_versions import remark
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "share" / "container" / "Dockerfile"
+RECIPE = ROOT / "configs" / "container" / "Dockerfile"
 #: what the vendor's image has, as it says of itself
 TORCH = {"nvcr.io/nvidia/pytorch:26.06-py3": "2.13.0a0+8145d630e8.nv26.06"}
 

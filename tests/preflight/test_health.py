@@ -15,7 +15,7 @@ from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.preflight.judge import Standing, problems
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
-WRAPPERS = Path(__file__).parents[2] / "share" / "health"
+WRAPPERS = Path(__file__).parents[2] / "configs" / "health"
 # On the PATH from an environment of its own: it wants other releases of what we use.
 GPUCM = shutil.which("health_checks")
 

@@ -27,7 +27,7 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.asked, self.bin = folder / "asked", folder / "bin"
         (folder / "scripts").mkdir()
-        for name in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
+        for name in ("scripts/setup.sh", "pyproject.toml", "scripts/constraints.txt"):
             shutil.copy(ROOT / name, folder / name)
         self.bin.mkdir()
         roomy = "#!/bin/bash\necho\necho / 99999 1 99999 1% /\n"

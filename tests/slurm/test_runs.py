@@ -167,7 +167,7 @@ def test_the_next_job_leaves_out_a_node_that_was_put_aside(
     check, sick = tmp_path / "check", cluster.nodes[1]
     check.write_text(f"#!/bin/sh\ntest $(hostname) != {sick} || {{ echo bad row; exit 2; }}\n")
     check.chmod(0o755)
-    drain = SCRIPTS.parents[1] / "share" / "slurm" / "drain_bad_node.sh"
+    drain = SCRIPTS.parents[1] / "configs" / "health" / "drain_bad_node.sh"
     asked = ("--deadpool-health-command", str(check), "--deadpool-bad-node-command", str(drain))
     settings = (*jobs.settings, *asked)
     first, second = dataclasses.replace(jobs, nodes=3, spares=1, settings=settings).chain(2)

@@ -36,8 +36,8 @@ examples:
   deadpool metrics runs/first --listen 127.0.0.1:9478     for a server that scrapes
   deadpool metrics runs/first --textfile /var/lib/node_exporter/deadpool.prom
 
-share/ has a dashboard for Grafana and rules for alerts. Exit status: 0 printed, or the run is over;
-2 bad arguments; 130 interrupted.
+configs/ has a dashboard for Grafana and rules for alerts. Exit status: 0 printed, or the run is
+over; 2 bad arguments; 130 interrupted.
 """
 _INTERVAL_SECONDS = 5.0
 # After the end of a run its last numbers can be fetched for so long.

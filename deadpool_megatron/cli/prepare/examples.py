@@ -12,8 +12,8 @@ from deadpool_megatron.cli.shipped import find_shipped, shipped_roots
 
 _DESCRIPTION = """\
 Copies configs/ (models for `deadpool plan`, arguments for the embedded trainer and for
-pretrain_gpt.py), scripts/ (Slurm, ssh, Kubernetes) and share/ (dashboard, alerts) into DIR, so
-that commands of the documentation that name them work there. A checkout has them already.
+pretrain_gpt.py, dashboard, alerts, health commands) and scripts/ (Slurm, ssh, Kubernetes) into DIR,
+so that commands of the documentation that name them work there. A checkout has them already.
 """
 _EXAMPLES = """\
 examples:
@@ -28,7 +28,6 @@ _FOLDERS = {
     "configs": "configs/tiny.args",
     "scripts/slurm": "scripts/slurm/job.sh",
     "scripts/launch": "scripts/launch/ssh.sh",
-    "share": "share/prometheus/alerts.yml",
 }
 
 

@@ -59,7 +59,7 @@ def install(directory: Path, peer: str) -> None:
     if package.wheel_of:
         _take_wheel(directory, peer, package)
         wanted = _needs_of(directory, peer, package)
-    _pip(directory, peer, "-c", str(ROOT / "constraints.txt"), *wanted)
+    _pip(directory, peer, "-c", str(ROOT / "scripts" / "constraints.txt"), *wanted)
 
 
 def _take_wheel(directory: Path, peer: str, package: Package) -> None:

@@ -41,7 +41,7 @@ from tests.cluster.running import Run, environment, send
 from tests.common.ports import free_port
 from tests.common.waiting import wait_for
 
-SHARE = Path(__file__).parents[3] / "share"
+CONFIGS = Path(__file__).parents[3] / "configs"
 CONFIG = """\
 global: { scrape_interval: 1s, evaluation_interval: 1s }
 rule_files: [%s]
@@ -62,7 +62,7 @@ needs_prometheus = pytest.mark.skipif(
 def test_rules_fire_and_clear() -> None:
     for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         command = ["promtool", *words]
-        there = SHARE / "prometheus"
+        there = CONFIGS / "prometheus"
         done = subprocess.run(command, cwd=there, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -104,7 +104,7 @@ def process(*command: object, log: Path) -> Iterator[None]:
 def prometheus(place: Path, scraped: int) -> Iterator[Prometheus]:
     port = free_port()
     config = place / "prometheus.yml"
-    config.write_text(CONFIG % (SHARE / "prometheus" / "alerts.yml", scraped))
+    config.write_text(CONFIG % (CONFIGS / "prometheus" / "alerts.yml", scraped))
     words = [f"--config.file={config}", f"--storage.tsdb.path={place / 'tsdb'}"]
     address = f"--web.listen-address=127.0.0.1:{port}"
     with process("prometheus", *words, address, log=place / "prometheus.log"):
@@ -113,7 +113,7 @@ def prometheus(place: Path, scraped: int) -> Iterator[Prometheus]:
 
 def dashboard() -> list[str]:
     """Every expression of the dashboard, for the last seconds of all runs."""
-    panels = json.loads((SHARE / "grafana" / "deadpool.json").read_text())["panels"]
+    panels = json.loads((CONFIGS / "grafana" / "deadpool.json").read_text())["panels"]
     found = [target["expr"] for panel in panels for target in panel["targets"]]
     return [e.replace("$instance", ".*").replace("$__rate_interval", "10s") for e in found]
 
