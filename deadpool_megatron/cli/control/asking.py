@@ -76,7 +76,7 @@ def request(
         try:
             known = Request.from_dict(ask(run, message)["request"])
         except Refused as error:
-            return _refused(verb, str(error))
+            return refused(verb, str(error))
         except RunNotReachable as error:
             # Where nobody has taken it, and nobody waits; else a standby takes over, which may not
             # have heard of it.
@@ -91,10 +91,10 @@ def request(
             failure = error
         if known is not None and args.wait is None:
             print(taken(known))
-            return _refused(verb, known.why) if known.stage is Stage.REFUSED else 0
+            return refused(verb, known.why) if known.stage is Stage.REFUSED else 0
         if known is not None and not known.is_open and verb is not Verb.STOP:
             if known.stage is Stage.REFUSED:
-                return _refused(verb, known.why)
+                return refused(verb, known.why)
             print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
             return 0
         again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
@@ -132,8 +132,9 @@ def _may_be_alive(run: RunDirectory) -> bool:
     return False
 
 
-def _refused(verb: Verb, why: str) -> int:
-    print(f"deadpool {verb}: refused: {why}", file=sys.stderr)
+def refused(command: str, why: str) -> int:
+    """Print it; returns the exit status."""
+    print(f"deadpool {command}: refused: {why}", file=sys.stderr)
     return EXIT_REFUSED
 
 
@@ -155,7 +156,7 @@ def _over(run: RunDirectory, verb: Verb) -> int:
     if verb is Verb.STOP:
         print(line)
         return 0
-    return _refused(verb, f"the run is {line}")
+    return refused(verb, f"the run is {line}")
 
 
 def final_line(final: dict[str, Any]) -> str:

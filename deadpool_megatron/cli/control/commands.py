@@ -8,16 +8,18 @@ from typing import Any
 
 from deadpool_megatron.cli.common import (
     CommandError,
+    Refused,
     RunNotReachable,
     add_run_directory,
     ask,
     raw,
     shown,
 )
-from deadpool_megatron.cli.control.asking import add_wait, final_line, request
+from deadpool_megatron.cli.control.asking import add_wait, final_line, refused, request
 from deadpool_megatron.cli.tables import count
+from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.failures import in_words
-from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Request, Verb
+from deadpool_megatron.cluster.journal.requests import Request, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE
 
@@ -26,7 +28,9 @@ examples:
   deadpool kill RUN --node 1                 SIGKILL everything on node 1, agent first
   deadpool kill RUN --role 3                 SIGKILL the process that plays role 3
   deadpool kill RUN --role 0 --signal STOP   freeze it instead
-  deadpool kill RUN --vault 2 --wait 60      SIGKILL a vault, until it is replaced
+  deadpool kill RUN --vault 2                SIGKILL a vault
+
+It is an order, sent once: one that crosses a takeover of the coordinator may be lost.
 """
 
 
@@ -81,7 +85,6 @@ def add_parser(subparsers: Any) -> None:
     target.add_argument("--agent", type=int, metavar="N", help="the agent of a node")
     target.add_argument("--coordinator", action="store_true", help="the coordinator")
     kill.add_argument("--signal", choices=SIGNALS, default="KILL")
-    add_wait(kill)
 
     stop = subparsers.add_parser("stop", help="end a run in order (exit status 130)")
     add_run_directory(stop)
@@ -256,4 +259,10 @@ def _kill(args: argparse.Namespace) -> int:
     given = {part: number for part, number in numbers.items() if number is not None}
     part, number = next(iter(given.items()), ("coordinator", None))
     what = {"part": part, "number": number, "signal": args.signal}
-    return request(args, Verb.KILL, Request.in_words, **what)
+    try:
+        ask(RunDirectory(args.run_dir), {"command": "kill", **what})
+    except Refused as error:
+        return refused("kill", str(error))
+    whom = part if number is None else f"{part} {number}"
+    print(f"SIG{args.signal} to {whom} (give it again if the coordinator was just replaced)")
+    return 0

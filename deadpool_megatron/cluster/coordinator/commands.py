@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,30 +13,40 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import export_directory
 from deadpool_megatron.cluster.coordinator.options import Desk
+from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
-from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Verb
+from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.protection import memory_refusal
+from deadpool_megatron.cluster.machine.requests import not_connected
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.reckoning.choice import refusal
 
-_KNOWN = ("status", "info", "attach", *Verb)
+# What of a run can be sent a signal, and which.
+PARTS = ("node", "role", "vault", "agent", "coordinator")
+SIGNALS = ("KILL", "STOP", "SEGV")
+
+_KNOWN = ("status", "info", "attach", "kill", *Verb)
 _STATUS_SECONDS = 1.0
+# It may be this very process: the answer goes first.
+_KILL_SECONDS = 0.1
 
 
 class Commands:
-    """``requests`` takes those of users, ``status()`` returns what they see of the run. Used from
-    the coordinator's loop only.
+    """``requests`` takes those of users, ``orders`` go to agents, ``status()`` returns what users
+    see of the run. Used from the coordinator's loop only.
     """
 
     def __init__(
         self,
         desk: Desk,
         requests: UserRequests,
+        orders: Orders,
         status: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
         options = desk.options
         self._requests = requests
+        self._orders = orders
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
@@ -63,6 +75,8 @@ class Commands:
                     {*state.fleet.nodes, *state.fleet.gone},
                 )
                 return await loop.run_in_executor(None, self._attach, hostname, known)
+            case "kill":
+                return self._strike(message)
         if command not in set(Verb):
             return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
         verb, token = Verb(str(command)), str(message["token"])
@@ -83,12 +97,29 @@ class Commands:
                 return {"directory": directory}
             case Verb.STOP:
                 return {"dump": bool(message["dump"]), "reason": str(message["reason"])}
-            case Verb.KILL:
-                part, signal = str(message["part"]), str(message["signal"])
-                if part not in PARTS or signal not in SIGNALS:
-                    raise ValueError(f"no such part or signal: {part}, {signal}")
-                number = None if part == "coordinator" else int(message["number"])
-                return {"part": part, "number": number, "signal": signal}
+
+    def _strike(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a signal for a user who wants to see a run recover. It is an order and no request:
+        one that a takeover crosses may be lost."""
+        state, part, name = self._state(), str(message["part"]), str(message["signal"])
+        if part not in PARTS or name not in SIGNALS:
+            raise ValueError(f"no such part or signal: {part}, {name}")
+        if part == "coordinator":
+            number = signal.Signals[f"SIG{name}"]
+            asyncio.get_running_loop().call_later(_KILL_SECONDS, os.kill, os.getpid(), number)
+            return {"ok": True}
+        of = int(message["number"])
+        seat = state.seats.get(of) if part == "role" else None
+        why = "" if seat is not None else not_connected(state, of)
+        if part == "role" and seat is None:
+            why = f"there is no role {of} (there are 0 to {len(state.seats) - 1})"
+        if why:
+            return {"ok": False, "refused": why, "error": why}
+        if seat is None:
+            self._orders.strike(of, part, name)
+        else:
+            self._orders.strike(seat.node, part, name, seat.slot, seat.incarnation)
+        return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""

@@ -25,7 +25,6 @@ Order = (
     | actions.CloseEpoch
     | actions.Pause
     | actions.Dump
-    | actions.Hurt
 )
 
 
@@ -73,9 +72,20 @@ class Orders:
                 }
                 for node in nodes:
                     self.send(node, {**dump, "generation": generation.to_list()})
-            case actions.Hurt(int(node), part, signal, slot, incarnation):
-                hurt = {"t": "hurt", "part": part, "signal": signal}
-                self.send(node, {**hurt, "slot": slot, "incarnation": incarnation})
+
+    def strike(
+        self,
+        node: int,
+        part: str,
+        signal: str,
+        slot: int | None = None,
+        incarnation: int | None = None,
+    ) -> None:
+        """Have an agent send a signal, for a user: to itself, to its vault, to all processes of its
+        node, or to the process of a role, which is in ``slot``.
+        """
+        where = {"slot": slot, "incarnation": incarnation}
+        self.send(node, {"t": "hurt", "part": part, "signal": signal, **where})
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""

@@ -124,7 +124,7 @@ class Coordinator:
         )
         self._user_requests = UserRequests(desk)
         status = PacedStatus(self._describe).newest
-        self._commands = Commands(desk, self._user_requests, status)
+        self._commands = Commands(desk, self._user_requests, self._orders, status)
 
     @property
     def _state(self) -> State:
@@ -221,8 +221,6 @@ class Coordinator:
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
                 self._exports.carry_out(action)
-            case actions.Hurt(None, _, name):
-                os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
             case actions.LookAtCheckpoints(valid):
                 self._spawn(self._look_at(valid))
             case actions.Finish():

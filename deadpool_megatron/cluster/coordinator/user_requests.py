@@ -25,7 +25,6 @@ _STOP_SECONDS = 1.0
 # A user is told no after that; the journal goes on being tried for what was taken before.
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
-_KILL_SECONDS = 0.1
 # A write under way cannot be called back, only followed by another one.
 _UNLESS = " (unless another coordinator takes over before the journal works again)"
 
@@ -118,10 +117,7 @@ class UserRequests:
             if error and verb is not Verb.STOP:
                 return _not_now(error)
             failpoints.hit("coordinator.request")
-            if verb is Verb.KILL:  # it may be this very process: the answer goes first
-                asyncio.get_running_loop().call_later(_KILL_SECONDS, self._take, request)
-            else:
-                self._take(request)
+            self._take(request)
             newest = (one for one in self._desk.state().requests if one.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}
 
@@ -158,9 +154,6 @@ class UserRequests:
     ) -> Request:
         state, what = self._desk.state(), dict(what)
         number = max((r.number for r in (*state.requests, *self._coming)), default=0) + 1
-        if verb is Verb.KILL and what["part"] == "role":
-            seat = state.seats[int(what["number"])]
-            what["seat"] = [seat.node, seat.slot, seat.incarnation]
         if verb is Verb.STOP:  # on the clock that all hosts share
             what["ends"] = None if seconds is None else time.time() + seconds
         until = None if seconds is None else time.monotonic() + seconds

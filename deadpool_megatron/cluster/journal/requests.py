@@ -17,9 +17,6 @@ from deadpool_megatron.cluster.journal.entries import DamagedEntry, Journal
 from deadpool_megatron.layout.schemes import ProtectionPlan
 
 KIND = "request"
-# What of a run can be sent a signal, and which.
-PARTS = ("node", "role", "vault", "agent", "coordinator")
-SIGNALS = ("KILL", "STOP", "SEGV")
 # So many of those that have ended are kept.
 _KEPT = 16
 # What comes of reading what another version has written.
@@ -34,7 +31,6 @@ class Verb(StrEnum):
     PROTECT = "protect"
     PERSIST = "persist"
     STOP = "stop"
-    KILL = "kill"
 
 
 class Stage(StrEnum):
@@ -81,9 +77,6 @@ class Request:
                 return f"checkpoint in {self.what['directory']}"
             case Verb.STOP:
                 return "stop with a dump" if self.what["dump"] else "stop"
-            case Verb.KILL:
-                number = "" if self.what["number"] is None else f" {self.what['number']}"
-                return f"SIG{self.what['signal']} to {self.what['part']}{number}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as the journal and users have it."""
@@ -121,10 +114,6 @@ class Request:
                 ProtectionPlan.from_dict(what["plan"])
             case Verb.STOP:
                 str(what["reason"])
-            case Verb.KILL if what["part"] not in PARTS or what["signal"] not in SIGNALS:
-                raise ValueError(f"no such part or signal: {what['part']}, {what['signal']}")
-            case Verb.KILL if what["part"] != "coordinator":
-                int(what["number"])
             case _:
                 pass
         return request

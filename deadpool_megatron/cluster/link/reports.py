@@ -107,8 +107,6 @@ def from_event(event: Event) -> inputs.Input | None:
             f"role {event.role}, iteration {event.iteration}: {event.data.get('what')} was"
             f" {event.data.get('first')}, is now {event.data.get('now')}"
         )
-    if event.kind is Kind.VAULT_LOST and event.node is not None:
-        return inputs.VaultLost(event.node)
     return None
 
 

@@ -164,18 +164,6 @@ class EndRun:
 
 
 @dataclass(frozen=True)
-class Hurt:
-    """Send a signal to a part of the run, for a user: to the process of a role (in ``slot``), to
-    the vault or agent of ``node``, to all of its processes, or to this coordinator."""
-
-    node: int | None
-    part: str
-    signal: str
-    slot: int | None = None
-    incarnation: int | None = None
-
-
-@dataclass(frozen=True)
 class LookAtCheckpoints:
     """See whether they are there, then give CheckpointsSeen back."""
 
@@ -254,7 +242,6 @@ Action = (
     | ExportDump
     | BeginExport
     | EndRun
-    | Hurt
     | LookAtCheckpoints
     | Finish
     | Hurry

@@ -304,13 +304,6 @@ class Exported(Input):
 
 
 @dataclass(frozen=True)
-class VaultLost(Input):
-    """The vault process of a node ended; its agent starts the next one."""
-
-    node: int
-
-
-@dataclass(frozen=True)
 class DrainRequested(Input):
     """A slow node's roles are to be moved away."""
 

@@ -187,8 +187,6 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             requests.found(turn, event)
         case ev.Exported():
             requests.exported(turn, event)
-        case ev.VaultLost(node):
-            requests.vault_lost(turn, node)
         case ev.DrainRequested(node):
             _drain(turn, node)
         case ev.ProtectionRequested():

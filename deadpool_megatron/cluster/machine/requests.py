@@ -13,7 +13,7 @@ from typing import Any
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, kept
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine import protection
-from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, Hurt
+from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.epoch import ending
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
 from deadpool_megatron.cluster.machine.gathering.takeover import STARTED_AGAIN
@@ -27,9 +27,9 @@ _ENDING = "the run is ending"
 
 
 def found(turn: Turn, event: ev.RequestsFound) -> None:
-    """Requests that earlier coordinators were asked; what they had begun is begun again, except
-    where that could hurt twice. After a restart of all processes what was open is over; where that
-    is only assumed, it waits for what agents say.
+    """Requests that earlier coordinators were asked; what they had begun is begun again. After a
+    restart of all processes what was open is over; where that is only assumed, it waits for what
+    agents say.
     """
     again, doing = [], turn.state.doing
     restarted = event.restarted and not turn.state.survived
@@ -37,8 +37,6 @@ def found(turn: Turn, event: ev.RequestsFound) -> None:
     for request in event.requests:
         if request.is_open and restarted and not assumed:
             request = request.at(Stage.REFUSED, STARTED_AGAIN)
-        elif request.is_open and request.verb is Verb.KILL:
-            request = _kill_found(request)
         elif request.is_open:
             request = request.at(Stage.ASKED)
         again.append(request)
@@ -65,14 +63,6 @@ def exported(turn: Turn, event: ev.Exported) -> None:
                 what = f"no checkpoint of iteration {event.iteration}: {event.error}"
                 stage = Stage.REFUSED
             turn.change(request.at(stage, what))
-
-
-def vault_lost(turn: Turn, node: int) -> None:
-    """A vault has ended; its agent starts the next one on what it held."""
-    for request in turn.state.requests:
-        is_meant = request.what.get("part") == "vault" and request.what.get("number") == node
-        if is_meant and request.stage is Stage.UNDER_WAY:
-            turn.change(request.at(Stage.DONE, f"the vault of node {node} is replaced"))
 
 
 def settle(turn: Turn) -> None:
@@ -104,22 +94,21 @@ def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
     """Return why a request cannot be taken, found out before it is journalled; empty if it can."""
     if state.phase in (Phase.ENDING, Phase.ENDED) and verb is not Verb.STOP:
         return _ENDING
-    node = what.get("node") if verb is Verb.DRAIN else what.get("number")
-    part = what.get("part", "node")
     is_back = state.phase is not Phase.GATHERING or state.record is None
-    if verb is Verb.KILL and part == "role" and node not in state.seats:
-        return _no_role(state, node)
-    of_node = verb is Verb.DRAIN or (verb is Verb.KILL and part in ("node", "agent", "vault"))
-    if of_node and is_back and node not in state.fleet.nodes:
-        there = ", ".join(map(str, sorted(state.fleet.nodes)))
-        return f"node {node} is not connected (there are: {there})"
-    return ""
+    return not_connected(state, what["node"]) if verb is Verb.DRAIN and is_back else ""
+
+
+def not_connected(state: State, node: int) -> str:
+    """Return that a node is not, in words; empty if it is."""
+    if node in state.fleet.nodes:
+        return ""
+    there = ", ".join(map(str, sorted(state.fleet.nodes)))
+    return f"node {node} is not connected (there are: {there})"
 
 
 def _needs_nobody(request: Request) -> bool:
     """Whether it does not matter which agents are here."""
-    at_once = request.verb is Verb.STOP and not request.what["dump"]
-    return at_once or request.what.get("part") == "coordinator"
+    return request.verb is Verb.STOP and not request.what["dump"]
 
 
 def _drain(turn: Turn, request: Request) -> Request:
@@ -189,66 +178,10 @@ def _stop(turn: Turn, request: Request) -> Request:
     return request.at(Stage.UNDER_WAY)
 
 
-def _kill(turn: Turn, request: Request) -> Request:
-    part, number, state = request.what["part"], request.what["number"], turn.state
-    if request.stage is Stage.ASKED:
-        return _strike(turn, request)
-    if part == "role" and state.phase is Phase.RUNNING:
-        seat = state.seats.get(int(number))
-        if seat is None:
-            return request.at(Stage.REFUSED, _no_role(state, number))
-        if [seat.node, seat.slot, seat.incarnation] != request.what["seat"]:
-            where = f"node {seat.node} slot {seat.slot}, process {seat.incarnation}"
-            return request.at(Stage.DONE, f"role {number} is played by {where}")
-    # A vault that goes with its node is told of by nobody.
-    if part in ("node", "agent", "vault") and number not in state.fleet.nodes:
-        if state.phase is Phase.RUNNING:
-            return request.at(Stage.DONE, _fate(turn, number, "is lost"))
-        return replace(request, why=f"node {number} is lost")
-    return request
-
-
-def _strike(turn: Turn, request: Request) -> Request:
-    part, number, state = request.what["part"], request.what["number"], turn.state
-    signal = str(request.what["signal"])
-    if part == "coordinator":
-        turn.act(Hurt(None, part, signal))
-        return request.at(Stage.UNDER_WAY)
-    if part == "role":
-        seat = state.seats.get(int(number))
-        if seat is None:  # whoever has journalled it knew of other roles
-            return request.at(Stage.REFUSED, _no_role(state, number))
-        found = [seat.node, seat.slot, seat.incarnation]
-        if request.what.get("seat") not in (None, found):
-            return request.at(Stage.UNDER_WAY)  # by an earlier coordinator, and it was replaced
-        request = replace(request, what={**request.what, "seat": found})
-        turn.act(Hurt(seat.node, part, signal, seat.slot, seat.incarnation))
-        return request.at(Stage.UNDER_WAY)
-    if number not in state.fleet.nodes:
-        stage = Stage.DONE if number in state.fleet.gone else Stage.REFUSED
-        return request.at(stage, _fate(turn, int(number), "is not connected"))
-    turn.act(Hurt(int(number), part, signal))
-    return request.at(Stage.UNDER_WAY)
-
-
-def _no_role(state: State, number: object) -> str:
-    return f"there is no role {number} (there are 0 to {len(state.seats) - 1})"
-
-
 def _fate(turn: Turn, node: int, otherwise: str) -> str:
     """What has become of a node; ``otherwise``: if that is not known."""
     why = turn.state.fleet.gone.get(node, otherwise)
     return why if why.startswith(f"node {node}") else f"node {node} {why}"
-
-
-def _kill_found(request: Request) -> Request:
-    """Of an earlier coordinator, which may have sent the signal or not."""
-    if request.what["part"] == "coordinator":
-        return request.at(Stage.DONE, "another one has taken over")
-    if request.what["part"] == "vault" and request.stage is Stage.UNDER_WAY:
-        why = "the coordinator was replaced before the end of the vault was told: ask again"
-        return request.at(Stage.REFUSED, why)
-    return request.at(Stage.ASKED)
 
 
 _MOVES: Mapping[Verb, Callable[[Turn, Request], Request]] = {
@@ -256,5 +189,4 @@ _MOVES: Mapping[Verb, Callable[[Turn, Request], Request]] = {
     Verb.PROTECT: _protect,
     Verb.PERSIST: _persist,
     Verb.STOP: _stop,
-    Verb.KILL: _kill,
 }

@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import NotNow, Refused, RunNotReachable
-from deadpool_megatron.cli.control import asking
+from deadpool_megatron.cli.control import asking, commands
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -27,7 +27,6 @@ WHAT: dict[str, dict[str, Any]] = {
     "protect": {"plan": ProtectionPlan().to_dict(), "words": "buddy"},
     "persist": {"directory": "/run/exports"},
     "stop": {"dump": True, "reason": "stopped"},
-    "kill": {"part": "vault", "number": 1, "signal": "KILL"},
 }
 Answer = tuple[Stage, str] | Exception
 
@@ -86,7 +85,6 @@ def test_a_request_is_given(command: Any) -> None:
         (("drain", "--node", "1"), "drain of node 1"),
         (("protect", "--every", "3"), "protection buddy"),
         (("persist",), "checkpoint in /run/exports"),
-        (("kill", "--vault", "1"), "SIGKILL to vault 1"),
     ],
 )
 def test_waiting_ends_with_the_outcome(command: Any, arguments: tuple[str, ...], what: str) -> None:
@@ -111,7 +109,7 @@ def test_what_is_refused_at_once(command: Any, wait: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("wait", [(), ("--wait", "0.01")])
 def test_nobody_there(command: Any, wait: tuple[str, ...]) -> None:
-    status, said = command(Coordinator(NOBODY), "kill", "--coordinator", *wait)
+    status, said = command(Coordinator(NOBODY), "drain", "--node", "1", *wait)
     assert status == 2
     assert "no coordinator" in said
 
@@ -199,12 +197,17 @@ def test_a_run_that_ends_meanwhile(command: Any, tmp_path: Path) -> None:
     ],
 )
 def test_every_part_can_be_killed(
-    command: Any, arguments: tuple[str, ...], part: str, number: int | None
+    command: Any,
+    arguments: tuple[str, ...],
+    part: str,
+    number: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator = Coordinator(UNDER_WAY)
-    assert command(coordinator, "kill", *arguments, "--signal", "STOP")[0] == 0
-    (message,) = coordinator.asked
-    assert (message["part"], message["number"], message["signal"]) == (part, number, "STOP")
+    asked: list[Any] = []
+    monkeypatch.setattr(commands, "ask", lambda _run, message: asked.append(message))
+    status, _ = command(Coordinator(UNDER_WAY), "kill", *arguments, "--signal", "STOP")
+    assert status == 0
+    assert asked == [{"command": "kill", "part": part, "number": number, "signal": "STOP"}]
 
 
 def test_where_a_checkpoint_is_to_go(

@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal, Journal
+from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 
 NODES, SPARES = 2, 1
@@ -34,17 +35,19 @@ class InStep(DirectoryJournal):
         return found
 
 
-def commands(journal: Journal, directory: Path) -> Commands:
+def commands(
+    journal: Journal, directory: Path, state: object = None, orders: object = None
+) -> Commands:
     """Those of a coordinator of NODES + SPARES nodes."""
     info = SimpleNamespace(nodes=NODES, spares=SPARES, settings=Settings())
     run = SimpleNamespace(exports=directory / "exports")
     options = SimpleNamespace(info=info, term=None, journal=journal, run=run)
-    desk = SimpleNamespace(options=options, state=lambda: None)
+    desk = SimpleNamespace(options=options, state=lambda: state)
 
     async def status() -> dict[str, Any]:
         return {}
 
-    return Commands(cast(Desk, desk), cast(UserRequests, None), status)
+    return Commands(cast(Desk, desk), cast(UserRequests, None), cast(Any, orders), status)
 
 
 def attach(one: Commands, taken: Collection[int] = AT_START) -> int:
@@ -71,3 +74,25 @@ def test_a_number_that_was_handed_out_is_not_given_again(tmp_path: Path) -> None
     assert [attach(one), attach(one)] == [3, 4]
     assert attach(one, (*AT_START, 7)) == 8
     assert {entry["hostname"] for entry in journal.entries("node").values()} == {"host"}
+
+
+@pytest.mark.parametrize(
+    ("part", "number", "struck", "why"),
+    [
+        ("role", 1, (0, "role", "KILL", 3, 7), ""),
+        ("node", 2, (2, "node", "KILL"), ""),
+        ("role", 2, None, "there is no role 2 (there are 0 to 1)"),
+        ("vault", 5, None, "node 5 is not connected (there are: 0, 1, 2)"),
+    ],
+)
+async def test_a_signal_goes_to_the_agent_of_the_part(
+    tmp_path: Path, part: str, number: int, struck: object, why: str
+) -> None:
+    struck_so_far: list[object] = []
+    orders = SimpleNamespace(strike=lambda *what: struck_so_far.append(what))
+    seats = {0: Seat(1, 0, 0), 1: Seat(0, 3, 7)}
+    state = SimpleNamespace(seats=seats, fleet=SimpleNamespace(nodes=dict.fromkeys(range(3))))
+    given = commands(DirectoryJournal(tmp_path / "journal"), tmp_path, state, orders)
+    message = {"command": "kill", "part": part, "number": number, "signal": "KILL"}
+    answer = await given.answer(message)
+    assert (answer.get("refused", ""), struck_so_far) == (why, [struck] if struck else [])

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.machine.requests import refusal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import plan_in_words
 from tests.cluster.machine.gathering.test_takeover import rejoin, repeat, successor
-from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g, nodes_of
+from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 
 def ask(rig: Rig, verb: Verb, which: int = 1, until: float | None = None, **what: Any) -> None:
@@ -304,84 +304,9 @@ def test_a_stop_without_a_dump_waits_for_nobody() -> None:
     assert outcome(rig, 2)[0] is Stage.DONE
 
 
-def test_a_role_that_is_killed_is_replaced() -> None:
-    rig = begun()
-    ask(rig, Verb.KILL, part="role", number=1, signal="KILL", seat=[1, 0, 0])
-    assert rig.one(act.Hurt) == act.Hurt(1, "role", "KILL", 0, 0)
-    rig.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
-    rig.decided(g(7))
-    assert outcome(rig)[0] is Stage.UNDER_WAY
-    rig.restored()
-    assert outcome(rig) == (Stage.DONE, "role 1 is played by node 1 slot 0, process 1")
-
-
-@pytest.mark.parametrize("stage", [Stage.ASKED, Stage.UNDER_WAY])
-def test_a_kill_of_a_role_that_is_not_there_is_refused(stage: Stage) -> None:
-    """As of a coordinator that knew of more roles: each successor would find it, too."""
-    rig = begun()
-    what = {"part": "role", "number": 99, "signal": "KILL", "seat": [1, 0, 0]}
-    rig.feed(ev.Asked(Request(1, "token1", Verb.KILL, what, stage)))
-    assert outcome(rig) == (Stage.REFUSED, "there is no role 99 (there are 0 to 1)")
-    assert not rig.of(act.Hurt, rig.log)
-
-
-@pytest.mark.parametrize("part", ["node", "agent"])
-def test_a_node_that_is_killed_is_done_when_its_roles_are_played_elsewhere(part: str) -> None:
-    rig = begun()
-    ask(rig, Verb.KILL, part=part, number=1, signal="KILL")
-    assert rig.one(act.Hurt) == act.Hurt(1, part, "KILL")
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
-    rig.reopened(g(7))
-    assert outcome(rig)[0] is Stage.DONE
-
-
-def test_a_vault_that_is_killed_is_done_when_its_end_is_told() -> None:
-    rig = begun()
-    ask(rig, Verb.KILL, part="vault", number=1, signal="KILL")
-    assert rig.one(act.Hurt) == act.Hurt(1, "vault", "KILL")
-    rig.feed(ev.VaultLost(0))
-    assert outcome(rig)[0] is Stage.UNDER_WAY
-    rig.feed(ev.VaultLost(1))
-    assert outcome(rig) == (Stage.DONE, "the vault of node 1 is replaced")
-
-
-def test_a_vault_that_is_lost_with_its_node_is_waited_for_no_longer() -> None:
-    rig = begun()
-    ask(rig, Verb.KILL, part="vault", number=1, signal="KILL")
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
-    rig.reopened(g(7))
-    assert outcome(rig) == (Stage.DONE, "node 1: connection closed")
-
-
-def test_a_coordinator_that_is_killed_is_done_when_there_is_another() -> None:
-    old = begun()
-    ask(old, Verb.KILL, part="coordinator", number=None, signal="KILL")
-    assert old.one(act.Hurt) == act.Hurt(None, "coordinator", "KILL")
-    assert outcome(taken_over(old)) == (Stage.DONE, "another one has taken over")
-
-
-def test_nothing_is_hurt_twice_by_a_takeover() -> None:
-    old = begun()
-    ask(old, Verb.KILL, 1, part="vault", number=0, signal="KILL")
-    ask(old, Verb.KILL, 2, part="role", number=1, signal="KILL", seat=[1, 0, 0])
-    old.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
-    old.decided(g(7))
-    rig = taken_over(old)
-    rejoin(rig, old, 0, 1, 2, closed=1, restored=False)
-    assert outcome(rig, 1)[0] is Stage.REFUSED
-    rig.restored()
-    assert not rig.of(act.Hurt, rig.log)
-    assert outcome(rig, 2)[0] is Stage.DONE
-
-
 def test_what_cannot_be_is_refused_before_it_is_journalled() -> None:
     rig = begun()
     assert "there are: 0, 1, 2" in refusal(rig.state, Verb.DRAIN, {"node": 9})
-    assert "0 to 1" in refusal(rig.state, Verb.KILL, {"part": "role", "number": 2})
-    assert "not connected" in refusal(rig.state, Verb.KILL, {"part": "vault", "number": 7})
-    assert refusal(rig.state, Verb.KILL, {"part": "coordinator", "number": None}) == ""
     over = copy.copy(rig)
     over.feed(ev.UserStop())
     assert refusal(over.state, Verb.DRAIN, {"node": 0}) == "the run is ending"
