@@ -1,20 +1,36 @@
-"""Connections of an agent that end, or are replaced, while something is on its way on them."""
+"""Connections of an agent: their rhythm, late answers, ends with messages on their way."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
+from deadpool_megatron.cluster.link import greetings
+from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost
 from deadpool_megatron.cluster.link.greetings import Greetings, Session
+from deadpool_megatron.cluster.link.pacing import (
+    Pace,
+    acknowledge_seconds,
+    answer_seconds,
+    beat_seconds,
+    contact_seconds,
+    hang_look_seconds,
+    is_told,
+)
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED
 from deadpool_megatron.wire.ending import reset
+from tests.cluster.link.line import Agent, How, Line, play
+from tests.cluster.link.test_orders_once import beginning
 from tests.cluster.link.test_peers import SECONDS, SECRET, Events, connect, join, serve
+
+NEVER_SECONDS = 1e6
 
 
 def made(
@@ -187,3 +203,145 @@ def test_nothing_comes_to_an_agent_before_its_welcome() -> None:
         assert said == ["welcome", "ping", "stop"]
 
     serve(scenario)
+
+
+class Doors:
+    """``seconds``: how long each further connection to the coordinator of a term waits for its
+    handshake; ``opened``: the agent's ends of these, and when they were opened.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.seconds: dict[int, Iterator[float]] = {}
+        self.opened: list[tuple[float, Any]] = []
+        self.most_waiting = 0
+
+    def are_slow(self, term: int, seconds: Iterable[float]) -> None:
+        self.seconds[term] = iter(seconds)
+
+    async def open(self, address: tuple[str, int], tls: object) -> tuple[Any, Any]:
+        reader, writer = await self._line.open(address, tls)
+        if address[1] in self.seconds:
+            self.opened.append((asyncio.get_running_loop().time(), writer))
+            writer.waits_seconds = next(self.seconds[address[1]])
+        return reader, writer
+
+    async def connect(self, _reader: object, writer: Any, *_: object) -> None:
+        waiting = sum(not one.is_closing() for _, one in self.opened)
+        self.most_waiting = max(self.most_waiting, waiting)
+        await asyncio.sleep(getattr(writer, "waits_seconds", 0.0))
+
+
+def before_doors(scenario: Callable[[Line, Doors], Awaitable[None]]) -> None:
+    async def run(line: Line) -> None:
+        doors = Doors(line)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(greetings, "open_stream", doors.open)
+            patch.setattr(greetings, "connect_stream", doors.connect)
+            await scenario(line, doors)
+
+    play({}, run)
+
+
+@pytest.mark.parametrize("has_session", [True, False])
+def test_an_agent_keeps_its_place_in_a_queue(has_session: bool) -> None:
+    """Whoever comes again goes to its end, and would never get in where it is long."""
+
+    async def scenario(line: Line, doors: Doors) -> None:
+        await beginning(line)
+        doors.are_slow(2, repeat(5.0))
+        if not has_session:
+            line.cuts = {line.frames: How.RESET}
+        new = line.take_over()
+        await line.until("a welcome", new.peers.listening)
+        # The others that were sent beside it had nothing to say any more.
+        await asyncio.sleep(10.0)
+        assert new.terms == [1]
+        assert doors.most_waiting == 2
+
+    before_doors(scenario)
+
+
+def test_an_agent_in_a_queue_goes_to_the_successor_that_is_elsewhere() -> None:
+    """A coordinator that was stopped has a kernel that still takes connections."""
+
+    async def scenario(line: Line, doors: Doors) -> None:
+        await beginning(line)
+        doors.are_slow(1, repeat(NEVER_SECONDS))
+        line.cuts = {line.frames: How.RESET}
+        await line.until("a connection to the stopped one", lambda: doors.opened)
+        new = line.take_over()
+        await line.until("a welcome", new.peers.listening, line.settings.fence_seconds / 6)
+
+    before_doors(scenario)
+
+
+def test_a_greeting_whose_network_was_cut_holds_up_no_other() -> None:
+    async def scenario(line: Line, doors: Doors) -> None:
+        await beginning(line)
+        doors.are_slow(1, chain([NEVER_SECONDS], repeat(0.0)))
+        line.cuts = {line.frames: How.RESET}
+        limit_seconds = answer_seconds(line.settings) + line.settings.fence_seconds / 6
+        await line.until("a greeting", lambda: doors.opened)
+        await line.until("another", lambda: len(line.office.terms) == 2, limit_seconds)
+
+    before_doors(scenario)
+
+
+def test_a_coordinator_that_never_answers_is_given_up() -> None:
+    async def scenario(line: Line, doors: Doors) -> None:
+        await beginning(line)
+        doors.are_slow(1, repeat(NEVER_SECONDS))
+        link = Agent(line, 9).link
+        link._boot = "the one before"
+        with pytest.raises(CoordinatorLost, match="no coordinator for 30 s"):
+            await link.run(30.0)
+        assert doors.most_waiting == 2
+
+    before_doors(scenario)
+
+
+def test_small_clusters_beat_as_the_setting_says_and_large_ones_share() -> None:
+    settings = Settings(fence_seconds=6.0, node_silence_seconds=8.0, takeover_seconds=3.0)
+    assert beat_seconds(64, settings) == settings.beat_interval_seconds
+    assert beat_seconds(2000, settings) == 0.5
+    assert beat_seconds(4096, settings) == beat_seconds(100_000, settings) == 1.0
+
+
+@pytest.mark.parametrize("agents", [2, 400, 4096, 100_000])
+@pytest.mark.parametrize("fence_seconds", [1.2, 3.0, 6.0])
+def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float) -> None:
+    settings = Settings(
+        fence_seconds=fence_seconds,
+        node_silence_seconds=fence_seconds * 4 / 3,
+        freeze_seconds=1.0,
+        takeover_seconds=fence_seconds,
+    )
+    beat = beat_seconds(agents, settings)
+    # The newest acknowledged beat is at most so old while all is well.
+    assert beat + min(beat, acknowledge_seconds(settings)) <= contact_seconds(beat, settings)
+    assert 2 * contact_seconds(beat, settings) < settings.fence_seconds
+    # As long for the handshake of the second greeting as for the answer to the first.
+    assert 2 * answer_seconds(settings) < settings.fence_seconds
+
+
+def test_hangs_are_looked_for_far_more_often_than_they_are_found() -> None:
+    assert hang_look_seconds(Settings()) == 2.0
+    assert hang_look_seconds(Settings(hang_seconds=20.0)) == 1.0
+
+
+def test_routine_events_of_a_large_run_come_from_other_roles_each_time() -> None:
+    assert all(is_told(role, 7, 512) for role in range(512))
+    told = Counter(
+        role for iteration in range(64) for role in range(32768) if is_told(role, iteration, 32768)
+    )
+    assert set(told.values()) == {1}
+    assert len(told) == 32768
+
+
+def test_who_asks_a_moment_early_need_not_wait_a_whole_period() -> None:
+    pace = Pace(1.0)
+    assert pace.is_due(100.0)
+    assert not pace.is_due(100.9)
+    assert pace.is_due(100.99)
+    assert not pace.is_due(101.5)

@@ -1,9 +1,11 @@
-"""Process ends and freezes, with real processes."""
+"""Process ends and freezes, with real processes; what Linux offers beyond Python's library."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,12 +16,20 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.descriptors import (
+    needed_by_agent,
+    needed_by_coordinator,
+    raise_limit,
+)
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, FreezeDetector, last_line
 from tests.common.waiting import wait_for
 
 SECONDS = 20.0
 BUSY = "while True: pass"
 IDLE = "import signal; signal.pause()"
+TITLE = "import ctypes, signal; ctypes.CDLL(None).prctl(15, 'rank10 \u8bad\u7ec3\u8fdb'.encode());"
+PR_SET_CHILD_SUBREAPER = 36
+INFINITY = resource.RLIM_INFINITY
 
 
 @pytest.fixture
@@ -179,9 +189,6 @@ def test_pid_with_another_start_time_is_another_process() -> None:
     assert posix.start_time(2**22 - 1) is None
 
 
-TITLE = "import ctypes, signal; ctypes.CDLL(None).prctl(15, 'rank10 \u8bad\u7ec3\u8fdb'.encode());"
-
-
 def test_a_process_whose_name_is_cut_in_a_letter_is_watched(start) -> None:  # type: ignore[no-untyped-def]
     """The kernel keeps 15 bytes of a title. An agent that could not read one lost its node."""
     child = start(f"{TITLE} signal.pause()")
@@ -191,3 +198,61 @@ def test_a_process_whose_name_is_cut_in_a_letter_is_watched(start) -> None:  # t
     assert posix.is_alive(child.pid, started)
     settle(child.pid)
     assert_frozen_after_the_limit(FreezeDetector(child.pid, 3.0, 0.0))
+
+
+@pytest.fixture
+def heir() -> Iterator[None]:
+    """This process inherits orphans, as the first one of a container does."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    yield
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("heir")
+def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(posix, "_ORPHAN_SECONDS", 0.0)
+    orphans = posix.Orphans(inherits=True)
+    said = subprocess.run(
+        ["sh", "-c", "sleep 0 & echo $!"], capture_output=True, text=True, check=True
+    )
+    orphan = int(said.stdout)
+    wait_for("the orphan has ended", lambda: (posix.state_and_cpu_ticks(orphan) or "X")[0] == "Z")
+    orphans.reap()
+    own = subprocess.Popen(["sh", "-c", "exit 3"])
+    wait_for("the child has ended", lambda: (posix.state_and_cpu_ticks(own.pid) or "X")[0] == "Z")
+    orphans.reap()
+    assert posix.state_and_cpu_ticks(orphan) is None
+    assert own.wait() == 3
+    assert posix.Orphans()._inherits is False
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (1024, 1 << 20, 12544),
+        (1024, INFINITY, 12544),
+        (1024, 4096, 4096),
+        (20000, 1 << 20, 20000),
+        (INFINITY, INFINITY, INFINITY),
+    ],
+)
+def test_the_soft_limit_is_raised(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int
+) -> None:
+    limits = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.__setitem__(0, pair[0]))
+    said = raise_limit(needed_by_coordinator(nodes=4096))
+    assert limits == [wanted, hard]
+    assert bool(said) == (wanted == 4096)
+    if said:
+        assert "12544 open files" in said
+        assert "LimitNOFILE=12544" in said
+
+
+def test_a_small_run_needs_less_than_the_usual_limit() -> None:
+    assert needed_by_coordinator(nodes=64) < 1024
+    assert needed_by_agent(nodes=8, nproc=8) < 1024

@@ -1,20 +1,38 @@
-"""Removing what a run has left, beside a process of it that has not ended yet."""
+"""A run's files go with it, and what a file system does not offer is not what has failed on it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
+import stat
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron import file_systems
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal, JournalError
 from deadpool_megatron.cluster.run_directory import cleanup
-from deadpool_megatron.cluster.run_directory.directory import LOGS, RunDirectory, write_json
+from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
+from deadpool_megatron.cluster.run_directory.directory import (
+    LOGS,
+    RunDirectory,
+    RunInfo,
+    write_json,
+    write_once,
+)
 from deadpool_megatron.cluster.run_directory.slots import take_up
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.trainer import corpus
+from deadpool_megatron.wire.auth import create_secret
 
 RUN_ID = "0123abcd"
+BAD = BadNode("n1", "hang", 1.0, "4711", "stood still")
+NO_LINKS = "has no hard links"
 
 
 def test_a_file_that_goes_and_one_that_comes_meanwhile(
@@ -88,3 +106,84 @@ def test_slots_of_a_node_whose_agent_is_yet_to_come_are_not_taken_up(tmp_path: P
         assert not other.exists()
     finally:
         shutil.rmtree(own.parent, ignore_errors=True)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_names_that_cannot_be_synced_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As on old CIFS, sshfs and gocryptfs. A disk that fails is another thing."""
+    fsync = os.fsync
+
+    def of_files(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    journal = DirectoryJournal(tmp_path / "journal")
+    if number == errno.EIO:
+        with pytest.raises(JournalError, match="Input/output"):
+            journal.write("term", 1, {"a": 1})
+        return
+    journal.write("term", 1, {"a": 1})
+    assert journal.read("term", 1) == {"a": 1}
+    write_json(tmp_path / "latest.json", {"b": 2}, lasting=True)
+    assert add_bad_node(tmp_path, BAD)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_not_one_where_somebody_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_systems.fcntl, "flock", flock)
+    began = time.monotonic()
+    with corpus._lock(tmp_path / "corpus.lock"):
+        assert time.monotonic() - began < 5
+    assert add_bad_node(tmp_path, BAD)
+    assert [one.host for one in read_bad_nodes(tmp_path)] == ["n1"]
+    told = capfd.readouterr().err
+    assert f"corpus.lock: no locks here ({os.strerror(number)}), goes on without" in told
+
+
+def test_a_run_directory_without_room_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills it is small at first, so that a start would hang and not say why."""
+    fsync = os.fsync
+
+    def quota(handle: int) -> None:
+        if os.fstat(handle).st_size > 65536:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", quota)
+    info = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    with pytest.raises(OSError, match="quota exceeded"):
+        RunDirectory(tmp_path).create(info)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda folder: write_once(folder / "name", b"it", 0o600),
+        create_secret,
+        lambda folder: DirectoryJournal(folder).write("term", 1, {}),
+    ],
+)
+def test_a_file_system_without_hard_links_is_told_by_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, give: Callable[[Path], object], number: int
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "its temporary name")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises((OSError, JournalError), match=NO_LINKS) as caught:
+        give(tmp_path)
+    assert "temporary" not in str(caught.value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

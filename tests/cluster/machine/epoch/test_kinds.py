@@ -10,7 +10,6 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from tests.cluster.machine.epoch.test_wrong_nodes import reap
 from tests.cluster.machine.gathering.test_takeover import rejoin, successor
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
@@ -21,6 +20,15 @@ XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
     return ev.MemberLost(*rig.seat(role), exit_code=1, last_line=line)
+
+
+def reap(rig: Rig) -> None:
+    """What was killed to serve as a fresh spare is started again."""
+    members = rig.state.fleet.members
+    for place in sorted(members.killed):
+        incarnation = members[place].incarnation
+        rig.feed(ev.MemberLost(*place, incarnation, signal=9, ordered=True))
+    rig.warm(*(node for node, _ in members.killed))
 
 
 def recover(rig: Rig, iteration: int) -> None:

@@ -1,23 +1,50 @@
-"""What the loss of a node means under other schemes than copies at buddies."""
+"""Roles under other schemes than copies: which losses matter, and what recipes are refused."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import pytest
+
+from deadpool_megatron.cluster.link.record_delta import RecordTeller, apply, unpack
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.epoch.closing import matters
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.phases import Opening
-from deadpool_megatron.layout.places.parity import parity_groups
-from deadpool_megatron.layout.records import Decoding, Recipe, Replay, Source
-from deadpool_megatron.layout.schemes import Kind
-from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
+from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.places.parity import ParityPlacement, parity_groups
+from deadpool_megatron.layout.records import (
+    BadPart,
+    Decoding,
+    Generation,
+    Holding,
+    Inventory,
+    PartInfo,
+    Recipe,
+    Replay,
+    RoleLayout,
+    Source,
+)
+from deadpool_megatron.layout.replaying import REPLAY, key, step_parts
+from deadpool_megatron.layout.schemes import Kind as Scheme
+from deadpool_megatron.layout.schemes import recomputes
+from tests.cluster.link.test_record_delta import for_node
+from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
+from tests.cluster.machine.rig import STEP as WHOLE
+
+EXTRAS = frozenset({"extras@step"})
+CODED = frozenset({"main", "members"})
+LED = frozenset({gradients_part("main"), UPDATE_PART, SUMS_PART, "extras@step"})
 
 
 def test_local_goes_on_from_memory_after_a_crash_and_needs_no_spare() -> None:
     rig = Rig(nodes=2, spares=1, protection="local").run()
-    assert (rig.record.replicas, rig.record.protection.kind) == (0, Kind.LOCAL)
+    assert (rig.record.replicas, rig.record.protection.kind) == (0, Scheme.LOCAL)
     assert not rig.record.fewer_copies
     rig.feed(ev.NodeLost(2, "gone"))
     assert rig.state.phase is Phase.RUNNING
@@ -78,3 +105,183 @@ def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
     opening = rig.state._replace(doing=Opening(0.0, PersistentSet(set(rig.state.seats) - {0})))
     assert matters(opening, record, first)
     assert matters(opening, record, second)
+
+
+def begin(spares: int = 3, **settings: object) -> Rig:
+    """Three roles in one group; nodes without a role hold the parity."""
+    return Rig(nodes=3, spares=spares, protection="parity", parity_group=3, **settings).run(7)
+
+
+class World:
+    """What the nodes hold of epoch 1, whose record the parity was placed by."""
+
+    def __init__(self, rig: Rig, *generations: Generation) -> None:
+        self.rig = rig
+        self.generations = generations
+        self.layouts = {role: layout(role, 3) for role in range(3)}
+        self.placement = ParityPlacement.of_record(rig.record)
+        (self.group,) = self.placement.groups
+
+    def inventory(self, node: int) -> ev.NodeInventory:
+        """Own slots, the extras of all roles, and the parity blocks that the node owes."""
+        roles = {role: STEP if role == node else EXTRAS for role in self.layouts}
+        found = dict(self.layouts)
+        for block, holder in zip(self.group.blocks, self.group.holders, strict=True):
+            if holder == node:
+                roles[block] = CODED
+                found[block] = self.placement.layout(block, self.layouts)
+        holdings = [
+            Holding(r, one, parts) for r, parts in roles.items() for one in self.generations
+        ]
+        epoch = self.rig.record.epoch
+        return ev.NodeInventory(Inventory(node, epoch, tuple(holdings), tuple(found.values())))
+
+    def closed(self) -> None:
+        """All awaited nodes answer the close."""
+        self.rig.feed(*(self.inventory(node) for node in sorted(self.rig.awaited)))
+
+
+def lose_role_1(rig: Rig, *generations: Generation) -> World:
+    """The node of role 1 goes, and the decision is journalled."""
+    world = World(rig, *generations)
+    rig.feed(ev.NodeLost(1, "gone"))
+    world.closed()
+    assert rig.pending.restore.generation == max(generations)
+    rig.journal()
+    assert rig.state.phase is Phase.OPENING
+    return world
+
+
+def test_the_record_says_what_a_lost_role_is_computed_from() -> None:
+    rig = begin()
+    world = lose_role_1(rig, g(7))
+    (holder,), (block,) = world.group.holders, world.group.blocks
+    restore = rig.record.restore
+    assert restore.sources[1]["main"] == ()
+    found = restore.recipes[1].decodings["main"]
+    assert found.group == (0, 1, 2)
+    wanted = {0: (Source(0, 0),), 2: (Source(2, 2),), 3: (Source(holder, block),)}
+    assert found.blocks == wanted
+
+
+def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None:
+    rig = begin()
+    lose_role_1(rig, g(7))
+    record = rig.record
+    teller = RecordTeller(record, None)
+    for role, seat in record.seats.items():
+        told = json.loads(json.dumps(teller.parts(seat.node, 0)))
+        found = apply(None, unpack(told["change"]), told["sources"])
+        assert found == replace(for_node(record, seat.node), history=History())
+        assert set(found.restore.recipes) == ({1} if role == 1 else set())
+
+
+def test_the_loss_of_a_block_matters_until_the_role_is_restored() -> None:
+    """Of two blocks one is lost in time for a decision that does without it."""
+    rig = begin(replicas=2)
+    world = lose_role_1(rig, g(7))
+    assert rig.record.seats[1].node == world.group.holders[0]
+    rig.feed(ev.NodeLost(world.group.holders[1], "gone too"))
+    assert rig.one(act.CloseEpoch).epoch == 2
+    world.closed()
+    found = rig.pending.restore.recipes[1].decodings["main"]
+    assert sorted(found.blocks) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("spares", [3, 4])
+def test_the_loss_of_a_node_that_owes_parity_ends_the_epoch(spares: int) -> None:
+    """Its blocks have to be computed somewhere else; a node that owes nobody anything may go."""
+    rig = begin(spares=spares)
+    (group,) = ParityPlacement.of_record(rig.record).groups
+    copies = CopyPlacement.of_record(rig.record)
+    owed = {node for role in range(3) for node in copies.buddies(role, (0, 1, 2))}
+    (idle, *_) = set(rig.record.nodes) - {0, 1, 2} - {*group.holders} - owed
+    rig.feed(ev.NodeLost(idle, "gone"))
+    assert not rig.of(act.CloseEpoch)
+    rig.feed(ev.NodeLost(group.holders[0], "gone"))
+    assert rig.one(act.CloseEpoch).epoch == 1
+
+
+def test_a_part_that_cannot_be_decoded_is_not_counted_on_again() -> None:
+    """Only the parity is given up: the other roles still restore from their own slots."""
+    rig = begin()
+    world = lose_role_1(rig, g(6), g(7))
+    (holder,), (block,) = world.group.holders, world.group.blocks
+    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "too few blocks are intact"))
+    rig.tick(0.6)
+    assert "too few blocks" in rig.one(act.CloseEpoch).cause
+    assert rig.state.blame.bad_parts == {BadPart(holder, block, g(7), "main")}
+    world.closed()
+    restore = rig.pending.restore
+    assert restore.generation == g(6)
+    assert set(restore.recipes) == {1}
+
+
+def with_steps(role: int) -> RoleLayout:
+    plain = layout(role, 2)
+    steps = step_parts({"main": PartInfo("", 4, (role,))}, 64, role)
+    return replace(plain, parts=(plain.parts[0], *steps, plain.parts[1]))
+
+
+def lost_role(rig: Rig) -> None:
+    """Node 1 dies; node 0 holds its own role whole, and of role 1 a base and two steps."""
+    rig.feed(*(ev.MemberRegistered(*rig.seat(r), with_steps(r)) for r in range(2)))
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "gone"))
+    answer(rig)
+
+
+def answer(rig: Rig) -> None:
+    own = [Holding(0, g(it), WHOLE | LED) for it in (5, 6, 7)]
+    copies = [Holding(1, g(5), WHOLE), Holding(1, g(6), LED), Holding(1, g(7), LED)]
+    layouts = tuple(with_steps(role) for role in range(2))
+    held = Inventory(0, rig.record.epoch, (*own, *copies), layouts)
+    others = [Inventory(node, rig.record.epoch) for node in sorted(rig.awaited - {0})]
+    rig.feed(*(ev.NodeInventory(one) for one in (held, *others)))
+
+
+def test_a_replay_that_is_refused_is_given_up_for_whole_copies() -> None:
+    rig = Rig(protection="recompute", full_every=4).run()
+    lost_role(rig)
+    restore = rig.pending.restore
+    assert restore.generation == g(7)
+    assert restore.recipes[1].replay is not None
+    assert recomputes(rig.pending.protection)
+    rig.journal()
+    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, REPLAY, "main is not what its owner had"))
+    (warning,) = rig.emitted(Kind.LOG)
+    assert "every iteration is copied whole" in warning.data["text"]
+    rig.tick(0.6)
+    assert "not what its owner had" in rig.one(act.CloseEpoch).cause
+    answer(rig)
+    assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), SUMS_PART)}
+    assert rig.pending.restore.generation == g(6), "the next older one, recomputed as well"
+    assert not recomputes(rig.pending.protection)
+
+
+def test_a_step_that_cannot_be_fetched_is_not_counted_on_again() -> None:
+    rig = Rig(protection="recompute", full_every=4).run()
+    lost_role(rig)
+    rig.journal()
+    part = key(g(7), UPDATE_PART)
+    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, part, "checksum does not match"))
+    rig.tick(0.6)
+    answer(rig)
+    assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), UPDATE_PART)}
+    assert rig.pending.restore.generation == g(6)
+    assert recomputes(rig.pending.protection), "nothing was computed wrong"
+
+
+def test_a_node_that_holds_a_part_of_a_chain_matters_until_it_is_restored() -> None:
+    rig = Rig(nodes=2, spares=2, protection="recompute", full_every=4).run()
+    rig.feed(*(ev.MemberRegistered(*rig.seat(r), with_steps(r)) for r in range(2)))
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "gone"))
+    layouts = tuple(with_steps(role) for role in range(2))
+    here = Inventory(0, 1, (Holding(0, g(7), WHOLE), Holding(1, g(7), LED)), layouts)
+    base = Inventory(3, 1, (Holding(1, g(6), WHOLE),), layouts)
+    rig.feed(*(ev.NodeInventory(one) for one in (here, Inventory(2, 1), base)))
+    assert rig.pending.restore.generation == g(7)
+    rig.journal()
+    rig.feed(ev.NodeLost(3, "gone"))
+    assert rig.state.phase is Phase.CLOSING

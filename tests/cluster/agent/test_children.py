@@ -1,5 +1,4 @@
-"""A vault that cannot be had, or not be reaped, gives its node up in one clear report; one that is
-slow to come up is waited for."""
+"""An agent's vault, standby and look at its host: told in clear reports, never waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.children import vault_keeper
+from deadpool_megatron.cluster.agent.children import examiner as module
+from deadpool_megatron.cluster.agent.children import standby_keeper, vault_keeper
+from deadpool_megatron.cluster.agent.children.examiner import Examiner
+from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.options import AgentOptions
@@ -25,12 +27,39 @@ from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.layout.records import Generation, Holding, Inventory
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Holding,
+    Inventory,
+    NodeAddress,
+    Restore,
+    Seat,
+)
+from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from tests.cluster.link.line import VirtualLoop
+from tests.common.waiting import until
 
 SECONDS = 20.0
+EPOCH = 3
+HELD = Inventory(0, EPOCH, (Holding(0, Generation(1, 7), frozenset({"shard0"})),))
+NOTHING = Inventory(0, EPOCH)
+# Reports every line of its standard input as a sign of life.
+_ECHO = """
+import json, os, sys
+for line in sys.stdin:
+    look = {"term": 1, "beat": line.strip(), "at": 1.0, "node": 9, "address": None}
+    os.write(int(sys.argv[2]), (json.dumps(look) + "\\n").encode())
+"""
+_CLAIMS = """
+import json, os, sys, time
+claim = {"claimed": 2, "at": 5.0, "node": 1, "address": ["10.0.0.7", 4000]}
+os.write(int(sys.argv[2]), (json.dumps(claim) + "\\n").encode())
+time.sleep(600)
+"""
+FACTS = HostFacts("at the start", noted="an earlier run put it aside")
 
 
 class Watch:
@@ -154,11 +183,6 @@ async def test_a_vault_that_the_kernel_does_not_let_go(
     assert watch.kills == 2
 
 
-EPOCH = 3
-HELD = Inventory(0, EPOCH, (Holding(0, Generation(1, 7), frozenset({"shard0"})),))
-NOTHING = Inventory(0, EPOCH)
-
-
 class Up:
     """The control connection of a vault that is up; ``tells``: whether it says what it holds."""
 
@@ -261,3 +285,165 @@ def test_the_agent_says_so_and_ends(
     lost = reports.from_agent(0, report)
     assert isinstance(lost, NodeLost)
     assert lost.cause.startswith("no vault can be started: ")
+
+
+def kept(
+    directory: Path, program: str, on_look: Callable[[int, str, float], None]
+) -> StandbyKeeper:
+    log = directory / "log"
+    return StandbyKeeper(
+        ("-c", program), str(directory), "run", log, on_look=on_look, on_over=lambda kept: None
+    )
+
+
+@pytest.mark.slow
+async def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: Path) -> None:
+    heard: list[str] = []
+    keeper = kept(tmp_path, _ECHO, lambda term, beat, at: heard.append(beat))
+    keeper.start()
+    for place in (5, 5, 3):
+        keeper.place(lambda coordinator, place=place: place - (coordinator == 9))
+    keeper.contact(True)
+    await until(lambda: heard == ["place 5", "place 3", "found", "place 2"])
+    heard.clear()
+    assert keeper._watcher is not None
+    keeper._watcher.kill()
+    await until(lambda: heard == ["place 2", "found"])
+    await keeper.close(0.0)
+
+
+async def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Path) -> None:
+    """Not only when another standby has started and looked: the fence would be quicker."""
+    looks: list[tuple[int, str, float]] = []
+    claimed = asyncio.Event()
+
+    def looked(term: int, beat: str, at: float) -> None:
+        looks.append((term, beat, at))
+        claimed.set()
+
+    keeper = kept(tmp_path, _CLAIMS, looked)
+    keeper.start()
+    await asyncio.wait_for(claimed.wait(), 20.0)
+    assert keeper.address == ("10.0.0.7", 4000)
+    await keeper.close(0.0)
+    assert looks[0] == (2, "claimed", 5.0)
+
+
+async def test_a_standby_that_the_kernel_holds_does_not_hold_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a call to a file system that hangs, where SIGKILL waits too."""
+    monkeypatch.setattr(standby_keeper, "_END_SECONDS", 0.05)
+    claimed = asyncio.Event()
+    keeper = kept(tmp_path, _CLAIMS, lambda term, beat, at: claimed.set())
+    keeper.start()
+    await asyncio.wait_for(claimed.wait(), 20.0)
+    await until(lambda: keeper._watcher is not None)
+    held = [*keeper._coordinators, keeper._watcher]
+    with monkeypatch.context() as patched:
+        patched.setattr(ChildWatch, "kill", lambda _self: None)
+        await asyncio.wait_for(keeper.close(0.0), 20.0)
+    for one in held:
+        assert one is not None
+        assert await one.end(20.0)
+
+
+class FakeVault:
+    """Answers every probe the same, or not at all."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    async def probe(self, peers: list[Any], limit: float, *, bulk: bool) -> list[dict[str, Any]]:
+        if self.error is not None:
+            raise self.error
+        return [{"peer": peer, "bulk": bulk} for peer, _, _ in peers]
+
+
+def examiner(
+    directory: Path, seat: int, *command: str, vault: Any = None, settings: Settings | None = None
+) -> tuple[Any, list[Any]]:
+    """Of node 0 in an epoch whose only role is on node ``seat``."""
+    info = RunInfo("testrun", 1, 1, 1, 1, (), settings or Settings(), "")
+    run = RunDirectory(directory)
+    sent: list[Any] = []
+    options = AgentOptions(
+        node=0,
+        run=run,
+        info=info,
+        secret=b"",
+        host="127.0.0.1",
+        domain="",
+        modules=(),
+        directory=directory,
+        facts=FACTS,
+    )
+    seats = {0: Seat(seat, 0, 0)}
+    nodes = {0: NodeAddress("127.0.0.1", 1, "node0", spare=seat != 0)}
+    record = EpochRecord(1, seats, nodes, Restore("initial", Generation(1, 0)))
+    made = Examiner(options, vault or FakeVault(), sent.append, lambda: record, command)
+    return made, sent
+
+
+@pytest.fixture
+def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(AgentOptions, "segments", property(lambda _: tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("seat", "health", "looks"), [(1, "", True), (0, "", False), (0, "check_node", True)]
+)
+async def test_a_spare_looks_again_a_node_that_trains_only_at_its_health(
+    seat: int, health: str, looks: bool, segments: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    made, sent = examiner(segments, seat, settings=Settings(health_command=health))
+    looked = 0
+
+    async def look() -> None:
+        nonlocal looked
+        looked += 1
+
+    made.look = look
+    running = asyncio.create_task(made.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    running.cancel()
+    assert bool(looked) == looks
+    assert sent == []
+
+
+def test_facts_are_read_by_a_process_of_its_own(segments: Path) -> None:
+    made, sent = examiner(segments, 1, "deadpool_megatron", "check", "--json")
+    asyncio.run(made.look())
+    assert sent[0]["t"] == "facts"
+    told = HostFacts.from_dict(sent[0]["facts"])
+    assert (told.address, told.noted) == ("127.0.0.1", FACTS.noted)
+    assert made.told() == sent[0]["facts"]
+
+
+@pytest.mark.parametrize("command", [("timeit", "-n1", "-r1", "while True: pass"), ("this",)])
+def test_what_cannot_be_found_out_stays_as_it_was(command: tuple[str, ...], segments: Path) -> None:
+    """A process that hangs, and one that answers nothing of use."""
+    made, sent = examiner(segments, 1, *command)
+    made._limit_seconds = 0.3 if command[0] == "timeit" else 30.0
+    made._command = command
+    asyncio.run(made.look())
+    assert sent == []
+    assert HostFacts.from_dict(made.told()) == FACTS
+
+
+def test_a_vault_that_does_not_answer_is_no_reason_to_end(segments: Path) -> None:
+    order = {"number": 3, "peers": [[1, "h", 2]], "bulk": True, "limit_seconds": 5.0}
+
+    async def ask(vault: FakeVault) -> Any:
+        made, sent = examiner(segments, 1, vault=vault)
+        made.probe(order)
+        await asyncio.gather(*made._tasks)
+        return sent
+
+    good = asyncio.run(ask(FakeVault()))
+    assert good == [{"t": "probed", "number": 3, "links": [{"peer": 1, "bulk": True}]}]
+    bad = asyncio.run(ask(FakeVault(TimeoutError("late"))))
+    assert bad == [{"t": "probed", "number": 3, "links": []}]
