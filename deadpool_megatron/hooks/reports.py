@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 
 _LOOK_SECONDS = 0.05
 

@@ -27,9 +27,9 @@ def import_megatron(script: Path) -> None:
         except ModuleNotFoundError as error:
             raise RuntimeError(f"{script}: Megatron-LM cannot be imported: {error}") from error
         return
-    from deadpool_megatron.platform import megatron_lm
+    from deadpool_megatron.platform import stand_ins
 
-    megatron_lm.install(checkout)
+    stand_ins.install_megatron_lm(checkout)
 
 
 def script_of_this_run() -> Path | None:

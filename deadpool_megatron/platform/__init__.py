@@ -1,4 +1,12 @@
-"""The device under the training process: CUDA, or a CPU on which Megatron can run as well."""
+"""The device under the training process: CUDA, or a CPU on which Megatron can run as well.
+
+base       the seam, and what a copy beside training is
+cuda, cpu  the two platforms
+stand_ins  what Megatron takes for granted of a GPU, answered on a CPU
+gathers    all-gathers of several tensors on gloo, as torch's own corrupt memory
+saving     checkpoints written inside the training process
+preload    what whoever forks training processes imports once
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deadpool_megatron.platform import standins
+from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.platform.base import (
     CopyFailedError,
     CopyHandle,
@@ -89,7 +89,7 @@ class CpuPlatform(Platform):
         self._copier = _Copier()
 
     def install(self) -> None:
-        standins.install()
+        stand_ins.install()
 
     def synchronize(self, deadline_seconds: float) -> None:
         # Work on the CPU is finished when its call returns; only the copier runs beside it.

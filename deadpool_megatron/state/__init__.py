@@ -1,4 +1,7 @@
-"""Unique state: which tensors it is, how they lie in a flat buffer, how they get there and back.
+"""Unique state: how it lies in a flat buffer, how it gets there and back.
 
 Torch only; no network and no Megatron. The hooks say which tensors belong to which part.
+
+packing  parts, and the fingerprint of tensors
+extras   the small state besides, as bytes without pickle
 """

@@ -1,5 +1,10 @@
-"""Messages between processes: framing, size limits and mutual authentication.
+"""Messages between processes. A frame is a JSON object, optionally followed by raw bytes announced
+in its header; nothing that arrives is ever unpickled or evaluated.
 
-A frame is a JSON object, optionally followed by raw bytes announced in its header. Nothing that
-arrives is ever unpickled or evaluated.
+framing   frames, their size limits, waits for a descriptor
+auth      the handshake with the run secret
+records   what passes behind it, each piece under a MAC
+tls       the same under certificates of the user
+listener  where connections come in: strangers wait
+store     what is said about the store in which communicators meet
 """

@@ -3,12 +3,19 @@
 Frame: magic ``DPM2`` (4 bytes), length of the JSON text (4 bytes, big endian), JSON object (UTF-8).
 The magic changes with the form of frames and records, so that versions do not talk past each other.
 Bulk bytes follow a frame outside of it; the frame's ``nbytes`` says how many (see vault/).
+
+Waits for a descriptor use poll(): ``select.select`` refuses numbers above 1023, and a training
+process has more: data files, loaders, and some sockets for each peer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
+import math
+import select
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -18,6 +25,12 @@ MAGIC = b"DPM2"
 _HEADER = struct.Struct(">4sI")
 HEADER_BYTES = _HEADER.size
 MAXIMUM_FRAME_BYTES = 32 << 20
+# So many keys, with what is in them, take a few milliseconds.
+_KEYS_AT_ONCE = 256
+# Of an object that may hold large ones.
+_FEW_KEYS = 32
+# On, for no seconds: what closes the socket sends a reset.
+_NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class WireError(Exception):
@@ -47,6 +60,27 @@ def frame(text: str) -> bytes:
     if len(body) > MAXIMUM_FRAME_BYTES:
         raise WireError(f"message of {len(body)} bytes is over {MAXIMUM_FRAME_BYTES}")
     return _HEADER.pack(MAGIC, len(body)) + body
+
+
+def dumps_in_parts(values: Mapping[str, Any]) -> str:
+    """Return what json.dumps() returns, without white space, made in parts: the encoder of the
+    standard library keeps every other thread waiting until it is done, a tenth of a second for a
+    record of 32,768 roles.
+    """
+    if len(values) <= _FEW_KEYS:
+        parts = [
+            f"{json.dumps(key)}:{dumps_in_parts(one) if isinstance(one, Mapping) else _short(one)}"
+            for key, one in values.items()
+        ]
+    else:
+        entries = iter(values.items())
+        pieces = iter(lambda: dict(itertools.islice(entries, _KEYS_AT_ONCE)), {})
+        parts = [_short(piece)[1:-1] for piece in pieces]
+    return "{" + ",".join(parts) + "}"
+
+
+def _short(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
@@ -147,3 +181,31 @@ async def read_frame(
         return decode_body(await reader.readexactly(length))
     except asyncio.IncompleteReadError as error:
         raise ConnectionCut("connection closed") from error
+
+
+def readable(descriptor: int, seconds: float) -> bool:
+    """Wait until there is something to read, or the other end is gone; False after ``seconds``."""
+    return _ready(descriptor, select.POLLIN, seconds)
+
+
+def writable(descriptor: int, seconds: float) -> bool:
+    """Wait until something can be written, or the other end is gone; False after ``seconds``."""
+    return _ready(descriptor, select.POLLOUT, seconds)
+
+
+def _ready(descriptor: int, event: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    # Upwards: a wait of less than a millisecond must not become a loop without one.
+    return bool(poll.poll(math.ceil(1000 * max(0.0, seconds))))
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection as a broken path would: what is unsent is lost, and the other end sees a
+    reset, where the end of this process would look like an orderly close.
+    """
+    connection = writer.get_extra_info("socket")
+    if connection is not None:
+        with contextlib.suppress(OSError):  # closed already
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    writer.transport.abort()

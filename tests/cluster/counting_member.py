@@ -31,7 +31,7 @@ from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.records import EpochRecord, Generation, PartInfo, RoleLayout
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 
 VALUES = 512
 _FORMAT = struct.Struct(f"<{VALUES}Q")

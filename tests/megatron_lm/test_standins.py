@@ -116,19 +116,19 @@ def test_nothing_is_replaced_on_a_gpu_machine_and_what_is_refused(tmp_path: Path
 absent = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
 before = [sys.path[:], sys.pycache_prefix, dict(vars(torch.cuda))]
-megatron_lm.install(tree)
+stand_ins.install_megatron_lm(tree)
 print([sys.path, sys.pycache_prefix, dict(vars(torch.cuda))] == before, "megatron" in sys.modules,
       end=";")
 torch.cuda.is_available = absent
 
 def attempt(checkout):
     try:
-        megatron_lm.install(checkout)
+        stand_ins.install_megatron_lm(checkout)
     except (RuntimeError, ValueError) as error:
         print(type(error).__name__, error, end=";")
 attempt(pathlib.Path({str(tmp_path)!r}))
-from deadpool_megatron.platform import standins
-standins.install()
+from deadpool_megatron.platform import stand_ins
+stand_ins.install()
 attempt(tree)
 """).split(";")
     assert answers[0] == "True False"
@@ -140,7 +140,7 @@ def _run(program: str) -> str:
     """Run a program in a process of its own, since stand-ins stay; answers its last line."""
     start = f"""
 import sys, torch, pathlib
-from deadpool_megatron.platform import megatron_lm
+from deadpool_megatron.platform import stand_ins
 tree = pathlib.Path({str(_tree())!r})
 """
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deadpool_megatron.hooks.pretraining.build import Build
-from deadpool_megatron.platform.loaders import drawing_apart
+from deadpool_megatron.platform.stand_ins import drawing_apart
 
 
 def build_loader(dataset: Any = None, consumed_samples: int = 0) -> Any:

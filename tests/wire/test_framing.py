@@ -1,12 +1,17 @@
-"""Whatever bytes arrive, in whatever pieces: frames, or WireError. All readers agree."""
+"""Frames out of whatever bytes arrive; large ones made in parts; waits for descriptors."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
+import os
+import resource
+import select
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +19,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.framing import ConnectionClosed, FrameBuffer, WireError
+from deadpool_megatron.wire.framing import (
+    ConnectionClosed,
+    FrameBuffer,
+    WireError,
+    readable,
+    writable,
+)
 
 _LIMIT = 2000
 _scalars = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
 _values = _scalars | st.lists(_scalars, max_size=3)
 _messages = st.dictionaries(st.text(max_size=8), _values, max_size=3)
+Outcome = tuple[list[dict[str, Any]], str]
+_leaves = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers())
+_trees = st.dictionaries(
+    st.text(),
+    st.recursive(_leaves, lambda inner: st.dictionaries(st.text(), inner), max_leaves=20),
+)
+_HIGH = 1500
 
 
 def _damaged(draw: st.DrawFn) -> bytes:
@@ -43,7 +61,6 @@ def _damaged(draw: st.DrawFn) -> bytes:
 
 
 _streams = st.composite(_damaged)()
-Outcome = tuple[list[dict[str, Any]], str]
 
 
 def _by_buffer(data: bytes, cuts: list[int]) -> Outcome:
@@ -154,3 +171,38 @@ def test_an_oversized_frame_is_refused_before_it_is_kept() -> None:
     with pytest.raises(WireError, match="is over"):
         framing.encode({"a": "x" * framing.MAXIMUM_FRAME_BYTES})
     assert json.loads(framing.encode({"a": 1})[framing.HEADER_BYTES :]) == {"a": 1}
+
+
+@pytest.mark.slow
+@given(_trees, st.integers(0, 3000))
+def test_the_text_is_that_of_the_standard_library(values: dict[str, Any], many: int) -> None:
+    whole = {**values, "restore": {"sources": {str(role): values for role in range(many // 50)}}}
+    whole["seats"] = {str(role): [role, 0, 1] for role in range(many)}
+    assert framing.dumps_in_parts(whole) == json.dumps(whole, separators=(",", ":"))
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], _HIGH + 50), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_high_number_is_a_descriptor_like_any_other() -> None:
+    reader, writer = os.pipe()
+    high_reader, high_writer = (fcntl.fcntl(one, fcntl.F_DUPFD, _HIGH) for one in (reader, writer))
+    with pytest.raises(ValueError, match="out of range"):
+        select.select([high_reader], [], [], 0)
+    assert not readable(high_reader, 0)
+    assert not readable(high_reader, 0.0001), "a deadline below a millisecond is one"
+    assert writable(high_writer, 5.0)
+    os.write(high_writer, b"x")
+    assert readable(high_reader, 5.0)
+    os.read(high_reader, 1)
+    os.close(writer)
+    os.close(high_writer)
+    assert readable(high_reader, 5.0), "the end of the other side is news"
+    os.close(reader)
+    os.close(high_reader)

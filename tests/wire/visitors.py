@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.listener import Door, Lock
 from deadpool_megatron.wire.tls import Tls, open_stream
 
 SECRET = b"a secret of thirty-two characters"

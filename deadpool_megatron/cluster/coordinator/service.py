@@ -58,7 +58,7 @@ from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names
-from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.listener import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
 EXIT_SUPERSEDED = 71

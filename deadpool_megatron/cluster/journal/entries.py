@@ -22,7 +22,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
 from deadpool_megatron.file_systems import linking, sync
-from deadpool_megatron.wire import large_json
+from deadpool_megatron.wire import framing
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
 # An entry has a name of eight digits. One of another form would make all of them unreadable, for a
@@ -117,7 +117,7 @@ class DirectoryJournal(Journal):
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             with os.fdopen(handle, "w") as file:
-                file.write(large_json.dumps(entry) + "\n")
+                file.write(framing.dumps_in_parts(entry) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             self._link(temporary, final, entry)

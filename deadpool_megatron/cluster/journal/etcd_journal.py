@@ -30,7 +30,7 @@ from deadpool_megatron.cluster.journal.entries import (
     digits,
 )
 from deadpool_megatron.cluster.journal.etcd_client import EtcdClient, EtcdError
-from deadpool_megatron.wire import large_json
+from deadpool_megatron.wire import framing
 
 CHUNK_BYTES = 1 << 20
 _BEAT_SECONDS = 2.0
@@ -48,7 +48,7 @@ class EtcdJournal(Journal):
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """See :class:`Journal`."""
         key, token = self._key(kind, number), secrets.token_hex(16)
-        text = large_json.dumps(entry).encode()
+        text = framing.dumps_in_parts(entry).encode()
         digest = hashlib.sha256(text).hexdigest()
         body = zlib.compress(text, 1)  # a recovery waits for this
         chunks = [body[at : at + CHUNK_BYTES] for at in range(0, len(body), CHUNK_BYTES)]

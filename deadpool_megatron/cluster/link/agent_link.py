@@ -19,8 +19,7 @@ from deadpool_megatron.cluster.link.outbox import Outbox
 from deadpool_megatron.cluster.link.pacing import Pace, answer_seconds, contact_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.ending import reset
-from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.framing import WireError, reset
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0

@@ -1,6 +1,6 @@
 """The coordinator's connections: who is connected, what they said last, what they are told.
 
-A connection has come through the door (:mod:`~deadpool_megatron.wire.door`). It is an agent's
+A connection has come through the door (:mod:`~deadpool_megatron.wire.listener`). It is an agent's
 (first message ``join``) or a command's (``control``). Who is refused is counted, and reported now
 and then.
 
@@ -32,9 +32,8 @@ from typing import Any, Protocol
 from deadpool_megatron.cluster.link.outbox import Outbox
 from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire import framing, large_json
-from deadpool_megatron.wire.ending import reset
-from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError, reset
 from deadpool_megatron.wire.records import RecordReader
 
 _REPORTED_REFUSALS = 100
@@ -273,7 +272,7 @@ class Peers:
         try:
             answer = await self._events.command(message)
             # The status of a large run is megabytes.
-            frame = framing.frame(await asyncio.to_thread(large_json.dumps, answer))
+            frame = framing.frame(await asyncio.to_thread(framing.dumps_in_parts, answer))
         except Exception as error:
             self.refuse_broken(who, f"command {str(message.get('command'))[:40]!r}", error)
             return

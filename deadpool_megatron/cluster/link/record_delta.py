@@ -20,7 +20,7 @@ from typing import Any
 
 from deadpool_megatron.layout.records import EpochRecord, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.wire import large_json
+from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import MAXIMUM_FRAME_BYTES, WireError
 
 _COMPRESSED_FROM_BYTES = 16 << 10
@@ -85,7 +85,7 @@ class RecordKeeper:
 
 
 def pack(values: Mapping[str, Any]) -> str:
-    text = large_json.dumps(values)
+    text = framing.dumps_in_parts(values)
     if len(text) < _COMPRESSED_FROM_BYTES:
         return text
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()

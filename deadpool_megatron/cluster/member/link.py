@@ -25,8 +25,7 @@ from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire.framing import FrameBuffer, encode
-from deadpool_megatron.wire.readiness import writable
+from deadpool_megatron.wire.framing import FrameBuffer, encode, writable
 
 EXIT_AGENT_LOST = 70
 _RECEIVE_BYTES = 1 << 16

@@ -68,8 +68,7 @@ from deadpool_megatron.hooks.training_state.optimizer import (
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.state import extras as codec
-from deadpool_megatron.state.fingerprint import fingerprint
-from deadpool_megatron.state.packing import Part
+from deadpool_megatron.state.packing import Part, fingerprint
 
 _SUMS = 2  # of a fingerprint
 

@@ -50,7 +50,7 @@ from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_c
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.training_state import extras
 from deadpool_megatron.state import extras as codec
-from deadpool_megatron.state.fingerprint import fingerprint
+from deadpool_megatron.state.packing import fingerprint
 
 _BATCH = "batch."
 # How far a role is with the rehearsal; of all roles the least counts.

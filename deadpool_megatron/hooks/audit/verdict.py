@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-# The words of a fingerprint (deadpool_megatron.state.fingerprint), of one or of several blocks.
+# The words of a fingerprint (deadpool_megatron.state.packing), of one or of several blocks.
 Sums = tuple[int, ...]
 _PASS = "a forward and backward pass"
 

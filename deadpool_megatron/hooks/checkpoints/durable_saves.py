@@ -14,7 +14,7 @@ from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import make_private
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 
 _LOOK_SECONDS = 0.05
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.state.fingerprint import fingerprint
+from deadpool_megatron.state.packing import fingerprint
 
 
 class PeerMismatch(RuntimeError):

@@ -20,7 +20,7 @@ from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
 from deadpool_megatron.hooks.pretraining.command_line import CommandLine
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
-from deadpool_megatron.platform.loaders import drawing_apart
+from deadpool_megatron.platform.stand_ins import drawing_apart
 
 
 class Reached(BaseException):

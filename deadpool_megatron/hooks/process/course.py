@@ -22,7 +22,7 @@ from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.part_kinds import BOUNDARIES
 from deadpool_megatron.layout.records import EpochRecord, Generation
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 
 _LOOK_SECONDS = 0.05
 

@@ -60,7 +60,7 @@ from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault.disk.dump_contents import dump_differs
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 
 # A device gets at least this long to show that it is idle, however late it is asked.
 _LEAST_SYNCHRONISE_SECONDS = 0.1

@@ -51,7 +51,7 @@ from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import NoRoom, VaultError
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 
 # The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
 EXIT_UNCLEAN = 71

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.door import defer_accept
+from deadpool_megatron.wire.listener import defer_accept
 from deadpool_megatron.wire.records import RecordSocket, send_bulk
 from deadpool_megatron.wire.tls import Tls
 

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED, connect_stream
-from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.listener import Door, Lock
 from deadpool_megatron.wire.records import RecordWriter
 from deadpool_megatron.wire.tls import open_stream
 

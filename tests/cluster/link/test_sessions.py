@@ -25,7 +25,7 @@ from deadpool_megatron.cluster.link.pacing import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED
-from deadpool_megatron.wire.ending import reset
+from deadpool_megatron.wire.framing import reset
 from tests.cluster.link.line import Agent, How, Line, play
 from tests.cluster.link.test_orders_once import beginning
 from tests.cluster.link.test_peers import SECONDS, SECRET, Events, connect, join, serve

@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.member.store import MemberStore, StoreError
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 from deadpool_megatron.wire.store import MAXIMUM_KEY_CHARACTERS, MAXIMUM_VALUE_BYTES, pack
 
 SECONDS = 20.0

@@ -15,7 +15,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.process.session import EXIT_UNCLEAN
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import readable
 from tests.hooks.process.session_rig import (
     ELSEWHERE,
     SEAT,

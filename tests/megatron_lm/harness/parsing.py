@@ -173,9 +173,9 @@ def _main(tree: Path, task: str) -> None:
         if torch.cuda.is_available():
             sys.path.insert(0, str(tree))
         else:
-            from deadpool_megatron.platform import megatron_lm
+            from deadpool_megatron.platform import stand_ins
 
-            megatron_lm.install(tree)
+            stand_ins.install_megatron_lm(tree)
         lines = {"parsing": _parsing, "flags": _flags, "points": _points}[task]()
     print("\n".join(lines))
 

@@ -113,9 +113,9 @@ class RankParent:
 
 def _serve(checkout: Path) -> None:
     warnings.simplefilter("ignore")
-    from deadpool_megatron.platform import megatron_lm
+    from deadpool_megatron.platform import stand_ins
 
-    megatron_lm.install(checkout)
+    stand_ins.install_megatron_lm(checkout)
     import megatron.core
     import megatron.training
     import torch

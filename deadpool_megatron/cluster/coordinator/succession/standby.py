@@ -44,8 +44,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
 )
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.framing import WireError
-from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.framing import WireError, readable
 from deadpool_megatron.wire.tls import contexts
 
 # With a coordinator that is in touch with our agent, looks are only to keep up.

@@ -33,12 +33,13 @@ def test_nothing_is_replaced_on_a_gpu_machine_nor_too_late() -> None:
             """
 import json, sys, types
 import torch
-from deadpool_megatron.platform import select_platform, standins
+from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 absent = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
 modules = (torch, torch.cuda, torch.cuda.random, torch.Tensor)
 before = [dict(vars(module)) for module in modules]
-standins.install()
+stand_ins.install()
 select_platform().install()
 changed = [select_platform().name, [before] != [[dict(vars(m)) for m in modules]],
            "megatron.core" in sys.modules]
@@ -46,7 +47,7 @@ changed = [select_platform().name, [before] != [[dict(vars(m)) for m in modules]
 torch.cuda.is_available = absent
 sys.modules["megatron.core"] = types.ModuleType("megatron.core")
 try:
-    standins.install()
+    stand_ins.install()
 except RuntimeError as error:
     print(json.dumps([changed, str(error)]))
 """
