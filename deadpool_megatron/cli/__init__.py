@@ -128,13 +128,19 @@ def _umask() -> int:
     return mask
 
 
+class _Parser(argparse.ArgumentParser):
+    """Keeps the line breaks of descriptions and examples, as do those of its sub-commands."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+
 def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
     """With one sub-command named, only its module is imported."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="deadpool",
         description="Train with Megatron; lose nodes; keep training.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--version", action="version", version=f"deadpool {deadpool_megatron.__version__}"

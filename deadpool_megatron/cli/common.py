@@ -109,12 +109,6 @@ def check_platform() -> None:
         print(why, file=sys.stderr, flush=True)
 
 
-def raw(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Keep the line breaks of the parser's examples."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    return parser
-
-
 def add_run_directory(parser: argparse.ArgumentParser) -> None:
     """The positional argument that names a run."""
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory (--run-dir)")

@@ -12,7 +12,6 @@ from deadpool_megatron.cli.common import (
     RunNotReachable,
     add_run_directory,
     ask,
-    raw,
     shown,
 )
 from deadpool_megatron.cli.control.asking import add_wait, final_line, refused, request
@@ -59,12 +58,10 @@ def add_parser(subparsers: Any) -> None:
     drain.add_argument("--node", type=int, required=True, metavar="N")
     add_wait(drain)
 
-    protect = raw(
-        subparsers.add_parser(
-            "protect",
-            help="change how a running job is protected",
-            description=_PROTECT_DESCRIPTION,
-        )
+    protect = subparsers.add_parser(
+        "protect",
+        help="change how a running job is protected",
+        description=_PROTECT_DESCRIPTION,
     )
     add_run_directory(protect)
     protect.add_argument(
@@ -74,8 +71,8 @@ def add_parser(subparsers: Any) -> None:
     protect.add_argument("--every", type=int, metavar="N", help="protect each N-th iteration only")
     add_wait(protect)
 
-    kill = raw(
-        subparsers.add_parser("kill", help="hurt a run, to see it recover", epilog=_KILL_EXAMPLES)
+    kill = subparsers.add_parser(
+        "kill", help="hurt a run, to see it recover", epilog=_KILL_EXAMPLES
     )
     add_run_directory(kill)
     target = kill.add_mutually_exclusive_group(required=True)

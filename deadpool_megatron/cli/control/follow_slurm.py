@@ -37,7 +37,6 @@ def add_parser(subparsers: Any) -> None:
         "follow-slurm",
         help="drain the nodes that Slurm drains",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_directory(parser)
     parser.add_argument(

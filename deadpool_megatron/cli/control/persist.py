@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import add_run_directory, raw
+from deadpool_megatron.cli.common import add_run_directory
 from deadpool_megatron.cli.control.asking import add_wait, request
 from deadpool_megatron.cluster.journal.requests import Request, Verb
 
@@ -19,14 +19,12 @@ examples:
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
-    parser = raw(
-        subparsers.add_parser(
-            "persist",
-            help="write a standard checkpoint in the background",
-            description="Write one of the next iterations as a torch_dist checkpoint that Megatron"
-            " loads with --load. Training is not held; --deadpool-persist-keep does not remove it.",
-            epilog=_EXAMPLES,
-        )
+    parser = subparsers.add_parser(
+        "persist",
+        help="write a standard checkpoint in the background",
+        description="Write one of the next iterations as a torch_dist checkpoint that Megatron"
+        " loads with --load. Training is not held; --deadpool-persist-keep does not remove it.",
+        epilog=_EXAMPLES,
     )
     add_run_directory(parser)
     parser.add_argument(

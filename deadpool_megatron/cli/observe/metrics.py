@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import threading
 import time
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
+from deadpool_megatron.cli.common import CommandError, add_run_directory
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
 from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import DAMAGE
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -46,13 +44,11 @@ _LINGER_SECONDS = 60.0
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``metrics`` to the commands."""
-    parser = raw(
-        subparsers.add_parser(
-            "metrics",
-            help="a run as metrics, for Prometheus",
-            description=_DESCRIPTION,
-            epilog=_EXAMPLES,
-        )
+    parser = subparsers.add_parser(
+        "metrics",
+        help="a run as metrics, for Prometheus",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
     )
     add_run_directory(parser)
     where = parser.add_mutually_exclusive_group()
@@ -88,15 +84,8 @@ class Watched:
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics as of now."""
         with self._lock:
-            self._read()
+            self._tail.feed(self._samples.add)
             yield from self._samples.metrics(self._asker.status(), time.time())
-
-    def _read(self) -> None:
-        while events := self._tail.poll():
-            for event in events:
-                # A damaged event costs itself alone.
-                with contextlib.suppress(*DAMAGE):
-                    self._samples.add(event)
 
     def is_over(self) -> bool:
         """Whether the run has its result."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hmac
 import json
 import secrets
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from deadpool_megatron.cli.common import CommandError, add_run_directory, raw
+from deadpool_megatron.cli.common import CommandError, add_run_directory
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
 from deadpool_megatron.cli.observe.asking import Asker
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import DAMAGE
 
 _DESCRIPTION = """\
 Shows a run on one page: nodes and roles, iteration and loss, protection, the timeline of each
@@ -54,13 +52,11 @@ _POLICY = (
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``serve`` to the commands."""
-    parser = raw(
-        subparsers.add_parser(
-            "serve",
-            help="a run on one page in the browser",
-            description=_DESCRIPTION,
-            epilog=_EXAMPLES,
-        )
+    parser = subparsers.add_parser(
+        "serve",
+        help="a run on one page in the browser",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
     )
     add_run_directory(parser)
     parser.add_argument(
@@ -87,11 +83,7 @@ class Watched:
         """Return the state as of now, or of so little ago that nobody sees the difference."""
         with self._lock:
             if time.monotonic() >= self._good_until:
-                while events := self._tail.poll():
-                    for event in events:
-                        # A damaged event costs itself alone.
-                        with contextlib.suppress(*DAMAGE):
-                            self._state.add(event)
+                self._tail.feed(self._state.add)
                 found = self._state.to_dict(self._asker.status(), time.time())
                 self._made = json.dumps(found, allow_nan=False).encode()
                 self._good_until = time.monotonic() + _LOOK_SECONDS

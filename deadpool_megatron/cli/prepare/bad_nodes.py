@@ -39,7 +39,6 @@ def add_parser(subparsers: Any) -> None:
         help="show the hosts that earlier runs have put aside",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", type=Path, metavar="RUNS", help="directory that holds the runs")
     parser.add_argument(

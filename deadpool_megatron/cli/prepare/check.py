@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, check_platform, raw, warn_of_danger_above
+from deadpool_megatron.cli.common import CommandError, check_platform, warn_of_danger_above
 from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cli.slurm_environment import (
     INTERFACE_VARIABLE,
@@ -47,13 +47,11 @@ _MOST_GB = 1e12
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
-    parser = raw(
-        subparsers.add_parser(
-            "check",
-            help="before a run: is this host fit to train?",
-            description=_DESCRIPTION,
-            epilog=_EPILOG,
-        )
+    parser = subparsers.add_parser(
+        "check",
+        help="before a run: is this host fit to train?",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
     )
     address = parser.add_mutually_exclusive_group()
     address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")

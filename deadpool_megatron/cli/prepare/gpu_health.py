@@ -30,7 +30,6 @@ def add_parser(subparsers: Any) -> None:
         help="health command: does the kernel log tell of a broken GPU?",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--hours", type=float, default=24.0, help="leave older Xids out (default: 24)"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, raw, system_error_line
+from deadpool_megatron.cli.common import CommandError, system_error_line
 from deadpool_megatron.cli.shipped import shipped_roots
 from deadpool_megatron.cli.tables import count, table
 
@@ -97,13 +97,11 @@ class Tree:
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
-    parser = raw(
-        subparsers.add_parser(
-            "patch",
-            help="put the marks into a checkout of Megatron-LM, or take them out",
-            description=_DESCRIPTION,
-            epilog=_EXAMPLES,
-        )
+    parser = subparsers.add_parser(
+        "patch",
+        help="put the marks into a checkout of Megatron-LM, or take them out",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
     )
     parser.add_argument(
         "action",

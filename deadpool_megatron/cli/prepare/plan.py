@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.prepare import plan_compare
 from deadpool_megatron.cli.tables import count, size, table
 from deadpool_megatron.planning.assess import (
@@ -58,13 +58,11 @@ _MISSES_GOAL = 1
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
-    parser = raw(
-        subparsers.add_parser(
-            "plan",
-            help="before a run: memory, traffic, risk, spares and goodput from a file",
-            description=_DESCRIPTION,
-            epilog=_EPILOGUE.format(keys="\n".join(_keys())),
-        )
+    parser = subparsers.add_parser(
+        "plan",
+        help="before a run: memory, traffic, risk, spares and goodput from a file",
+        description=_DESCRIPTION,
+        epilog=_EPILOGUE.format(keys="\n".join(_keys())),
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the plan, YAML")
     parser.add_argument(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deadpool_megatron import ownership
-from deadpool_megatron.events import Event, event_files, parse_line
+from deadpool_megatron.events import DAMAGE, Event, event_files, parse_line
 
 _PIECE_BYTES = 64 << 20
 
@@ -39,6 +39,13 @@ class EventTail:
             if left <= 0:
                 break  # a later file before the rest of this one would be out of order
         return events
+
+    def feed(self, take: Callable[[Event], None]) -> None:
+        """Hand all that is new to ``take``; an event that it finds damaged costs itself alone."""
+        while events := self.poll():
+            for event in events:
+                with contextlib.suppress(*DAMAGE):
+                    take(event)
 
     def _added(self, path: Path, most: int) -> bytes:
         offset = self._offsets.get(path, 0)

@@ -23,7 +23,6 @@ from deadpool_megatron.cli.common import (
     ignore_notices,
     listen,
     parse_address,
-    raw,
     refusing_system_errors,
     warn_in_the_clear,
     warn_of_danger_above,
@@ -103,14 +102,12 @@ _PORT_FLAG = "--coordinator-port"
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
-    agent = raw(
-        subparsers.add_parser(
-            "agent",
-            help="one node of a run (clusters)",
-            usage="deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
-            " [-- COMMAND]",
-            epilog=_EXAMPLES,
-        )
+    agent = subparsers.add_parser(
+        "agent",
+        help="one node of a run (clusters)",
+        usage="deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
+        " [-- COMMAND]",
+        epilog=_EXAMPLES,
     )
     agent.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"

@@ -13,7 +13,6 @@ from deadpool_megatron.cli.common import (
     CommandError,
     check_platform,
     listen,
-    raw,
     refusing_system_errors,
     warn_in_the_clear,
     warn_of_danger_above,
@@ -52,14 +51,12 @@ named); 130 interrupted."""
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
-    parser = raw(
-        subparsers.add_parser(
-            "run",
-            help="train, and keep training when nodes die",
-            usage="deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS",
-            description=_DESCRIPTION,
-            epilog=_EXAMPLES,
-        )
+    parser = subparsers.add_parser(
+        "run",
+        help="train, and keep training when nodes die",
+        usage="deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
     )
     add_size(parser, required=True)
     parser.add_argument(

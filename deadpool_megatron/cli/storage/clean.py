@@ -24,15 +24,19 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.ownership import OwnershipError
 
+_DESCRIPTION = """\
+Without DIR: every run whose shared memory is on this host and of which no process is alive, but
+those that their command can go on with. With DIR: that run, after a question if it can go on; its
+live processes are killed only with --force.
+"""
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
         "clean",
         help="remove what dead runs have left in shared memory, and their orphans",
-        description="Without DIR: every run whose shared memory is on this host and of which no"
-        " process is alive, but those that their command can go on with. With DIR: that run, after"
-        " a question if it can go on; its live processes are killed only with --force.",
+        description=_DESCRIPTION,
     )
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="DIR", help="run directory")
     parser.add_argument("--force", action="store_true", help="even if the run is alive")

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.storage import checkpoint_files
 from deadpool_megatron.cli.tables import size, table
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories
@@ -102,13 +102,11 @@ class Target:
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
-    parser = raw(
-        subparsers.add_parser(
-            "verify",
-            help="check the checksums of all generations, in memory and on disk",
-            description=_DESCRIPTION,
-            epilog=_EXAMPLES,
-        )
+    parser = subparsers.add_parser(
+        "verify",
+        help="check the checksums of all generations, in memory and on disk",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="see above")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
