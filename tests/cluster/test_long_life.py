@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.common import CommandError, ask
-from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.run_directory.directory import read_json
-from deadpool_megatron.events import Event, Kind, take_events, term_file, to_line
+from deadpool_megatron.events import Event, Kind, term_file, to_line
 from tests.cluster.agents import Agents
 from tests.cluster.running import deadpool
 from tests.common.waiting import wait_for
@@ -71,35 +69,6 @@ def was_opened(fifo: Path) -> bool:
             return False
         raise
     return True
-
-
-@pytest.mark.full
-def test_a_takeover_opens_no_file_of_events_of_long_ago(tmp_path: Path) -> None:
-    """And gives the account of the whole run all the same."""
-    with Agents(tmp_path / "r", options=_PATIENT) as run:
-        run.wait_iteration(5)
-        os.kill(run.term().pid, signal.SIGKILL)
-        goes_on(run, 2)
-        kept = run.run.path / "account.json"
-        wait_for("the account of both", lambda: read_json(kept)["place"]["term"] == 2)
-        events = run.run.events
-        aside = events.with_suffix(".aside")
-        events.rename(aside)
-        os.mkfifo(events)
-        os.kill(run.term().pid, signal.SIGKILL)
-        goes_on(run, 3)
-        opened = was_opened(events)
-        events.unlink()
-        aside.rename(events)
-        assert not opened
-        assert run.events(Kind.NODE_LOST) == []
-        assert run.epochs() == [1]
-        final = run.finish()
-    story = Story()
-    take_events(run.run.events, story.add)
-    assert final["goodput"] == pytest.approx(story.account.goodput(), rel=0.01)
-    spent = {use.value: seconds for use, seconds in story.account.seconds().items()}
-    assert final["node_seconds"] == pytest.approx(spent, rel=0.01, abs=0.05)
 
 
 def test_a_takeover_in_an_old_run_opens_nothing_old(tmp_path: Path) -> None:

@@ -139,22 +139,6 @@ def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None
         assert "run" in deadpool("clean", "--yes", str(run.run.path)).stdout
 
 
-@pytest.mark.full
-def test_all_agents_and_their_standbys_are_killed_and_started_again(tmp_path: Path) -> None:
-    with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as agents:
-        agents.wait_iteration(5)
-        for agent in agents.agents.values():
-            os.kill(agent.pid, signal.SIGSTOP)
-        for agent in agents.agents.values():
-            agent.kill()
-            agent.wait()
-        for node in range(2):
-            agents.start(str(node), "--node-id", str(node))
-        wait_for("the recovery", lambda: agents.events(Kind.RECOVERED))
-        agents.finish()
-        assert set(decided(agents.events())[1:]) == {"memory"}
-
-
 def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
     """Nothing but its own slots holds role 1: with ``local`` there are no copies elsewhere."""
     options = ("--deadpool-protection", "local")

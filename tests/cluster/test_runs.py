@@ -31,16 +31,6 @@ pytestmark = pytest.mark.slow
 _SOON = ("--deadpool-rejoin-seconds", "6")
 
 
-def test_killed_node_is_replaced_by_the_spare(tmp_path: Path) -> None:
-    fault = {"id": "n", "point": "member.step", "match": {"role": 1, "iteration": 9}}
-    faults = [{**fault, "target": "node"}]
-    with Run(tmp_path / "r", "--iterations", "20", nproc=2, faults=faults) as run:
-        final = run.check_result(20)
-    (recovery,) = final["recoveries"]
-    assert recovery["steps_recomputed"] <= 1
-    assert recovery["seats_changed"] == {"0": [[0, 0, 0], [2, 0, 0]], "1": [[0, 1, 0], [2, 1, 0]]}
-
-
 @pytest.mark.full
 def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0) as run:
@@ -92,24 +82,6 @@ def _stopped(run: Run, faults: Sequence[dict[str, Any]]) -> list[int]:
 def _computed(run: Run) -> int:
     """The iteration that role 0 has completed, as the members tell each other."""
     return int.from_bytes((run.run.path / "lockstep").read_bytes()[8:16], "little")
-
-
-@pytest.mark.full
-def test_member_that_dies_while_there_is_no_coordinator_is_replaced(tmp_path: Path) -> None:
-    faults = [_stop_at_claim(node) for node in (0, 1)]
-    with Run(tmp_path / "r", spares=0, faults=faults) as run:
-        run.wait_iteration(5)
-        send(read_json(run.run.coordinator)["pid"])
-        standbys = _stopped(run, faults)
-        member = run.listing(1)["members"]["0"]
-        send(member)
-        run.wait_for("the agent to reap it", lambda: not run.listing(1)["members"])
-        for pid in standbys:
-            os.kill(pid, signal.SIGCONT)
-        final = run.finish()
-    (recovery,) = final["recoveries"]
-    assert recovery["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}
-    assert "ended while there was no coordinator" in recovery["cause"]
 
 
 def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(
@@ -178,25 +150,6 @@ def test_run_of_which_no_node_comes_up_ends_soon(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0, faults=faults) as run:
         assert run.launcher.wait(PATIENCE_SECONDS) == 1
     assert "no node came up" in run.output.read_text()
-
-
-def test_coordinator_killed_between_journal_and_announcement(tmp_path: Path) -> None:
-    faults = [
-        {"id": "m", "point": "member.step", "match": {"role": 0, "iteration": 5}},
-        {"id": "c", "point": "coordinator.announce", "match": {"epoch": 2}},
-    ]
-    with Run(tmp_path / "r", "--iterations", "12", faults=faults) as run:
-        run.check_result(12)
-
-
-@pytest.mark.full
-def test_coordinator_killed_while_members_meet(tmp_path: Path) -> None:
-    """The agents say again what their members wrote and want: the epoch stays open."""
-    faults = [{"id": "c", "point": "coordinator.store", "match": {"epoch": 1}, "nth": 2}]
-    with Run(tmp_path / "r", "--iterations", "12", faults=faults) as run:
-        final = run.check_result(12)
-        assert "all agents are back, epoch 1 stays open" in _texts(run)
-    assert final["recoveries"] == []
 
 
 def test_undisturbed_and_nothing_listens_but_on_the_given_address(tmp_path: Path) -> None:

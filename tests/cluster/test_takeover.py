@@ -146,38 +146,6 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -
     assert sum(one["steps_recomputed"] for one in final["recoveries"]) == 0
 
 
-@pytest.mark.full
-def test_standbys_that_claim_at_the_same_time_make_one_term(tmp_path: Path) -> None:
-    """The first two in order stop right before their claim until both are there: one wins."""
-    faults = [
-        {
-            "id": f"claim-{node}",
-            "point": "standby.claim",
-            "match": {"term": 2, "node": node},
-            "signal": "STOP",
-        }
-        for node in range(2)
-    ]
-    # An agent whose standby stands still hears nothing of the journal: on a busy machine, too, the
-    # second one has to come before the first one's agent fences itself.
-    patient = ("--deadpool-fence-seconds", "10", "--deadpool-node-silence-seconds", "13")
-    patient += ("--deadpool-takeover-seconds", "5", "--deadpool-rejoin-seconds", "15")
-    with Agents(tmp_path / "r", faults=faults, options=patient) as run:
-        run.wait_iteration(5)
-        os.kill(run.term().pid, signal.SIGKILL)
-        markers = [tmp_path / "r-faults.json.fired" / str(fault["id"]) for fault in faults]
-        wait_for("both to be about to claim", lambda: all(map(Path.exists, markers)))
-        for marker in markers:
-            os.kill(json.loads(marker.read_text())["pid"], signal.SIGCONT)
-        run.wait_term(2)
-        run.wait_more(5)
-        assert run.epochs() == [1]
-        assert deadpool("status", str(run.run.path)).returncode == 0
-        run.finish()
-    assert len(run.events(Kind.COORDINATOR)) == 2
-    assert len(run.events(Kind.RUN_ENDED)) == 1
-
-
 def test_agents_that_disagree_are_told(tmp_path: Path) -> None:
     with Agents(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)

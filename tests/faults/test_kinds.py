@@ -67,14 +67,6 @@ def test_a_number_that_is_nan_once_is_rolled_back_and_leaves_no_trace(
     assert (told.iteration, told.data["number"], told.data["policy"]) == (9, number, "rollback")
 
 
-def test_gradients_that_are_nan_end_the_run_with_the_state_before_them(tmp_path: Path) -> None:
-    stopped = run_job(tmp_path / "run", PP2_DP2, ITERATIONS, [SPOILED])
-    assert stopped.status == 4, stopped.story()
-    assert "the gradient norm of iteration 9 is nan" in stopped.final["reason"]
-    (dumped,) = stopped.of_kind("dumped")
-    assert dumped.data["generation"] == [1, 8]
-
-
 def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path: Path) -> None:
     """Each but the last ends with a NaN, and with the newest state before it that was kept."""
     settings = "--deadpool-cadence 3 --deadpool-max-lag 1"

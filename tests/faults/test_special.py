@@ -94,21 +94,6 @@ def test_then_a_node_dies_whose_copy_the_first_one_held(
     assert max(recomputed(outcome)) <= 1
 
 
-@pytest.mark.full
-def test_two_nodes_at_once_then_a_crash(tmp_path: Path) -> None:
-    """Nodes 0 and 3 hold no copy for each other. A crashed process is replaced on its node."""
-    plan = [
-        {**FIRST, "nodes": [3, 0]},
-        fault("crash", "backward", when_role=2, when_iteration=9, signal="SEGV"),
-    ]
-    outcome = strike(tmp_path, plan, spares=2)
-    assert max(recomputed(outcome)) <= 1
-    crashed = outcome.final["recoveries"][-1]
-    assert "SIGSEGV" in crashed["cause"], crashed["cause"]
-    (old, new) = crashed["seats_changed"]["2"]
-    assert (new[0], new[1], new[2]) == (old[0], old[1], old[2] + 1)
-
-
 @FULL
 def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
     plan = [
@@ -129,48 +114,6 @@ def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
     assert len(outcome.final["recoveries"]) == 1, "only the agent's death changes the epoch"
     waits = [event.data["seconds"] for event in outcome.of_kind("gate-wait")]
     assert max(waits) > 3, "the gate held the iteration until the stopped vault went on"
-
-
-@FULL
-def test_node_dies_while_its_vault_ships(tmp_path: Path) -> None:
-    plan = [fault("shipping", "vault.ship", when_role=0, when_iteration=4, target="node")]
-    outcome = strike(tmp_path, plan)
-    assert recomputed(outcome) <= [1]
-
-
-@FULL
-def test_stopped_member_is_replaced_and_fenced(tmp_path: Path) -> None:
-    plan = [
-        fault(
-            "stopped",
-            "forward",
-            when_role=2,
-            when_iteration=4,
-            signal="STOP",
-            resume_after_seconds=20,
-        )
-    ]
-    outcome = strike(tmp_path, plan, settings="--deadpool-freeze-seconds 1")
-    (recovery,) = outcome.final["recoveries"]
-    assert "frozen" in recovery["cause"]
-
-
-@FULL
-def test_ten_failures_in_one_run(tmp_path: Path) -> None:
-    plan = [
-        fault(
-            f"death-{n}",
-            "backward" if n % 2 else "optimizer.inside",
-            when_role=n % 4,
-            when_iteration=n + 2,
-            target="node" if n % 3 else "self",
-        )
-        for n in range(10)
-    ]
-    outcome = strike(tmp_path, plan)
-    # A death before the recovery from the last one was over makes one recovery of the two.
-    assert len(restart_kinds(outcome)) >= 9
-    assert set(restart_kinds(outcome)[1:]) == {"memory"}
 
 
 @FULL
@@ -253,30 +196,3 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
     outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
     assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
     assert recomputed(outcome) == [0]
-
-
-@FULL
-def test_drain_swaps_a_node_and_recomputes_nothing(tmp_path: Path) -> None:
-    """Asked for from outside, while the run goes on."""
-    directory = tmp_path / "run"
-    wanted = reference(LAYOUT, 40)
-    asked: list[subprocess.CompletedProcess[str]] = []
-
-    def ask() -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "deadpool_megatron",
-            "drain",
-            str(directory),
-            "--node",
-            "1",
-        ]
-        asked.append(subprocess.run(command, capture_output=True, text=True, timeout=60))
-
-    outcome = run_job(directory, LAYOUT, 40, spares=1, when_stepping=(3, ask))
-    assert asked[0].returncode == 0, asked[0].stderr
-    assert_unnoticed(outcome, wanted, [])
-    (recovery,) = outcome.final["recoveries"]
-    assert recovery["steps_recomputed"] == 0
-    assert recovery["seats_changed"]["1"][1][0] == 4

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fake_nccl.stream_order import JUNK_LOG
 from tests.faults.harness.jobs import (
     assert_unnoticed,
     fault,
-    recomputed,
     restart_kinds,
     run_program,
     undisturbed,
 )
-from tests.faults.test_aborted_nccl import FAKE, assert_nothing_of_junk, junk_read
 from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
 from tests.megatron_lm.harness.runs import (
@@ -25,7 +22,6 @@ from tests.megatron_lm.harness.runs import (
     gpt,
     held_tree,
     output_of_members,
-    scalars,
     strike,
 )
 
@@ -70,18 +66,6 @@ def test_numbers_of_layers_shift_on_real_text(
     assert "built for role 1, takes role 2 in place" in output_of_members(outcome)
     assert "built for role 2, built anew for role 0" in output_of_members(outcome)
     assert all("adopt" in entry["phases"] for entry in outcome.final["recoveries"][-2:])
-
-
-@LOADS
-def test_owner_and_buddy_gone_falls_to_the_checkpoint(tmp_path: Path) -> None:
-    """Nodes 0 and 1 hold each other's copies; the last checkpoint is two iterations old."""
-    plan = [dies("both", "forward", 0, 9, nth=2, nodes=[1, 0])]
-    # On this one machine a node that is started now would find the slots of the dead ones.
-    outcome = strike(tmp_path / "run", gpt(**BASE), plan, refill=0)
-    assert restart_kinds(outcome)[-1] == "durable"
-    assert recomputed(outcome) == [2]
-    (recovery,) = outcome.final["recoveries"]
-    assert set(recovery["seats_changed"]) == {"0", "1"}, "the other two are the same processes"
 
 
 @LOADS
@@ -140,28 +124,6 @@ def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
     (saved,) = (tmp_path / "run" / "dump").iterdir()
     assert_printed(resumed, undisturbed(program), after=int(saved.name.partition("-")[2]))
     assert resumed.final["steps"][0]["iteration"] > 1, "it did not start anew"
-
-
-def test_junk_of_aborted_communication_goes_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rule 11 with NCCL's semantics: after a death the others log, evaluate and save with junk."""
-    monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
-    plan = [
-        dies("evaluation", "forward", 1, 4, when_section="evaluation", nth=4),
-        dies("save", "save.begin", 2, 6),
-        dies("log", "log.begin", 1, 7),
-        dies("next-evaluation", "evaluation.begin", 2, 8),
-        dies("next-log", "log.begin", 1, 9),
-        dies("backward", "comm", 2, 10, when_op="send"),
-        dies("validation", "evaluation.begin", 1, when_section="validation"),
-    ]
-    wanted = undisturbed(gpt(**BASE))
-    program = gpt(**BASE, distributed_backend="nccl")
-    outcome = strike(tmp_path / "run", program, plan, wanted, settings=FAKE)
-    assert scalars(outcome) == scalars(wanted)
-    assert_nothing_of_junk(outcome, wanted)
-    assert junk_read(tmp_path / "junk")
 
 
 def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path: Path) -> None:

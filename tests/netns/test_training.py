@@ -147,21 +147,3 @@ def test_coordinator_is_lost_then_a_node_is_cut_off(tmp_path: Path, measured: Me
             f" {opened.wall_seconds - began:.1f} s; a spare again"
             f" {joined.wall_seconds - mended:.1f} s after the mend",
         )
-
-
-def test_coordinator_and_a_training_node_are_lost_together(
-    tmp_path: Path, measured: Measured
-) -> None:
-    with training(tmp_path) as cluster:
-        cluster.coordinator_host().power_off()
-        cluster.hosts[0].power_off()
-        began = time.time()
-        taken = cluster.wait_term(2)
-        opened = cluster.wait_event(Kind.EPOCH_OPENED, since=began)
-        recovered = cluster.wait_event(Kind.RECOVERED, since=began)
-        assert recovered.data["steps_recomputed"] <= 1
-        measured(
-            "training: coordinator's host and a training node off",
-            f"the next one after {taken.wall_seconds - began:.1f} s, training after"
-            f" {opened.wall_seconds - began:.1f} s",
-        )

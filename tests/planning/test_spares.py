@@ -30,12 +30,6 @@ def test_the_law_is_binomial(nodes: int, most: int, fraction: float) -> None:
     assert away_fraction(100.0, 6.0) == pytest.approx(6 / 106), "of the time between repairs"
 
 
-def test_many_nodes_are_like_poisson() -> None:
-    mean = 3.0
-    poisson = sum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(6))
-    assert at_most_away(20_000, 5, mean / 20_000) == pytest.approx(poisson, rel=1e-3)
-
-
 def test_without_spares_each_loss_waits() -> None:
     assert no_spare_probability(8, 0, 0.01) == 1
     assert 0 < no_spare_probability(8, 2, 0.01) < no_spare_probability(8, 1, 0.01) < 1

@@ -65,15 +65,6 @@ def test_who_does_not_report_again_says_how_many_steps_it_repeated() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("reports", "reason"),
-    [([report(1, 9.0)], "before the kill"), ([report(1, 1.0), report(1, 9.0)], "no step beyond 1")],
-)
-def test_a_run_that_never_goes_on_has_no_outcome(reports: list[object], reason: str) -> None:
-    with pytest.raises(outcomes.OutcomeError, match=reason):
-        outcomes.outcome(reports, 5.0, 1.0)
-
-
 def test_every_report_counts_when_losses_are_compared() -> None:
     undisturbed = {1: "0x1p+0", 2: "0x1p-1"}
     same = [report(1, 1.0), report(2, 2.0, "0x1p-1"), report(2, 3.0, "0x1p-1")]
@@ -82,24 +73,6 @@ def test_every_report_counts_when_losses_are_compared() -> None:
     assert outcomes.first_difference(other, undisturbed).startswith("iteration 2")
     assert outcomes.first_difference(same[:1], undisturbed) == "iteration 2 is missing"
     assert "iteration 3" in outcomes.first_difference([*same, report(3, 5.0)], undisturbed)
-
-
-def test_ratio_needs_steps_on_both_sides() -> None:
-    assert outcomes.ratio_of_means([3.0, 5.0], [2.0]) == 2.0
-    with pytest.raises(outcomes.OutcomeError):
-        outcomes.ratio_of_means([], [1.0])
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("Traceback:\n  line\nRuntimeError: first\n[rank2]: a.b.StoreError: why\n====\n", "why"),
-        ("no traceback\nbut a word  \n\n", "but a word"),
-        ("", "it said nothing"),
-    ],
-)
-def test_the_cause_of_a_failure_is_found_in_its_output(text: str, cause: str) -> None:
-    assert outcomes.cause_in(text).endswith(cause)
 
 
 def test_the_command_line_works_without_any_peer() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,17 +103,6 @@ def test_flags_come_from_files_with_comments(tmp_path: Path) -> None:
     assert (config.num_layers, config.bf16, config.lr) == (6, True, 1e-3)
 
 
-def test_an_open_quote_in_a_file_costs_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "some.args"
-    file.write_text("--num-layers 6\n--data it's\n")
-    with pytest.raises(SystemExit, match="2"):
-        parse_args([f"@{file}"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("error: --data it's: No closing quotation (see --help)")
-
-
 @pytest.mark.parametrize("name", ["tiny", "small", "20m"])
 def test_shipped_models_parse(name: str) -> None:
     config = parse_args([f"@{repository() / 'configs' / name}.args"])
@@ -123,22 +110,6 @@ def test_shipped_models_parse(name: str) -> None:
         config.check_world_size(ranks)
     if name == "20m":
         assert config.global_batch_size * config.seq_length == 8192
-
-
-def test_help_teaches_and_needs_no_torch() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['megatron'] = None\n"
-        "from deadpool_megatron.trainer.arguments import parse_args; parse_args(['--help'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for word in ("--tensor-model-parallel-size", "@configs/tiny.args", "default: 1234"):
-        assert word in done.stdout
-    start = "deadpool run [options] -- -m deadpool_megatron.trainer"
-    assert done.stdout.startswith(f"usage: {start} [@FILE ...] [flags]\n")
-    assert f"  {start} @configs/tiny.args --train-iters 100\n" in done.stdout
 
 
 def test_a_trainer_without_an_agent_costs_one_line(

@@ -80,18 +80,6 @@ def test_buddy_killed_while_it_receives(tmp_path: Path) -> None:
         assert member.wait(FIRST) == "committed"
 
 
-def test_owner_vault_killed_while_it_ships(tmp_path: Path) -> None:
-    """A new vault finds the sealed slot by its header and ships it, without the member."""
-    fault = {"id": "cut", "point": "vault.chunk", "match": {"role": 0}, "nth": 9}
-    with cluster(tmp_path, 2, faults=[fault], **PIECES) as running:
-        (member,) = running.join({0: make_layout(0, BIG)})
-        member.write(FIRST)
-        running.nodes[0].await_killed()
-        running.nodes[0].restart(running.record(1))
-        assert member.wait(FIRST) == "committed"
-        train([member], Generation(1, 1))
-
-
 def test_owner_vault_killed_before_it_seals(tmp_path: Path) -> None:
     """FILLED by the member, unsealed: the next vault seals it when the epoch is opened again."""
     fault = {"id": "cut", "point": "vault.seal", "match": {"role": 0, "iteration": 1}}
@@ -109,18 +97,6 @@ def test_owner_vault_killed_before_it_seals(tmp_path: Path) -> None:
             "the slot is sealed",
         )
         assert members[0].wait(Generation(1, 1)) == "committed"
-
-
-def test_vault_killed_and_restarted_with_the_epoch_closed(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2) as running:
-        begin(running)
-        before = running.close(1)[0]
-        running.nodes[0].kill()
-        running.nodes[0].start()
-        with pytest.raises(VaultError, match="only stable after"):
-            running.nodes[0].inventory()
-        running.nodes[0].close_epoch(1)
-        assert running.nodes[0].inventory() == before
 
 
 def test_own_vault_stopped_does_not_stop_the_member(tmp_path: Path) -> None:
@@ -176,25 +152,6 @@ def test_damage_of_an_epoch_that_is_over_condemns_nothing_of_the_next(tmp_path: 
         assert members[0].wait(Generation(2, 2), seconds=0.3) == "shut"
         running.nodes[1].send_signal(signal.SIGCONT)
         assert members[0].wait(Generation(2, 2)) == "committed"
-
-
-def test_a_copy_damaged_after_it_was_received(tmp_path: Path) -> None:
-    """The buddy's memory goes bad after its acknowledgement; the owner's node is alive as well."""
-    at = {"point": "vault.received", "match": {"role": 1, "node": 0}}
-    with cluster(
-        tmp_path, 3, roles=2, faults=[{"id": "damage", "action": "mark", **at}]
-    ) as running:
-        begin(running)
-        # Node 1 is drained, not dead: it is the second source for its role.
-        record = swap(running, running.close(1), FIRST, gone=frozenset(), first=0)
-        running.open(record)
-        fresh = Member(running.nodes[2], LAYOUTS[1], 2)
-        fresh.check(record)
-        running.nodes[0].told(Kind.CORRUPTION)  # found at its home
-        assert fresh.wait(FIRST) == "committed"  # the damaged copy has been replaced
-        copy = Segment.open(running.nodes[0].directory / copy_name(1))
-        entry = copy.entry(0, "shard")
-        assert bytes(copy.data(0, "shard", entry.nbytes)) == content(1, FIRST, "shard", 64 << 10)
 
 
 @pytest.mark.slow

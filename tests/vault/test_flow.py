@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import Generation, Holding, Restore, Seat, Source
+from deadpool_megatron.layout.records import Generation, Restore, Seat, Source
 from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
 from tests.vault.harness import (
     Member,
@@ -215,32 +215,6 @@ def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path, apart: 
         assert bytes(parts.part("extras@step")) == content(1, kept, "extras@step", 777)
         parts.close()
         assert fresh.wait(kept) == "committed"
-
-
-def test_dump_and_restore_in_another_run(tmp_path: Path) -> None:
-    layouts = {role: make_layout(role) for role in range(2)}
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    dump = tmp_path / "dump"
-    kept = Generation(1, 1)
-    with cluster(first, 2) as running:
-        begin(running, layouts, last=1)
-        running.nodes[1].die()
-        running.close(1, gone={1})
-        written = running.nodes[0].dump(dump, kept, "step")
-        assert sorted(written) == [str(dump / f"dump-{role}-0.seg") for role in range(2)]
-        assert sorted(path.name for path in dump.iterdir()) == ["dump-0-0.seg", "dump-1-0.seg"]
-    with cluster(second, 2) as running:
-        record = running.record(1, Restore("dump", kept, path=str(dump)))
-        members = running.join(layouts, record)
-        for member in members:
-            member.check(record, written_as=kept)
-        for member in members:
-            assert member.wait(kept) == "committed"
-        train(members, Generation(1, 2))
-        inventories = running.close(1)
-        assert Holding(1, kept, frozenset(SHARD)) in inventories[0].holdings
 
 
 def test_ends_without_an_agent_and_leaves_its_slots(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
     write_json,
 )
-from deadpool_megatron.events import Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, environment
 from tests.common.told import read_final
@@ -90,23 +89,6 @@ def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
         assert read_json(run.run.node(0)) == pids
         final = run.finish()
     assert final["recoveries"] == []
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_late_agent_is_a_spare(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    with Run(tmp_path / "r", spares=0) as run:
-        run.wait_iteration(2)
-        late = start("agent", "--run-dir", str(run.run.path), "--node-id", "7", "--preload", "")
-        wait_for("a spare", lambda: any(e.node == 7 for e in run.events(Kind.MEMBER_WARM)))
-        # An agent that is as new as that is fenced, and comes back under another number, when the
-        # coordinator goes: its own standby cannot say yet that nobody is.
-        struck = 1 - (run.events(Kind.COORDINATOR)[-1].node or 0)
-        assert deadpool("kill", str(run.run.path), "--node", str(struck)).returncode == 0
-        run.wait_event(Kind.RECOVERED)
-        final = run.finish()
-        assert late.wait(PATIENCE_SECONDS) == 0
-    assert final["recoveries"][-1]["seats_changed"][str(struck)][1][0] == 7
 
 
 @pytest.mark.slow

@@ -176,23 +176,6 @@ def test_in_and_out_again(
     assert contents(tree) == before
 
 
-def test_status_shows_every_file(tree: Path, patch: Patch) -> None:
-    (tree / "three.py").write_text(AFTER["three.py"])
-    (tree / "pkg" / "two.py").unlink()
-    (tree / "main.py").write_text("run(1)\n")
-    said = patch("status", tree)
-    words = [line.split() for line in said.splitlines()]
-    assert said.startswith(f"{tree}: unknown (held against v1)")
-    for row in (
-        ["pkg/one.py", "released"],
-        ["pkg/two.py", "missing"],
-        ["three.py", "patched"],
-        ["main.py", "changed"],
-    ):
-        assert row in words
-    assert "apply would be refused: main.py is not that of v1" in said
-
-
 def test_json_of_every_action(tree: Path, sets: Path, facts: Facts, carry_out: CarryOut) -> None:
     assert facts("check", tree) == {
         "ok": True,

@@ -12,7 +12,6 @@ import pytest
 from synthetic_run import PHASES, events_of
 
 from deadpool_megatron.cli.show.live import Display, Follower, PlainDisplay
-from deadpool_megatron.cli.show.narration import tell
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 
@@ -99,31 +98,6 @@ def test_an_event_of_another_form_ends_nothing(tmp_path: Path, bad: Event) -> No
     heard = followed(tmp_path, [bad, Event(Kind.EPOCH_OPENED, epoch=1)])
     assert f"event {bad.kind} cannot be shown" in heard.lines[0]
     assert heard.lines[1:] == ["epoch 1 open"]
-
-
-@pytest.mark.parametrize(
-    ("event", "said"),
-    [
-        (Event(Kind.LOG, data={"level": "info", "text": "for the report"}), None),
-        (Event(Kind.LOG, data={"level": "warning", "text": "look here"}), "look here"),
-        (Event(Kind.COORDINATOR, data={"term": 1, "hostname": "a"}), None),
-        (Event(Kind.EPOCH_DECIDED, epoch=1, data={"generation": [0, 0]}), None),
-        (Event(Kind.DRAIN, node=3), "drain of node 3"),
-        (
-            Event(
-                Kind.STACK, role=3, node=1, data={"slot": 0, "frames": ["f (a.py:1)"], "log": "x"}
-            ),
-            "stack of role 3 (node 1 slot 0): f (a.py:1) (all threads in logs/x)",
-        ),
-        (
-            Event(Kind.STEP, iteration=2, data={"loss": (2.5).hex(), "skipped": True}),
-            "step 2  loss 2.5  (update skipped)",
-        ),
-    ],
-)
-def test_words(event: Event, said: str | None) -> None:
-    line = tell(event)
-    assert (None if line is None else line.text) == said
 
 
 def test_a_plain_display_says_the_newest_status_before_a_line(

@@ -57,18 +57,6 @@ def test_what_is_not_known_is_not_said() -> None:
     assert set(fed(*loop).to_dict().values()) == {None}
 
 
-@pytest.mark.parametrize(
-    ("samples", "said"),
-    [(1365.3, "1.37k samples/s"), (12.4, "12.4 samples/s"), (999.7, "1k samples/s")],
-)
-def test_large_numbers_have_units(samples: float, said: str) -> None:
-    steps = [
-        Event(Kind.STEP, 1, iteration=k, wall_seconds=1000.0 * k, data={"samples": total})
-        for k, total in ((1, 0), (2, round(1000 * samples)))
-    ]
-    assert fed(*steps).words(0.0) == said
-
-
 def test_a_step_that_is_heard_of_late_and_thrown_away_has_no_part_in_the_speed() -> None:
     """Between the close and the decision what was reported before comes in."""
     closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "nonfinite-loss"}, wall_seconds=30.0)

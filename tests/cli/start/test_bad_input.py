@@ -87,14 +87,6 @@ def test_bad_commands(command: str, said: str, tmp_path: Path, complain: Complai
     assert said in complain(*run_arguments(tmp_path / "r", command=command))
 
 
-def test_domains_file_that_cannot_be_understood(tmp_path: Path, complain: Complain) -> None:
-    (tmp_path / "domains").write_text("0 rack1 extra\n")
-    arguments = run_arguments(tmp_path / "r", "--deadpool-domains", str(tmp_path / "domains"))
-    assert "line 1" in complain(*arguments)
-    (tmp_path / "domains").write_bytes(b"\xff\xfe0 rack1\n")
-    assert "can't decode byte 0xff" in complain(*arguments)
-
-
 def test_run_directory_that_is_taken(tmp_path: Path, complain: Complain) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
@@ -415,13 +407,6 @@ def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> No
             cli.main([*command, "--help"])
         assert stop.value.code == 0
         assert "usage: deadpool" in capsys.readouterr().out
-
-
-def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["fly"])
-    assert stop.value.code == 2
-    assert "invalid choice" in capsys.readouterr().err
 
 
 def test_several_parity_blocks_without_zfec(

@@ -170,17 +170,6 @@ def test_run_of_something_else(
     assert importing.script_of_this_run() is None
 
 
-@pytest.mark.usefixtures("started")
-def test_bad_input_is_one_line(script: str, tmp_path: Path, complain: Complain) -> None:
-    run = ("run", *SIZE, "--run-dir", str(tmp_path / "run"), "--")
-    assert "there is no script" in complain(*run, "gone.py", "--deadpool")
-    said = complain(*run, script, "--deadpool", "--deadpool-replicas", "5")
-    assert "needs at least 6 nodes" in said
-    said = complain(*run, script, "--deadpool", "--use-nccl-ub")
-    assert said.startswith("deadpool run: --use-nccl-ub cannot be protected: ")
-    assert not (tmp_path / "run").exists()
-
-
 def test_agent(
     script: str, tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,11 +151,6 @@ def test_of_many_processes_exactly_one_wins_each_number(place: tuple[str, Path])
 # A directory's own troubles.
 
 
-def test_nothing_but_entries_is_left(tmp_path: Path) -> None:
-    DirectoryJournal(tmp_path).write("epoch", 1, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch-00000001.json"]
-
-
 def test_own_success_reported_as_eexist_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, Coordinat
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.auth import TRANSLATED, connect_stream
+from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.listener import Door, Lock
 from deadpool_megatron.wire.records import RecordWriter
 from deadpool_megatron.wire.tls import open_stream
@@ -183,62 +183,6 @@ def test_an_agent_that_greets_again_before_its_welcome_has_one_answer() -> None:
         assert events.left == []
 
     serve(scenario)
-
-
-def test_link_delivers_once_and_in_order_over_a_broken_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A proxy cuts the connection in the middle of reports; all arrive, none twice."""
-    monkeypatch.setenv(TRANSLATED, "1")
-
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        cut = asyncio.Event()
-
-        async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            other_reader, other_writer = await asyncio.open_connection(*address)
-
-            async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-                while data := await source.read(1000):
-                    sink.write(data)
-
-            pumps = [
-                asyncio.ensure_future(pump(reader, other_writer)),
-                asyncio.ensure_future(pump(other_reader, writer)),
-                asyncio.ensure_future(cut.wait()),
-            ]
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            cut.clear()
-            for task in pumps:
-                task.cancel()
-            writer.close()
-            other_writer.close()
-
-        server = await asyncio.start_server(proxy, "127.0.0.1", 0)
-        link = CoordinatorLink(
-            lambda: server.sockets[0].getsockname(),
-            SECRET,
-            "run",
-            Settings(),
-            lambda: join(0),
-            lambda message: None,
-        )
-        running = asyncio.ensure_future(link.run(SECONDS))
-        wanted: list[int] = []
-        for number in range(200):
-            link.send({"t": "report", "value": number, "text": "x" * 300})
-            if number in (60, 130):
-                await events.until(lambda: events.said)
-                cut.set()
-                wanted.append(len(events.joined) + 1)
-                await events.until(lambda: len(events.joined) >= wanted[-1])
-        await events.until(lambda: len(events.said) >= 200)
-        await link.flush(SECONDS)
-        running.cancel()
-        server.close()
-
-    events = serve(scenario)
-    assert events.said == list(range(200))
-    assert len(events.joined) == 3
 
 
 async def test_link_without_coordinator_ends_after_the_fence_limit() -> None:

@@ -16,7 +16,6 @@ import pytest
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.members.members import Members
 from deadpool_megatron.cluster.process import posix, shortage
-from deadpool_megatron.cluster.process.liveness import ChildWatch
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import (
@@ -154,19 +153,6 @@ def test_a_fork_that_fails_leaves_no_socket(monkeypatch: pytest.MonkeyPatch, cal
 
 def test_what_can_only_be_prepared_later_is_no_trouble() -> None:
     members(Sleepers(Short(1))).prepare(0)
-
-
-def test_child_that_cannot_be_watched_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pidfd_open", Short(1, errno.EMFILE))
-
-    async def run() -> int:
-        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        process.returncode = 0
-        with pytest.raises(OSError, match="Too many open files"):
-            ChildWatch(process.pid, lambda _: None)
-        return process.pid
-
-    assert not posix.is_alive(asyncio.run(run()))
 
 
 async def test_standby_is_started_as_soon_as_that_is_possible(
