@@ -1,24 +1,33 @@
-"""Every process of a training run dies, some together with the launcher: not a bit is different."""
+"""What a run goes on from: memory after all have died, the newest checkpoint, another plan."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.cleanup import end_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import (
     assert_unnoticed,
     fault,
+    recomputed,
     reference,
     restart_kinds,
     run_job,
     run_program,
     trainer,
 )
+from tests.faults.harness.layouts import WHOLE_NODES
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2
@@ -26,6 +35,10 @@ ITERATIONS = 40
 MEMBERS = fault(
     "all", "backward", when_role=1, when_iteration=3, target="members", nodes=[0, 2, 3, 1]
 )
+DOUBTED_ITERATIONS = 20
+PLANNED_ITERATIONS = 30
+EVERY = 3
+EVALUATION = "--eval-interval 4 --eval-iters 2"
 
 
 def take_all_down(directory: Path) -> None:
@@ -62,3 +75,91 @@ def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
     assert_unnoticed(again, reference(LAYOUT, ITERATIONS), [])
     assert "all" in first.fired
     assert "restarted: goes on from generation" in again.output
+
+
+def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> None:
+    run, saves = RunDirectory(tmp_path / "run"), tmp_path / "saves"
+
+    def strike() -> None:
+        """Nothing moves while the checkpoints are damaged; then the node is lost."""
+        listing = run.node_listings()[0]
+        for pid in listing["members"].values():
+            os.kill(pid, signal.SIGSTOP)
+        for shard in (saves / "iter_0000015").glob("*.distcp"):
+            os.truncate(shard, 1000)
+        shutil.rmtree(saves / "iter_0000010")
+        end_processes([*map(int, listing["started"])])
+
+    outcome = run_job(
+        run.path,
+        WHOLE_NODES,
+        DOUBTED_ITERATIONS,
+        flags=f"--save {saves} --save-interval 5",
+        settings="--deadpool-protection local",
+        spares=1,
+        when_stepping=(16, strike),
+    )
+    assert_unnoticed(outcome, reference(WHOLE_NODES, DOUBTED_ITERATIONS), [])
+    assert restart_kinds(outcome) == ["initial", "durable", "durable"], outcome.story()
+    restored = [event.data["generation"][1] for event in outcome.of_kind("epoch-decided")]
+    assert restored == [0, 15, 5]
+    told = " ".join(str(event.data["text"]) for event in outcome.of_kind("log"))
+    assert "iter_0000015 is struck off" in told
+    assert "iter_0000010 is not there any more" in told
+    # What was saved again in the place of the damaged one counts, and is whole.
+    paths = [event.data["path"] for event in outcome.of_kind("durable")]
+    assert paths.count(str(saves / "iter_0000015")) == 2
+    assert (
+        len({shard.stat().st_size > 1000 for shard in (saves / "iter_0000015").glob("*.distcp")})
+        == 1
+    )
+
+
+def test_a_plan_changes_and_nodes_die_and_the_coordinator_with_them(tmp_path: Path) -> None:
+    """What was copied every time comes from parity of every third. The next coordinator finds the
+    plan in the journal."""
+    directory = tmp_path / "run"
+    answers: list[subprocess.CompletedProcess[str]] = []
+
+    def protect() -> None:
+        command = [sys.executable, "-m", "deadpool_megatron", "protect", str(directory)]
+        wish = [*command, "--scheme", "parity", "--group", "3", "--every", str(EVERY)]
+        answers.append(subprocess.run(wish, capture_output=True, text=True, timeout=60))
+
+    plan = [
+        # Of four micro-batches the second one of the 11th iteration of the epoch.
+        fault("node", "backward", when_role=0, when_epoch=2, nth=42, target="node"),
+        fault("coordinator", "coordinator.journal", when_epoch=3),
+        fault("evaluation", "evaluation.microbatch", when_role=1, when_iteration=28, target="node"),
+    ]
+    outcome = run_job(
+        directory,
+        LAYOUT,
+        PLANNED_ITERATIONS,
+        plan,
+        flags=f"{EVALUATION} --save {tmp_path / 'saves'} --save-interval 5",
+        spares=2,
+        refill=2,
+        when_stepping=(1, protect),
+    )
+    assert answers[0].returncode == 0, answers[0].stderr
+    assert f"parity(3); every {EVERY} iterations" in answers[0].stdout
+    assert_unnoticed(outcome, reference(LAYOUT, PLANNED_ITERATIONS, EVALUATION), plan)
+
+    # The coordinator that died had told of the plan in no record: the next one tells it again.
+    first, change, *again = outcome.of_kind("protection")
+    assert {event.data["new"] for event in again} <= {change.data["new"]}
+    assert first.data["new"] == change.data["old"] == "buddy"
+    assert (change.epoch, change.data["every"], change.data["most_lost"]) == (2, EVERY, 5)
+    assert "deadpool protect" in change.data["why"]
+    planned, *failures = recomputed(outcome)
+    assert planned == 0, "the pause was after a protected iteration"
+    assert len(failures) == 2
+    assert max(failures) <= change.data["most_lost"]
+    records = [json.loads(p.read_text()) for p in sorted(directory.glob("journal/epoch-*"))]
+    later = [record for record in records if record["epoch"] > 2]
+    assert [record["protection"]["every"] for record in later] == [EVERY, EVERY]
+    assert [record["restore"]["generation"][1] % EVERY for record in later] == [0, 0]
+    # 28 is no multiple of 3: its evaluation was interrupted, and the iteration done again; from 24
+    # when 27 was still under way.
+    assert later[-1]["restore"]["generation"][1] in (24, 27)

@@ -1,7 +1,8 @@
-"""Faults beyond phase x victim: chains of deaths, dead helpers, corruption, frozen processes."""
+"""Faults beyond phase x victim: chains of deaths, dead helpers, corruption, names cleaned away."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.reporting.run_files import DETAIL_VARIABLE
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.events import Event, Kind
 from tests.faults.harness import layouts
 from tests.faults.harness.cells import EVALUATION_INTERVAL
@@ -31,15 +33,13 @@ FULL = pytest.mark.full
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 12
 EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 2"
+FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")
 
 
 def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> Outcome:
     """The job with these faults, with spares for all of them."""
     options = {"spares": 2, "refill": len(plan), **options}
     return strike_layout(tmp_path / "run", LAYOUT, ITERATIONS, plan, **options)
-
-
-FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")
 
 
 @FULL
@@ -196,3 +196,35 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
     outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
     assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
     assert recomputed(outcome) == [0]
+
+
+@pytest.mark.parametrize(
+    ("removed", "victim"),
+    [
+        ("*", "--role"),
+        pytest.param("*", "--node", marks=pytest.mark.full),
+        pytest.param("vault.sock", "--role", marks=pytest.mark.full),
+    ],
+)
+def test_a_failure_after_a_clean_up_is_got_over(tmp_path: Path, removed: str, victim: str) -> None:
+    """As by logind with RemoveIPC, or by a cleaner of sockets; the failure comes at once."""
+    directory = tmp_path / "run"
+    held = fault("held", "backward", when_role=1, when_iteration=5, signal="STOP")
+
+    def clean_and_kill() -> None:
+        root = segment_root(RunDirectory(directory).read_run().run_id)
+        if removed == "*":
+            shutil.rmtree(root)
+        for path in root.glob(f"*/{removed}"):
+            path.unlink()
+        command = [sys.executable, "-m", "deadpool_megatron", "kill", str(directory), victim, "1"]
+        subprocess.run(command, check=True, timeout=60)
+
+    patient = "--deadpool-freeze-seconds 60 --deadpool-node-silence-seconds 60"
+    patient += " --deadpool-rejoin-seconds 60"
+    options = {"spares": 1, "settings": patient, "when_stepping": (4, clean_and_kill)}
+    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
+    assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
+    assert restart_kinds(outcome)[1:] == ["memory"], outcome.story()
+    assert max(recomputed(outcome)) <= 1
+    assert "were removed, by RemoveIPC of systemd-logind" in outcome.output

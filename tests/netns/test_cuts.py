@@ -1,26 +1,38 @@
-"""A node's cable is half cut, or cut for a moment: who is taken for lost, and that it stops.
-
-Whole cuts and bad cables are in test_training.py.
-
-The counting member trains nothing, but is committed over the network like any other, and its state
-is known in advance for every iteration.
-"""
+"""Cables that are slow, half cut or cut for a moment, and what copies are marked with on them."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cli.show.compare import compare_results
+from deadpool_megatron.cli.show.run_result import read_result
 from deadpool_megatron.events import Kind
-from tests.netns.lab.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
-from tests.netns.lab.hosts import Hosts
+from tests.faults.harness import jobs, layouts
+from tests.netns.lab.cluster import COUNTING_MEMBER, PATIENCE_SECONDS, Cluster, Job, Obituary
+from tests.netns.lab.hosts import Host, Hosts
 
 pytestmark = pytest.mark.netns
 _VICTIM = 1
 Measured = Callable[[str, str], None]
+_NODES, _ITERATIONS = 3, 8
+_LAYOUT = jobs.Layout("dp3", f"{layouts.DISTRIBUTED} --global-batch-size 6", _NODES, 1)
+_SETTINGS = (
+    *("--deadpool-replicas", "2", "--deadpool-dscp", "8", "--deadpool-rate-limit-gbps", "0.2"),
+    *("--deadpool-interface", "eth0", "--deadpool-vault-cpus", "auto"),
+    *("--deadpool-hash-interval", "1"),
+)
+# Class selector 1, and the priority of bulk traffic in the queues of the own machine.
+_RULES = {
+    "marked": "ip dscp cs1",
+    "marked and last in the queue": "ip dscp cs1 meta priority 0:2",
+    "other": "ip dscp != cs1",
+    "other class": "ip dscp != cs1 ip dscp != cs0",
+}
 
 
 @pytest.fixture
@@ -71,3 +83,93 @@ def test_node_that_is_cut_off_stops_before_its_role_is_given_away(
         f" {lost.wall_seconds - began:.1f} s, training after {opened.wall_seconds - began:.1f} s;"
         f" a spare again {joined.wall_seconds - mended:.1f} s after the mend",
     )
+
+
+def throttle(host: Host) -> None:
+    """Let the card send a hundredth of what the busiest machine can."""
+    rule = "oifname eth0 limit rate over 200 kbytes/second burst 64 kbytes drop"
+    hook = "{ type filter hook output priority 0; }"
+    for command in (
+        "add table ip slow",
+        f"add chain ip slow out {hook}",
+        f"add rule ip slow out {rule}",
+    ):
+        done = host.run("nft", command)
+        assert done.returncode == 0, done.stderr
+
+
+def test_bad_links_cost_their_nodes_the_roles(tmp_path: Path) -> None:
+    settings = ("--deadpool-check", "links", "--deadpool-connect-seconds", "3")
+    job = Job((COUNTING_MEMBER, "--step-seconds", "0.05"), 2, 3, settings, preload="")
+    with Hosts(5, tmp_path) as hosts:
+        throttle(hosts[0])
+        hosts.switch.part("host1", "host3")
+        hosts.switch.part("host1", "host4")
+        cluster = Cluster(hosts, tmp_path / "run", job)
+        try:
+            for node in range(5):
+                # Whoever coordinates is reached by all.
+                cluster.start(node, *(() if node == 2 else ("--no-standby",)))
+            cluster.wait_progress(3)
+            found = {event.node: event.data for event in cluster.events(Kind.NODE_JUDGED)}
+            assert (found[0]["standing"], found[1]["standing"]) == ("weak", "left out")
+            assert "its link carries 0.00 GB/s" in found[0]["reasons"][0]
+            assert "no connection with 2 of 4 nodes, one is node 3" in found[1]["reasons"][0]
+            assert not {seat.node for seat in cluster.record().seats.values()} & {0, 1}
+            assert cluster.agents[1].wait(PATIENCE_SECONDS) == 69
+            assert "left out: no connection" in cluster.output(1)
+            assert cluster.finish()["recoveries"] == []
+        except BaseException:
+            cluster.show()
+            raise
+
+
+def watch(host: Host) -> None:
+    """Count what a host sends, by rule."""
+    done = host.run("nft", "add table ip seen")
+    assert done.returncode == 0, done.stderr
+    hook = "{ type filter hook output priority 300; }"
+    assert host.run("nft", f"add chain ip seen out {hook}").returncode == 0
+    for name, rule in _RULES.items():
+        done = host.run("nft", f'add rule ip seen out oifname eth0 {rule} counter comment "{name}"')
+        assert done.returncode == 0, done.stderr
+
+
+def seen(host: Host) -> dict[str, int]:
+    """Bytes by rule."""
+    listed = json.loads(host.run("nft", "-j", "list", "table", "ip", "seen").stdout)["nftables"]
+    rules = [entry["rule"] for entry in listed if "rule" in entry]
+    return {
+        rule["comment"]: next(e["counter"]["bytes"] for e in rule["expr"] if "counter" in e)
+        for rule in rules
+    }
+
+
+def test_copies_are_marked_and_nothing_else(
+    tmp_path: Path, measured: Callable[[str, str], None]
+) -> None:
+    """Two copies each, under a limit: and the bits are those of a quiet run."""
+    program = jobs.trainer(_LAYOUT, _ITERATIONS)
+    wanted = jobs.undisturbed(program)
+    job = Job(program.command, _NODES, 0, _SETTINGS)
+    with Hosts(_NODES, tmp_path) as hosts:
+        for host in hosts:
+            watch(host)
+        with Cluster(hosts, tmp_path / "run", job) as cluster:
+            final = cluster.wait_end()
+            assert final["exit_status"] == 0, final["reason"]
+            commits = cluster.events(Kind.COMMITTED)
+        found = [seen(host) for host in hosts]
+    comparison = compare_results(read_result(wanted.directory), read_result(cluster.run.path))
+    assert comparison.identical, "\n".join(map(str, comparison.differences))
+    shipped = sum(event.data["bytes"] for event in commits)
+    assert shipped > 0
+    marked = sum(host["marked"] for host in found)
+    assert shipped < marked  # every copy crosses one link; headers and answers come on top
+    for host in found:
+        # All hosts send copies and answer to them. The kernel's last word on a connection that
+        # is closed has the class still, but no priority.
+        assert host["marked"] >= host["marked and last in the queue"] > 0.99 * host["marked"]
+        assert host["other"] > 0
+        assert host["other class"] == 0
+    measured("streaming: two copies", f"{marked / shipped:.3f} bytes sent for each")

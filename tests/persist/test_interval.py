@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
-from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
-from deadpool_megatron.cluster.machine.inputs import DumpRequested, Exported
+from deadpool_megatron.cluster.machine.actions import BeginExport
+from deadpool_megatron.cluster.machine.inputs import Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from tests.persist.harness.world import DROP, TAKE, World, no_room, overwritten
 
@@ -243,17 +243,6 @@ def test_a_due_iteration_that_passes_while_one_that_was_asked_for_is_written(
     finish(world, 501)
     world.exports.tick()
     assert ordered(world) == then
-
-
-def test_the_last_export_of_a_run_is_of_one_of_the_next_iterations(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=500)
-    train(world, 10)
-    world.exports.carry_out(EndRun("the time is over", 100.0))
-    world.exports.tick()
-    assert ordered(world) == 12
-    finish(world, 12)
-    assert isinstance(world.fed[-1], DumpRequested)
-    assert (tmp_path / "exports" / "iter_0000012").is_dir()
 
 
 @pytest.mark.parametrize(("newest", "due"), [(10, 30), (27, 30), (29, 60), (31, 60)])

@@ -141,31 +141,3 @@ def test_what_a_check_cannot_be(tmp_path: Path) -> None:
     sizeless = deadpool("agent", *place, "--node-id", "0", "--check-only")
     assert sizeless.returncode == 2
     assert len(sizeless.stderr.splitlines()) == 1
-
-
-def entry(node: int, standing: str, *reasons: str) -> dict[str, Any]:
-    facts = {"hostname": f"host{node}", "gpus": 8, "shm_free_bytes": 10**12, "memory_bytes": 10**12}
-    links = {"sent": 1e9, "received": 3e8, "round_trip_seconds": 1e-4, "clock_seconds": 0.001}
-    found = {"node": node, "standing": standing, "reasons": list(reasons), "domain": "rack0"}
-    return {**found, "facts": facts, **links}
-
-
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    nodes: list[dict[str, Any]] = [entry(0, "good"), entry(1, "weak", "its link carries little")]
-    nodes.append({"node": 2, "standing": "left out", "reasons": ["did not come"], "facts": None})
-    check_table.show(nodes, "", 1)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split() == (
-        "0 host0 rack0 8 1.0 TB 1.0 TB +0.0 ms 1.0 GB 300.0 MB 0.10 ms good".split()  # noqa: SIM905
-    )
-    assert lines[-3:] == [
-        "node 1: weak: its link carries little",
-        "node 2: left out: did not come",
-        "ok: 1 node to train on, 1 spare, 1 left out",
-    ]
-    check_table.show(nodes, "not enough nodes: 1 are good, --nodes is 2", 2)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == (
-        "not enough nodes: 1 are good, --nodes is 2: mend what is named above, or take others"
-        " (sbatch --exclude=host1)"
-    )

@@ -96,16 +96,6 @@ def test_every_command_refuses_it(
     assert sorted(path.name for path in planted.iterdir()).count("launcher.lock") == 0
 
 
-def test_a_directory_that_others_may_write_to(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "umask", lambda mask: 0o022)
-    tmp_path.chmod(0o777)
-    words = ["run", "--run-dir", str(tmp_path), *SIZE, "--", "-m", "deadpool_megatron.trainer"]
-    assert cli.main(words) == 2
-    assert "chmod go-w" in capfd.readouterr().err
-
-
 def test_the_secret_is_known_before_anything_is_imported(
     planted: Path,
     marker: Path,

@@ -1,20 +1,26 @@
-"""What is shown, warned of and handed on."""
+"""What is shown, warned of and handed on; no process imports from the working directory."""
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
+import deadpool_megatron
 from deadpool_megatron.cli.common import shown, warn_in_the_clear
 from deadpool_megatron.cli.show.live import PlainDisplay
 from deadpool_megatron.cluster.process import member_main
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
+
+PACKAGE = Path(deadpool_megatron.__file__).parent
 
 
 def test_text_of_others_does_nothing_to_a_terminal() -> None:
@@ -65,3 +71,18 @@ def test_a_member_does_not_have_the_secret(tmp_path: Path, monkeypatch: pytest.M
             member_main.become_member(spec, theirs.fileno())
         os.waitpid(child, 0)
     assert (tmp_path / "seen").read_text() == "none"
+
+
+def test_a_file_in_the_working_directory_takes_no_library_s_place(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('planted')")
+    for arguments in (("-c", "import queue"), ("-m", "deadpool_megatron.vault", "--help")):
+        subprocess.run(interpreter(*arguments), cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_every_interpreter_is_started_without_the_working_directory() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [ast.unparse(one) for one in getattr(node, "elts", ())]
+            if "sys.executable" in words:
+                following = words[words.index("sys.executable") + 1]
+                assert following in ("'-P'", "'-I'"), f"{path}: {following}"

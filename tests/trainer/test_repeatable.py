@@ -13,10 +13,7 @@ from tests.trainer.layouts import (
     MODEL,
     OVERLAP,
     PP2,
-    TP2,
     losses,
-    make_loop,
-    steps,
     train,
 )
 from tests.trainer.ranks import run_ranks
@@ -48,21 +45,6 @@ def test_two_runs_are_bit_identical(name: str, text: str) -> None:
         assert one["skipped"] == 0
 
 
-def test_the_seed_matters(text: str) -> None:
-    arguments = f"{MODEL} {text} {BF16} --train-iters 3"
-    (one,) = run_ranks(1, train, arguments)
-    (other,) = run_ranks(1, train, f"{arguments} --seed 12")
-    assert one["hashes"] != other["hashes"]
-    assert losses(one) != losses(other)
-
-
-def test_at_the_default_scale_a_half_precision_run_starts_by_skipping(text: str) -> None:
-    (facts,) = run_ranks(1, train, f"{MODEL} {text} --fp16 --use-distributed-optimizer")
-    assert facts["skipped"] == 6
-    assert losses(facts)[0] == pytest.approx(losses(facts)[-1], abs=0.1)
-    assert {float.fromhex(step["learning_rate"]) for step in facts["steps"]} == {0.0}
-
-
 @pytest.mark.full
 def test_overlap_changes_no_bit(text: str) -> None:
     arguments = f"{MODEL} {text} {PP2} {BF16} {BUCKETS}"
@@ -71,36 +53,3 @@ def test_overlap_changes_no_bit(text: str) -> None:
     overlapped = run_ranks(4, train, f"{arguments} {OVERLAP}")[0]
     assert plain["hashes"] == overlapped["hashes"]
     assert plain["steps"] == overlapped["steps"]
-
-
-def replicated_parameters(arguments: str) -> dict[str, str]:
-    """Digests of the parameters that all tensor ranks of a stage must agree on."""
-    from deadpool_megatron.hooks.training_state.hashing import state_digests
-
-    loop, _ = make_loop(arguments)
-    steps(loop, 4)
-    replicated = ("layernorm", "linear_proj.bias", "linear_fc2.bias", "position_embeddings")
-    return {
-        name: digest
-        for name, digest in state_digests(loop).items()
-        if name.startswith("parameter") and any(word in name for word in replicated)
-    }
-
-
-@pytest.mark.full
-def test_sequence_parallel_keeps_replicated_parameters_equal(text: str) -> None:
-    found = run_ranks(
-        4, replicated_parameters, f"{MODEL} {text} {TP2} {PP2} {BF16} --sequence-parallel"
-    )
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    assert len(found[0]) >= 10
-
-
-@pytest.mark.full
-def test_the_dispatchers_agree(text: str) -> None:
-    answers = []
-    for name in ("moe-alltoall", "moe-allgather"):
-        ranks, flags = LAYOUTS[name]
-        answers.append(run_ranks(ranks, train, f"{MODEL} {text} {flags}")[0]["hashes"])
-    assert answers[0] == answers[1]

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -28,12 +27,11 @@ from deadpool_megatron.cli.observe import metrics, serve
 from deadpool_megatron.cli.observe.metrics import Watched
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.observe.samples import Samples
-from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
-from deadpool_megatron.events import Event, Kind, take_events, to_line
+from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
 from tests.cli.told import Complain
@@ -180,31 +178,6 @@ def test_what_has_not_happened_yet_is_there_as_zero() -> None:
 
 def spares(server: Prometheus) -> list[float]:
     return server.values('deadpool_nodes{state="spare"}')
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_the_account_of_a_run_is_the_time_of_its_nodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fault = {"id": "n", "point": "member.step", "match": {"role": 1, "iteration": 9}}
-    with Run(tmp_path / "r", "--iterations", "20", faults=[{**fault, "target": "node"}]) as run:
-        run.check_result(20)
-        account = Account()
-        take_events(run.run.events, account.add)
-        joined = {e.node: e.wall_seconds for e in run.events(Kind.NODE_JOINED)}
-        left = {e.node: e.wall_seconds for e in reversed(run.events(Kind.NODE_LOST))}
-        [ended] = run.events(Kind.RUN_ENDED)
-    there = sum(min(left.get(n, math.inf), ended.wall_seconds) - at for n, at in joined.items())
-    assert sum(account.seconds().values()) == pytest.approx(there, rel=0.01)
-    textfile = tmp_path / "deadpool.prom"
-    words = ["--textfile", str(textfile), "--linger-seconds", "0.1"]
-    assert cli.main(["metrics", str(run.run.path), *words]) == 0
-    assert cli.main(["metrics", str(run.run.path)]) == 0
-    assert textfile.read_text() == capsys.readouterr().out
-    goodput = re.search(r"^deadpool_goodput_ratio (\S+)$", textfile.read_text(), re.MULTILINE)
-    assert goodput is not None
-    assert float(goodput[1]) == account.goodput()
 
 
 @pytest.mark.full

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from deadpool_megatron.cli.observe import serve
 from deadpool_megatron.cli.observe.page_state import PageState
@@ -31,9 +30,6 @@ from tests.common.waiting import wait_for
 CHROMIUM = shutil.which("chromium")
 # As random ones may be: nothing that a program could use as a name.
 TOKEN = "0-to_ken-"
-#: colours of page.css: behind everything, and of roles that train
-PAPER = {"light": (0xFB, 0xFB, 0xFA), "dark": (0x14, 0x17, 0x1A)}
-GOOD = {"light": (0x0F, 0x7B, 0x6C), "dark": (0x3F, 0xB8, 0xA4)}
 #: what keeps a browser from looking for the world outside
 _ALONE = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -86,15 +82,6 @@ def shown_in_browser(address: str, place: Path, *texts: str) -> str:
 
     wait_for(f"{texts} on the page", is_drawn)
     return shown
-
-
-def photographed(address: str, place: Path, scheme: str) -> Image.Image:
-    """The page as it is on a screen, with that colour scheme; left in ``place`` to be looked at."""
-    file = place / f"{scheme}.png"
-    wished = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
-    look = (f"--screenshot={file}", "--window-size=1280,1400", "--hide-scrollbars")
-    browse(address, place, wished, *look)
-    return Image.open(file).convert("RGB")
 
 
 def browse(address: str, place: Path, *options: str) -> str:
@@ -230,26 +217,6 @@ def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
             serving.terminate()
             serving.communicate()
     assert told.read_text().split() == ["epoch-closed", "recovered", "run-ended"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
-def test_a_large_run_is_drawn_for_the_eye(scheme: str, tmp_path: Path) -> None:
-    """512 roles, each in its place, in the colours that the eye's device wants."""
-    with served(large_run()) as address:
-        page = f"{address}/?token={TOKEN}"
-        shown = shown_in_browser(page, tmp_path, ">running<", ">63<", ">65<")
-        assert len(re.findall('class="role[ "]', shown)) == 512
-        picture = photographed(page, tmp_path, scheme)
-    width, height = picture.size
-    pixels = picture.load()
-    assert pixels is not None
-    corner = pixels[3, height - 3]
-    assert corner == PAPER[scheme]
-    of_roles = sum(pixels[x, y] == GOOD[scheme] for x in range(width) for y in range(height))
-    # A role is a square of ten pixels or so, and the bar of its node has that colour as well.
-    assert of_roles > 512 * 6 * 6
 
 
 def test_the_pace_is_that_of_the_newest_steps() -> None:

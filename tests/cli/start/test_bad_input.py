@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import json
 import os
 import shutil
 import socket
@@ -341,12 +340,6 @@ def test_clean_of_a_run_whose_agent_is_just_coming_back(tmp_path: Path, complain
         os.close(held)
     assert cli.main(["clean", str(run.path)]) == 0
     assert not segment_root(run_id).exists()
-
-
-def test_damaged_run_file_is_named(tmp_path: Path, complain: Complain) -> None:
-    run = old_run(tmp_path / "old")
-    (run.path / "run.json").write_text(json.dumps({"run_id": "x"}))
-    assert "run.json is damaged" in complain("status", str(run.path))
 
 
 def test_port_that_is_taken(tmp_path: Path, complain: Complain) -> None:

@@ -273,16 +273,6 @@ def test_whatever_a_parser_makes_of_damage_is_a_finding(
     assert type(damage).__name__ in bad["reason"]
 
 
-def test_one_bit_of_an_encrypted_archive(tmp_path: Path, findings: Findings) -> None:
-    """The bit that says so: without a password nothing of it can be read."""
-    data = checkpoint(tmp_path / "iter_1")
-    whole = bytearray(data.read_bytes())
-    whole[whole.index(b"PK\x01\x02") + 8] ^= 1
-    data.write_bytes(whole)
-    (bad,) = [f for f in findings(tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
-    assert "encrypted" in bad["reason"]
-
-
 def test_an_index_that_python_3_13_has_written(tmp_path: Path, findings: Findings) -> None:
     checkpoint(tmp_path / "iter_1")
     path = tmp_path / "iter_1" / ".metadata"

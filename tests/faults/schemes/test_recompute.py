@@ -1,7 +1,4 @@
-"""Recomputation in whole runs: nodes lost at every place of a chain, and a gradient that was wrong.
-
-After every iteration the state of all roles is held against the undisturbed run.
-"""
+"""Roles computed from what others hold, in whole runs: from parity blocks, or along a chain."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from tests.faults.harness.jobs import (
     assert_unnoticed,
     await_event,
     fault,
+    recomputed,
     reference,
     restart_kinds,
     run_job,
@@ -28,7 +26,6 @@ from tests.faults.test_restart import take_all_down
 from tests.persist.test_runs import HELD_TRAINER
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-
 SETTINGS = "--deadpool-protection recompute --deadpool-full-every 4"
 # As in other tests of these layouts, so that they share an undisturbed run of each.
 ITERATIONS = 12
@@ -134,3 +131,41 @@ def test_what_is_left_in_memory_is_put_together_and_recomputed(
     assert "goes on from generation 1:7 in the dump" in resumed.output, resumed.story()
     assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
+
+
+def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path: Path) -> None:
+    """Four roles in one group with two parity blocks on the spares, which take over both roles;
+    then groups are smaller, for want of nodes. The last loss finds no spare: what is left of the
+    group lies in the files of the dump, and the next job computes the lost role from them.
+    """
+    plan = [
+        fault("two", "backward", when_role=0, when_iteration=5, target="node", nodes=[0, 2]),
+        fault("third", "optimizer.inside", when_role=1, when_iteration=9, target="node"),
+    ]
+    parity = "--deadpool-protection parity --deadpool-replicas 2 --deadpool-parity-group"
+    dumped = run_job(
+        tmp_path / "run",
+        PP2_DP2,
+        ITERATIONS,
+        plan,
+        spares=2,
+        settings=f"{parity} 4 --deadpool-spare-timeout 1",
+    )
+    assert dumped.status == 75, dumped.story()
+    assert {event.role for event in dumped.of_kind("decoded")} == {0, 2}
+    assert max(recomputed(dumped)) <= 1
+    resume = ("--resume", str(tmp_path / "run"))
+    heads = "--num-attention-heads 8"  # as many bytes
+    other = run_job(tmp_path / "other", PP2_DP2, ITERATIONS, flags=heads, arguments=resume)
+    assert (other.status, other.of_kind("step")) == (2, []), other.story()
+    assert "num_attention_heads is 4 there and 8 here" in other.final["reason"]
+    resumed = run_job(
+        tmp_path / "resumed",
+        PP2_DP2,
+        ITERATIONS,
+        arguments=resume,
+        settings=f"{parity} 2",  # there are no spares to hold blocks of four
+    )
+    assert {event.role for event in resumed.of_kind("decoded")} == {1}, resumed.story()
+    assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
+    assert resumed.final["steps"][0]["iteration"] > 6, "it did not start anew"
