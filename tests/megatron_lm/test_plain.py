@@ -47,10 +47,6 @@ def test_a_flag_that_cannot_be_protected(tmp_path: Path) -> None:
     assert "--optimizer other than adam" in refused(tmp_path, gpt(optimizer="sgd"))
 
 
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
-    assert "there is no script" in refused(tmp_path, gpt(within=tmp_path))
-
-
 @pytest.mark.full
 def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").touch()

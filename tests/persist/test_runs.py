@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness.jobs import MODEL, Outcome, Program, fault, run_program
-from tests.persist.harness.checkpoints import differences
 from tests.trainer.layouts import BF16, PP2, train
 from tests.trainer.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 HELD_TRAINER = str(Path(__file__).parent / "harness" / "held_trainer.py")
-DUE = "--eval-interval 4 --eval-iters 1 --save-interval 4"
 
 
 def program(flags: str, iterations: int, held: dict[int | str, str]) -> Program:
@@ -30,31 +28,6 @@ def warnings(outcome: Outcome) -> list[str]:
     """What the run said of exports that came to nothing."""
     texts = [str(event.data["text"]) for event in outcome.of_kind("log")]
     return [text for text in texts if "in the background" in text]
-
-
-@pytest.mark.full
-def test_an_export_is_what_the_run_saved(text: str, tmp_path: Path) -> None:
-    """Every fourth iteration is saved by the run and exported, after an evaluation."""
-    saved, run = tmp_path / "saved", tmp_path / "run"
-    flags = f"{text} {DUE} --save {saved}"
-    job = program(flags, 10, {7: "{run}/exports/iter_0000004"})
-    settings = "--deadpool-persist-interval 4 --deadpool-persist-seconds 60"
-    outcome = run_program(run, job, settings=settings)
-    assert outcome.status == 0, outcome.story()
-    exported = run / "exports" / "iter_0000004"
-    assert exported.is_dir(), outcome.story()
-    assert differences(saved / "iter_0000004", exported) == []
-    background = [e for e in outcome.of_kind("durable") if e.data.get("background")]
-    assert (background[0].iteration, background[0].data["path"]) == (4, str(exported))
-    # That of iteration 8, too, if it was begun before the run was over.
-    tracker = run / "exports" / "latest_checkpointed_iteration.txt"
-    assert tracker.read_text() == str(background[-1].iteration)
-
-    # Without us: the same training on plain ranks goes on from it, to the same bits.
-    loaded = f"{MODEL} {PP2} {BF16} {flags} --train-iters 10 --load {run / 'exports'}"
-    hashes = run_ranks(4, train, loaded)[0]["hashes"]
-    final = outcome.final["roles"]
-    assert hashes == [final[str(role)]["sha256"] for role in range(4)], outcome.story()
 
 
 @pytest.mark.full
@@ -98,20 +71,6 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     loaded = f"{MODEL} {PP2} {BF16} {text} --train-iters 65 --load {asked}"
     hashes = run_ranks(4, train, loaded)[0]["hashes"]
     assert hashes == [outcome.final["roles"][str(role)]["sha256"] for role in range(4)]
-
-
-@pytest.mark.full
-def test_a_recovery_long_before_an_iteration_is_due_costs_no_export(
-    text: str, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    killed = fault("killed", "optimizer.inside", when_role=0, when_iteration=2)
-    job = program(text, 40, {"9-40": "{run}/exports/iter_*"})
-    outcome = run_program(run, job, [killed], settings="--deadpool-persist-interval 12")
-    assert outcome.status == 0, outcome.story()
-    assert outcome.fired == {"killed"}, outcome.story()
-    assert len(outcome.final["recoveries"]) == 1
-    assert (run / "exports" / "iter_0000012").is_dir(), outcome.story()
 
 
 @pytest.mark.full

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.trainer.__main__ import main
 from deadpool_megatron.trainer.arguments import BadArgumentsError, parse_args
 from tests.trainer.layouts import LAYOUTS, repository
 
@@ -110,21 +109,3 @@ def test_shipped_models_parse(name: str) -> None:
         config.check_world_size(ranks)
     if name == "20m":
         assert config.global_batch_size * config.seq_length == 8192
-
-
-def test_a_trainer_without_an_agent_costs_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("DEADPOOL_AGENT_FD", raising=False)
-    assert main([]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("trainer: no agent watches this process: start it with deadpool run")
-
-
-def test_saves_must_not_go_where_exports_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path))
-    assert main(["--save", str(tmp_path / "exports")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"trainer: --save {tmp_path}/exports is where the run's exports go")

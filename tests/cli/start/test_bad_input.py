@@ -38,10 +38,6 @@ pytestmark = pytest.mark.usefixtures("nothing_starts")
         (("--deadpool-replicas", "2"), "needs at least 3 nodes"),
         (("--deadpool-replicas", "0"), "--deadpool-replicas must be at least 1"),
         (("--deadpool-protection", "parity"), "there are 2: use buddy"),
-        (
-            ("--deadpool-protection", "parity", "--spares", "2", "--deadpool-replicas", "3"),
-            "groups of 2 and 3 blocks each needs 5 nodes (spares count), there are 4: use buddy",
-        ),
         (("--deadpool-protection", "twice"), "must be one of buddy, parity, local"),
         (("--spares", "-1"), "--spares must be at least 0"),
         (("--refill", "-1"), "--refill must be at least 0"),
@@ -51,7 +47,6 @@ pytestmark = pytest.mark.usefixtures("nothing_starts")
         (("--deadpool-notify", "/etc/passwd"), "must be a URL"),
         (("--deadpool-notify", "file:///etc/passwd"), "--deadpool-notify: "),
         (("--deadpool-cadence", "0"), "--deadpool-cadence must be auto or a number from 1 to 1000"),
-        (("--deadpool-cadence", "often"), "--deadpool-cadence must be auto or a number"),
         (
             ("--deadpool-protection", "recompute", "--deadpool-cadence", "2"),
             "--deadpool-cadence must be 1 with --deadpool-protection recompute",

@@ -28,7 +28,6 @@ from tests.vault.harness import (
     cluster,
     content,
     make_layout,
-    memory,
     train,
     wait_until,
 )
@@ -145,35 +144,6 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
         (name,) = (n for n in spare.status()["segments"] if is_parity_role(int(n[5:-4])))
         used = (spare.directory / name).stat().st_blocks * 512
         assert used < (1 + parities) * (max(SIZES.values()) + 1000) + (64 << 10)
-
-
-def test_a_lost_holder_is_replaced_and_the_restored_generation_encoded_again(
-    tmp_path: Path,
-) -> None:
-    """The holder dies, survivors go on from memory under the new groups; then a member's node."""
-    layouts = layouts_of({0: 50_000, 1: 50_000})
-    with cluster(tmp_path, 4, roles=2) as running:
-        record = with_parity(running.record(1), group=2)
-        members = running.join(layouts, record)
-        train(members, FIRST)
-        (group,) = ParityPlacement.of_record(record).groups
-        (holder,) = group.holders
-        gone = {holder}
-        running.nodes[holder].die()
-        inventories = running.close(1, gone=gone)
-        restore = memory(inventories, FIRST, layouts)
-        record = with_parity(running.record(2, restore, gone=gone), group=2)
-        running.open(record)
-        for member in members:
-            member.client.register(member.layout, 2)
-            assert member.wait(FIRST) == "committed"
-        check_blocks(running, record, FIRST, layouts)
-        wait_until(  # a member hears of the commit before the agent hears of the event
-            lambda: {e.role for node in running.nodes for e in node.seen(Kind.EXPOSED)} == {0, 1},
-            "both roles to report their exposure",
-        )
-        train(members, Generation(2, 1))
-        check_blocks(running, record, Generation(2, 1), layouts)
 
 
 def test_groups_of_one_when_few_nodes_are_left(tmp_path: Path) -> None:
