@@ -5,8 +5,7 @@
 
 loop             what a training program provides
 reports          what a member says while it plays a role
-training_state/  what of Megatron's state is captured and put back
-generations/     when it is captured, sealed, waited for and computed again
+capture/         Megatron's state: captured, sealed, waited for, put back, computed again
 leftovers        what an interrupted step leaves behind: a table
 dimensions/      tensor, pipeline, data: what each rebuilds and compares
 audit/           the search for silent corruption, every so many iterations

@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron.core import parallel_state, rerun_state_machine
 
+from deadpool_megatron.hooks.capture import fp8
+from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
-from deadpool_megatron.hooks.training_state import fp8_state
-from deadpool_megatron.hooks.training_state.optimizer import inner_optimizers
 
 _SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
@@ -128,7 +128,7 @@ def _training_mode(left: Leftovers) -> None:
 
 
 def _fp8(left: Leftovers) -> None:
-    fp8_state.reset_in_flight(left.loop.model_chunks)
+    fp8.reset_in_flight(left.loop.model_chunks)
 
 
 TABLE = (

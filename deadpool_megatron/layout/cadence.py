@@ -3,7 +3,7 @@
 Which iterations those are follows from their number alone, so that all roles protect the same ones:
 if a role skipped one on its own account, no later failure would find a state that all roles have.
 Slots and lag count protected generations. Why the gate of the design (section 4) still holds is
-written in :mod:`deadpool_megatron.hooks.generations.protection`.
+written in :mod:`deadpool_megatron.hooks.capture.protection`.
 """
 
 from __future__ import annotations

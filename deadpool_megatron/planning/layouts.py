@@ -15,7 +15,7 @@ from deadpool_megatron.planning.roles import Placement, PlannedRole, data_parall
 
 # Of a parameter, as an update uses it: fp32.
 GRADIENT_BYTES = 4.0
-# Plain values of the parameter groups, as a member rounds them up (hooks/generations/steps.py).
+# Plain values of the parameter groups, as a member rounds them up (hooks/capture/recompute.py).
 _UPDATE_BYTES = 64 << 10
 
 

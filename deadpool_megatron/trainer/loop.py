@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.hooks.capture import hashing
 from deadpool_megatron.hooks.loop import SteppedLoop
-from deadpool_megatron.hooks.training_state import hashing
 from deadpool_megatron.trainer import checkpoint
 from deadpool_megatron.trainer.config import TrainerConfig
 from deadpool_megatron.trainer.data import Batch, build_sources

@@ -28,10 +28,10 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     """Train three iterations; one checkpoint from the live objects, one as an export makes it."""
     import torch.distributed as dist
 
+    from deadpool_megatron.hooks.capture import extras as megatron_extras
+    from deadpool_megatron.hooks.capture.identity import role_layout
+    from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
     from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
-    from deadpool_megatron.hooks.generations.layouts import role_layout
-    from deadpool_megatron.hooks.training_state import extras as megatron_extras
-    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.persist.joining import join
     from deadpool_megatron.persist.skeleton import read_skeleton, write_skeleton

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.hooks.training_state import extras
-from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
 from deadpool_megatron.persist import frozen_file, frozen_folder
 from deadpool_megatron.persist.frozen_file import FrozenFileError
 from deadpool_megatron.vault.errors import NoRoom

@@ -65,7 +65,6 @@ class Answer:
 def preload() -> None:
     """Import everything a rank needs, so that forks have it at once."""
     select_platform().install()
-    from deadpool_megatron.hooks.training_state import hashing  # noqa: F401
     from deadpool_megatron.trainer import checkpoint, loop, plain  # noqa: F401
 
     torch.set_num_threads(1)

@@ -50,21 +50,21 @@ from deadpool_megatron.hooks.audit.verdict import (
     judge_repeated,
     judge_update,
 )
-from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
-from deadpool_megatron.hooks.generations.replay import (
-    all_tensors,
-    chunks,
-    update_copies,
-    why_not_replayed,
-)
-from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.hooks.training_state.optimizer import (
+from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,
     inner_optimizers,
     is_distributed,
     plain_tensors,
 )
+from deadpool_megatron.hooks.capture.update_replay import (
+    all_tensors,
+    chunks,
+    update_copies,
+    why_not_replayed,
+)
+from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.state import extras as codec

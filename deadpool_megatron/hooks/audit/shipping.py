@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations.replay import (
+from deadpool_megatron.hooks.capture.update_replay import (
     ParameterCopy,
     all_tensors,
     chunks,

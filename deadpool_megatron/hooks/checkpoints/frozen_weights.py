@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from deadpool_megatron.hooks.capture.extras import MOST_FROZEN_BYTES, large_frozen_weights
+from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.training_state.extras import MOST_FROZEN_BYTES, large_frozen_weights
-from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.state.packing import fingerprint
 from deadpool_megatron.vault.errors import NoRoom

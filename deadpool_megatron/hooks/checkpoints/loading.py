@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.hooks.training_state.optimizer import (
+from deadpool_megatron.hooks.capture.optimizer import (
     complete_state,
     inner_optimizers,
     is_distributed,

@@ -27,13 +27,13 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
-from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.training_state.extras import frozen_and_buffers, large_frozen_weights
-from deadpool_megatron.hooks.training_state.optimizer import (
+from deadpool_megatron.hooks.capture.extras import frozen_and_buffers, large_frozen_weights
+from deadpool_megatron.hooks.capture.optimizer import (
     inner_optimizers,
     is_distributed,
     model_parameters,
 )
+from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.persist.boxes import boxes
 from deadpool_megatron.persist.filling import FromExtras, StepNumber, dtype_name, has_marks

@@ -6,6 +6,13 @@ from collections.abc import Sequence
 
 from megatron.core import parallel_state
 
+from deadpool_megatron.hooks.capture import fp8
+from deadpool_megatron.hooks.capture.optimizer import (
+    SharedCapture,
+    inner_optimizers,
+    is_distributed,
+    plain_tensors,
+)
 from deadpool_megatron.hooks.dimensions.dimension import (
     DimensionHook,
     compare_with_peers,
@@ -13,13 +20,6 @@ from deadpool_megatron.hooks.dimensions.dimension import (
 )
 from deadpool_megatron.hooks.leftovers import bucket_groups
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.training_state import fp8_state
-from deadpool_megatron.hooks.training_state.optimizer import (
-    inner_optimizers,
-    is_distributed,
-    plain_tensors,
-)
-from deadpool_megatron.hooks.training_state.sharing import SharedCapture
 
 
 class DataHook(DimensionHook):
@@ -53,7 +53,7 @@ class DataHook(DimensionHook):
             return
         for chunk in self._loop.model_chunks:
             chunk.start_param_sync(force_sync=True)
-        fp8_state.finish_gather(self._loop.model_chunks)
+        fp8.finish_gather(self._loop.model_chunks)
         for bucket_group in bucket_groups(self._loop):
             # As before a first step: nothing is known to be gathered for the next forward.
             bucket_group.param_gather_dispatched = False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from megatron.core import parallel_state
 
+from deadpool_megatron.hooks.capture.optimizer import plain_tensors
 from deadpool_megatron.hooks.dimensions.dimension import (
     DimensionHook,
     compare_with_peers,
     parameters,
 )
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.training_state.optimizer import plain_tensors
 
 
 class TensorHook(DimensionHook):

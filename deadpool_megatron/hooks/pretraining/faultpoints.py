@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks.training_state.optimizer import inner_optimizers
+from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 
 
 def in_optimizer(optimizer: Any) -> None:

@@ -27,6 +27,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.hooks.capture import hashing
 from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import faultpoints, stages
@@ -38,7 +39,6 @@ from deadpool_megatron.hooks.pretraining.iterations.logbook import Logbook
 from deadpool_megatron.hooks.pretraining.iterations.newest import POSITIONS, SHOULD_EXIT, Newest
 from deadpool_megatron.hooks.pretraining.iterations.reporting import Reporter
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
-from deadpool_megatron.hooks.training_state import hashing
 
 # Of Megatron's arguments: where the data is.
 _PLACES = (*POSITIONS, "consumed_valid_samples")

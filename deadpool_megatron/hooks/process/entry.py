@@ -19,26 +19,9 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.audit.audit import Audit
-from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.hooks.checkpoints.handover import leave_skeleton
-from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
-from deadpool_megatron.hooks.dimensions.data import DataHook
-from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
-from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
-from deadpool_megatron.hooks.dimensions.tensor import TensorHook
-from deadpool_megatron.hooks.generations.layouts import role_layout
-from deadpool_megatron.hooks.generations.memory import admit, park
-from deadpool_megatron.hooks.generations.pinning import PinnedSlots
-from deadpool_megatron.hooks.generations.protection import Protection
-from deadpool_megatron.hooks.generations.recomputing import ReplayRefused, load_shards
-from deadpool_megatron.hooks.generations.replay import refuse_what_cannot_be_replayed
-from deadpool_megatron.hooks.generations.steps import StepKeeper
-from deadpool_megatron.hooks.leftovers import Leftovers
-from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
-from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.hooks.training_state import extras as megatron_extras
-from deadpool_megatron.hooks.training_state.identity import identify, role_meaning
-from deadpool_megatron.hooks.training_state.optimizer import (
+from deadpool_megatron.hooks.capture import extras as megatron_extras
+from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
+from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     StepHooks,
     complete_state,
@@ -46,6 +29,19 @@ from deadpool_megatron.hooks.training_state.optimizer import (
     refuse_unknown_state,
     statistics_span_the_world,
 )
+from deadpool_megatron.hooks.capture.protection import Protection, ReplayRefused, UpdateCapture
+from deadpool_megatron.hooks.capture.slots import PinnedSlots, admit, park
+from deadpool_megatron.hooks.capture.update_replay import refuse_what_cannot_be_replayed
+from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
+from deadpool_megatron.hooks.checkpoints.handover import leave_skeleton
+from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
+from deadpool_megatron.hooks.dimensions.data import DataHook
+from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
+from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
+from deadpool_megatron.hooks.dimensions.tensor import TensorHook
+from deadpool_megatron.hooks.leftovers import Leftovers
+from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
+from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -331,13 +327,7 @@ class EpochEntry(Stages):
         part = extras_part(self.boundary)
         try:
             values = extras_codec.decode(restored.part(part))
-            replayed = load_shards(
-                self.loop.optimizer,
-                self._shard_state,
-                restored,
-                self.generation,
-                self.protection,
-            )
+            replayed = self.protection.restore(restored, self.generation)
             waiting = self._waiting(record.epoch, "restore")
             self._frozen_weights.restore(values.get("frozen", ""), waiting)
         except extras_codec.ExtrasError as error:
@@ -424,10 +414,13 @@ class EpochEntry(Stages):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
         self._pristine = self._pristine or self.capture_extras()
-        steps = None
+        updates = UpdateCapture()
         if may_recompute(self._settings):
+            # Here: no other scheme loads it.
+            from deadpool_megatron.hooks.capture.recompute import StepKeeper
+
             refuse_what_cannot_be_replayed(optimizer)
-            steps = StepKeeper(
+            updates = StepKeeper(
                 optimizer, self._shard, self._platform, self._vault, self._reports.report_rehearsal
             )
         layout = role_layout(
@@ -437,7 +430,7 @@ class EpochEntry(Stages):
             list(dist.get_process_group_ranks(group)),
             slots,
             role_meaning(loop),
-            () if steps is None else steps.layout_parts(self.role),
+            updates.layout_parts(self.role),
         )
         leave_skeleton(make_skeleton(loop, parts, layout), self._settings)
         self._protection = Protection(
@@ -450,7 +443,7 @@ class EpochEntry(Stages):
             closed_epoch=lambda: self._link.closed_epoch,
             report_wait=self._reports.report_wait,
             pinned=self._pinned,
-            steps=steps,
+            updates=updates,
         )
         protection = self._protection
         before, after = [protection.using], [protection.updated]

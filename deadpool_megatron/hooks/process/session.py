@@ -32,9 +32,10 @@ from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.cluster.member.pause_point import PausePoint
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
+from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
+from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
-from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
@@ -43,7 +44,6 @@ from deadpool_megatron.hooks.process.entry import EpochEntry, OtherModel, Restor
 from deadpool_megatron.hooks.process.own_time import DeviceMeter, HostMeter
 from deadpool_megatron.hooks.process.standstill import Standstill
 from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform

@@ -17,7 +17,7 @@ class Slot:
     """Holds tensors, as a member has its shard there."""
 
     def __init__(self, tensors: list[Any], directory: str) -> None:
-        from deadpool_megatron.hooks.generations.layouts import role_layout
+        from deadpool_megatron.hooks.capture.identity import role_layout
         from deadpool_megatron.layout.records import Generation, Seat
         from deadpool_megatron.platform import select_platform
         from deadpool_megatron.state.packing import Part

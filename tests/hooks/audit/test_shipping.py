@@ -13,9 +13,9 @@ from deadpool_megatron.hooks.audit.shipping import (
     pack,
     unpack,
 )
-from deadpool_megatron.hooks.generations.replay import update_copies
+from deadpool_megatron.hooks.capture.update_replay import update_copies
 from deadpool_megatron.state import extras as codec
-from tests.hooks.generations.test_replay import FLAGS, Rig
+from tests.hooks.capture.test_update_replay import FLAGS, Rig
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_megatron.hooks.pretraining import loop as loop_module
 from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
-from tests.hooks.training_state.plain_loop import schedule
+from tests.hooks.capture.plain_loop import schedule
 
 
 def decaying(weights_by: float) -> Any:

@@ -16,12 +16,12 @@ from deadpool_megatron import arguments
 from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
 from deadpool_megatron.cluster.member.link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
+from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
-from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.process.entry import RestoreFailed
 from deadpool_megatron.hooks.process.session import drain_seconds
-from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import VaultError

@@ -266,7 +266,7 @@ def _hashes(models: list[Any], optimizer: Any) -> tuple[str, dict[str, str]]:
 
 
 def _state(models: list[Any], optimizer: Any) -> Iterator[Any]:
-    from deadpool_megatron.hooks.training_state.optimizer import inner_optimizers
+    from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 
     for model in models:
         yield from model.parameters()

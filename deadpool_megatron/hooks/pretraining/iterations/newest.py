@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from deadpool_megatron.hooks.capture.extras import capture_loss_sums, restore_loss_sums
 from deadpool_megatron.hooks.pretraining.iterations import values
-from deadpool_megatron.hooks.training_state import loss_sums
 
 # Positions in what train_step() answers in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
@@ -61,7 +61,7 @@ class Newest:
     def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
         """It is trained. ``sums``: of the log, not yet with this iteration."""
         self._answer, self._sums = values.encode(answer), values.encode(dict(sums))
-        self._loss_sums = values.encode(loss_sums.capture())
+        self._loss_sums = values.encode(capture_loss_sums())
 
     def replay(self, device: torch.device) -> tuple[Any, ...]:
         """The answer, for train() to go on behind it.
@@ -83,7 +83,7 @@ class Newest:
     def put_back_loss_sums(self, device: torch.device) -> None:
         """Those of auxiliary losses, as training_log() has to find them: a generation of after an
         evaluation holds what it has left of them."""
-        loss_sums.restore(values.decode(self._loss_sums, device))
+        restore_loss_sums(values.decode(self._loss_sums, device))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

@@ -1,0 +1,131 @@
+"""The layout of a role's generations, and what their bytes mean: which parameters of which model,
+cut in which way. So its member describes it to the vaults.
+
+Names are those of the whole model: however its layers are dealt out to stages, each has one name.
+Said once, when a role is built or a model takes another role in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from deadpool_megatron.hooks.capture.optimizer import (
+    UnsupportedOptimizer,
+    inner_optimizers,
+    model_parameters,
+    state_tensors,
+)
+from deadpool_megatron.hooks.loop import ProtectedLoop, layer_number
+from deadpool_megatron.layout.meanings import in_words
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part, gradients_part
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.state.packing import Part
+
+_EXPERTS = ("expert_tensor_parallel", "expert_model_parallel")
+_OTHERS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
+
+
+def identify(loop: ProtectedLoop, parts: Sequence[Part]) -> None:
+    """Have each shard part of a role say what it holds. Raises UnsupportedOptimizer for a parameter
+    that is updated and has no name."""
+    names = {id(parameter): name for name, parameter in loop.named_parameters()}
+    model = in_words(loop.model_arguments())
+    for inner, part in zip(inner_optimizers(loop.optimizer), parts, strict=True):
+        text = "\n".join((part.meaning, model, *_contents(inner, names)))
+        part.meaning = hashlib.sha256(text.encode()).hexdigest()
+
+
+def _contents(inner: Any, names: dict[int, str]) -> Iterator[str]:
+    """A line for each parameter, in the order in which they are packed."""
+    models = {id(updated): (one, start) for one, updated, start in model_parameters(inner)}
+    for updated in (one for group in inner.optimizer.param_groups for one in group["params"]):
+        parameter, start = models.get(id(updated), (updated, 0))
+        if id(parameter) not in names:
+            shape = tuple(parameter.shape)
+            raise UnsupportedOptimizer(f"named_parameters() has no parameter of shape {shape}")
+        kept = {"": updated, **state_tensors(inner, updated)}
+        states = [f"{key}:{one.dtype}:{tuple(one.shape)}" for key, one in kept.items()]
+        yield f"{_slice(names[id(parameter)], parameter)}|{start}|{states}"
+
+
+def _slice(name: str, parameter: Tensor) -> str:
+    """A parameter and which slice of the whole model's it is: experts are dealt out to ranks of
+    their own. No data-parallel rank: replicas have equal slices."""
+    is_dense = getattr(parameter, "allreduce", True)
+    ranks = [_rank(group) for group in (_OTHERS[:1] if is_dense else _EXPERTS)]
+    return f"{name}|{tuple(parameter.shape)}|{ranks}"
+
+
+def _rank(name: str) -> str:
+    """The role's rank in one of Megatron's groups."""
+    group = getattr(parallel_state, f"get_{name}_group")()
+    return f"{group.rank()}/{group.size()}"
+
+
+def role_meaning(loop: ProtectedLoop) -> str:
+    """Which role of which model ``loop`` was built for."""
+    facts = {**loop.model_arguments(), "virtual_stages": len(loop.model_chunks)}
+    facts |= {f"{name}_rank": _rank(name) for name in (*_OTHERS, *_EXPERTS)}
+    facts["layers"] = "+".join(_layers(chunk) for chunk in loop.model_chunks)
+    frozen = [
+        f"{_slice(name, parameter)}|{parameter.dtype}"
+        for name, parameter in loop.named_parameters()
+        if not parameter.requires_grad
+    ]
+    facts["frozen"] = hashlib.sha256("\n".join(frozen).encode()).hexdigest()[:16] if frozen else 0
+    return in_words({**facts, "stage": loop.stage_class()})
+
+
+def _layers(chunk: torch.nn.Module) -> str:
+    """The numbers that a chunk's layers have in the whole model, runs as first and last."""
+    runs: list[list[int]] = []
+    for number in (layer_number(name, module) for name, module in chunk.named_modules()):
+        if number is not None and runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        elif number is not None:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+def role_layout(
+    role: int,
+    parts: list[Part],
+    extras_room_bytes: int,
+    peers: list[int],
+    slots: int,
+    meaning: str,
+    step_parts: Sequence[PartInfo] = (),
+) -> RoleLayout:
+    """The layout of a role's generations. ``extras_room_bytes``: at each boundary; no part of the
+    hash, so that a run goes on with other room. ``step_parts``: for the updates that lead to each
+    generation, where they are kept (see :mod:`.recompute`).
+    """
+    identities = {part.name: part.signature() for part in parts}
+    # The gradients of a part are those of the same parameters.
+    identities |= {gradients_part(name): identity for name, identity in identities.items()}
+    found = [*(PartInfo(part.name, part.nbytes, part.replicas) for part in parts), *step_parts]
+    infos = [replace(info, identity=identities.get(info.name, "")) for info in found]
+    digest = hashlib.sha256(meaning.encode())
+    for info in infos:
+        digest.update(f"{info.name}|{info.nbytes}|{info.identity};".encode())
+    return RoleLayout(
+        role=role,
+        parts=(
+            *infos,
+            *(
+                PartInfo(extras_part(boundary), extras_room_bytes, (role,))
+                for boundary in BOUNDARIES
+            ),
+        ),
+        peers=tuple(sorted(peers)),
+        slots=slots,
+        layout_hash=digest.hexdigest(),
+        meaning=meaning,
+    )

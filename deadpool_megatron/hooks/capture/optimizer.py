@@ -1,0 +1,536 @@
+"""Megatron's optimizers: their state as parts, made complete at start, and where the gate goes.
+
+``get_megatron_optimizer`` answers a ChainedOptimizer of inner optimizers (dense, expert, ...); each
+inner one becomes one part, because the bytes of each are shared by another set of roles.
+
+Peers that hold the same optimizer state may capture a part of it each (REFT's shared snapshots).
+Without Megatron's distributed optimizer all data-parallel peers hold, and would capture, the same
+bytes. Dealt out to classes, each class captures its own piece of every tensor, and so many peers
+are in a class as nodes have to hold a copy: the classes take the place of the shards of a
+distributed optimizer with as many instances. After a restore every peer has the piece of its class
+from a sealed slot, and gets the others from the peers that have restored them.
+
+What is said here of FusedAdam, in particular of Megatron's precision-aware use of it, was written
+with the sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to
+2.12, pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
+optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib_optimizer}.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from deadpool_megatron.state.packing import Part, move_into_arenas
+
+_UNKNOWN_CLASSES = frozenset(
+    {"HybridDeviceOptimizer", "LayerWiseDistributedOptimizer", "TensorParallelMuon"}
+)
+_FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
+
+
+class UnsupportedOptimizer(ValueError):
+    """An optimizer or a precision whose unique state is not known, or a model that has too much of
+    it; the message says why."""
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Megatron's inner optimizers that hold state (stubs of ranks without parameters left out)."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
+
+
+def loss_scalers(optimizer: Any) -> dict[str, Any]:
+    """Those of all optimizers by name, of stubs as well: the first one's scale is that of the loss
+    (optimizer.py, ``ChainedOptimizer.get_loss_scale``), be it a stub or not."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = inner_optimizers(optimizer)
+    names = [
+        f"scaler{inner.index(one)}" if one in inner else f"scaler_of_stub{number}"
+        for number, one in enumerate(chained)
+    ]
+    scalers = [getattr(one, "grad_scaler", None) for one in chained]
+    return {name: one for name, one in zip(names, scalers, strict=True) if one is not None}
+
+
+def is_distributed(inner: Any) -> bool:
+    """True for Megatron's DistributedOptimizer (state sharded over data-parallel peers)."""
+    return isinstance(inner, DistributedOptimizer)
+
+
+def refuse_unknown_state(optimizer: Any, config: Any) -> None:
+    """Raise UnsupportedOptimizer where state is known to lie outside of parts and extras.
+
+    ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
+    """
+    inner = inner_optimizers(optimizer)
+    classes = {type(one).__name__ for one in (optimizer, *inner, *(i.optimizer for i in inner))}
+    if found := sorted(classes & _UNKNOWN_CLASSES):
+        raise UnsupportedOptimizer(f"{found[0]} has no inventory of its state")
+    if getattr(config, "cuda_graph_impl", "none") not in ("none", None) or any(
+        getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")
+    ):
+        raise UnsupportedOptimizer(
+            "CUDA graphs hold the communicators of the time of their capture"
+        )
+    if getattr(config, "qk_clip", False):
+        raise UnsupportedOptimizer(
+            "QK-clip multiplies weights and their masters apart; weights that a recovery casts anew"
+            " from the masters would differ in their last bits"
+        )
+    for reason in (_refused_low_precision(config, inner), *map(_refused_adam, inner)):
+        if reason:
+            raise UnsupportedOptimizer(reason)
+
+
+def _refused_low_precision(config: Any, inner: list[Any]) -> str:
+    """Why this FP8 or FP4 cannot be captured; empty when it can (:mod:`.fp8`)."""
+    if getattr(config, "fp4", None):
+        return "fp4: nobody has made an inventory of what Transformer Engine keeps for it"
+    if not getattr(config, "fp8", None):
+        return ""
+    recipe = getattr(config, "fp8_recipe", "delayed")
+    name = getattr(recipe, "value", recipe)
+    if recipe not in _FP8_RECIPES:
+        return f"fp8 recipe {name}: its quantizers may keep state that nobody knows of"
+    if not getattr(config, "fp8_param", False):
+        return ""
+    # FP8 weights are derived: cast anew from the master weights, with amaxes reduced over the
+    # data-parallel group (distrib_optimizer.py, _copy_main_params_to_model_params; Transformer
+    # Engine, pytorch/tensor/utils.py). That gives the same bytes if the scale is the same.
+    if recipe == "mxfp8":
+        return "weights in MXFP8 are gathered in the buffer of gradients, which a recovery empties"
+    if not all(is_distributed(one) for one in inner):
+        return "weights in FP8 can be cast anew by the distributed optimizer only"
+    if any(masters_in_adam(one) for one in inner):
+        return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast anew"
+    if recipe == "delayed" and any(getattr(one, "grad_scaler", None) for one in inner):
+        return (
+            "weights in FP8, delayed scaling and a loss scaler: after a skipped update nobody knows"
+            " the scale with which the weights were cast"
+        )
+    return ""
+
+
+def _refused_adam(inner: Any) -> str:
+    """Why the state of this one's Adam is not known; empty when it is."""
+    fused = hasattr(inner.optimizer, "initialize_state")
+    if getattr(inner.config, "use_precision_aware_optimizer", False) and not fused:
+        kind = type(inner.optimizer).__name__
+        return f"the precision-aware use of {kind}: only Transformer Engine's FusedAdam is known"
+    if getattr(inner.optimizer, "master_weights", False) and not fused:
+        # Apex: param_groups_master.
+        return f"{type(inner.optimizer).__name__} keeps master weights outside of its state"
+    return ""
+
+
+def masters_in_adam(inner: Any) -> bool:
+    """Whether FusedAdam holds the master weights, and updates the model's parameters in place.
+
+    Then the model's shard is state of its own: with remainders it is the upper half of the master
+    weights; with scaled fp16 masters it was rounded from what they were before their rounding.
+    """
+    config = getattr(inner, "config", None)
+    return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def complete_state(optimizer: Any) -> None:
+    """Create the state that the optimizer would create in its first step, with the same values.
+
+    The layout of a slot must be fixed before the first step. A zero state gives the same first
+    update as no state: it is what the optimizers themselves start from.
+    """
+    for inner in inner_optimizers(optimizer):
+        adam = inner.optimizer
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            _complete_torch_adam(adam)
+        elif hasattr(adam, "initialize_state"):
+            _complete_fused_adam(adam)
+        elif getattr(inner, "init_state_fn", None) is None:
+            raise UnsupportedOptimizer(f"{type(adam).__name__} has no known state")
+        else:
+            # Megatron's own, which is right for Apex: two zeros, as wide as the parameter (fp32).
+            inner.init_state_fn(adam, inner.config)
+
+
+def _complete_torch_adam(adam: Any) -> None:
+    for group in adam.param_groups:
+        if group.get("amsgrad"):
+            raise UnsupportedOptimizer("amsgrad keeps a third moment; not supported")
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter.detach())
+                state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+
+
+def _complete_fused_adam(adam: Any) -> None:
+    """As its ``step`` does for a parameter that it has not met.
+
+    Not through Megatron's ``init_state_fn``: that one leaves out the second argument, and without
+    the precision-aware optimizer it knows of no master weights.
+    """
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if adam.state[parameter]:
+                continue
+            remainders = getattr(adam, "store_param_remainders", None)
+            if remainders is None:  # before Transformer Engine 2.1
+                adam.initialize_state(parameter)
+            else:
+                both = bool(remainders) and parameter.dtype == torch.bfloat16
+                adam.initialize_state(parameter, both)
+
+
+# What holds the values of Transformer Engine's quantised tensors. Their transposed and column-wise
+# copies are made anew from these.
+_RAW = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+
+
+def raw_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a quantised one wraps, by attribute; empty for a plain tensor."""
+    if not hasattr(tensor, "_quantizer"):
+        return {}
+    found = {name: raw for name in _RAW if isinstance(raw := vars(tensor).get(name), Tensor)}
+    if not found:
+        raise UnsupportedOptimizer(f"{type(tensor).__name__} keeps its values in an unknown place")
+    return found
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor itself, or what it wraps."""
+    return list(raw_tensors(tensor).values()) or [tensor]
+
+
+def model_parameters(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each parameter of the model for which an inner optimizer updates another tensor, that tensor,
+    and the element of the parameter at which the role's run of it begins."""
+    if is_distributed(inner):
+        groups = inner.optimizer.param_groups
+        for parameter, (group, place) in inner.model_param_group_index_map.items():
+            run = inner._get_model_param_range_map(parameter)["param"]
+            yield parameter, groups[group]["params"][place], run.start
+        return
+    models = getattr(inner, "float16_groups", [])
+    masters = getattr(inner, "fp32_from_float16_groups", [])
+    for parameters, updated in zip(models, masters, strict=True):
+        yield from ((one, other, 0) for one, other in zip(parameters, updated, strict=True))
+
+
+def state_tensors(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Every plain tensor that an inner optimizer keeps for one of its parameters, by name."""
+    return {name: owner[key] for name, owner, key in _owners(inner.optimizer, parameter)}
+
+
+def _owners(adam: Any, parameter: Tensor) -> Iterator[tuple[str, MutableMapping[Any, Any], str]]:
+    """Name, and the mapping and key where it is found now: a load replaces mappings as well."""
+    state = adam.state[parameter]
+    for key in sorted(state):
+        if not isinstance(state[key], Tensor):
+            continue
+        raw = raw_tensors(state[key])
+        for attribute in raw:
+            yield f"{key}.{attribute}", vars(state[key]), attribute
+        if not raw:
+            yield key, state, key
+    # FusedAdam: what moments and masters narrower than fp32 are to be multiplied by.
+    scales = getattr(adam, "_scales", {}).get(parameter, {})
+    for key in sorted(scales):
+        yield f"{key}.scale", scales, key
+
+
+class ShardState:
+    """The tensors of all inner optimizers, one part per inner optimizer, packed where possible.
+
+    Packing re-points tensors that own their memory into flat arenas; :meth:`readopt` puts that
+    back after a load of a checkpoint has put other tensors in their place. ``holders``: how many
+    roles are to capture what more of them have in common; 0: all of them do. ``shared`` is what
+    fewer capture.
+    """
+
+    def __init__(self, optimizer: Any, holders: int = 0) -> None:
+        self._kept = list(_kept(optimizer))
+        self.shared: list[SharedCapture] = []
+        self.parts = [
+            self._part(f"shard{index}", inner, holders)
+            for index, inner in enumerate(inner_optimizers(optimizer))
+        ]
+        for kept in self._kept:
+            kept.settle()
+
+    def readopt(self) -> None:
+        """Move what a load has replaced back into the packed tensors. Values do not change."""
+        with torch.no_grad():
+            for kept in self._kept:
+                kept.readopt()
+
+    def release(self) -> None:
+        """Give parameters of the model memory of their own, as before they were packed: what is
+        packed for its next optimizer has to be laid out as in a role that was built anew."""
+        for kept in self._kept:
+            if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
+                kept.parameter.data = kept.parameter.detach().clone()
+
+    def _part(self, name: str, inner: Any, holders: int) -> Part:
+        tensors, group = self._packed(inner), _replica_group(inner)
+        if group is None:
+            return Part(name, tensors, [dist.get_rank()])
+        roles = dist.get_process_group_ranks(group)
+        classes = len(roles) // holders if holders else 1
+        if classes < 2:
+            return Part(name, tensors, roles)
+        shared = SharedCapture(tensors, group, classes)
+        self.shared.append(shared)
+        piece = f"piece {roles.index(dist.get_rank()) % classes} of {classes}"
+        return Part(name, shared.own_tensors(), shared.own_roles, piece)
+
+    def _packed(self, inner: Any) -> list[Tensor]:
+        kept = [one for one in self._kept if one.inner is inner]
+        # A shard of the model's parameters is read by the forward pass and by gathers where it is.
+        fixed = [one.tensor for one in kept if not one.name and masters_in_adam(inner)]
+        movable = [one.tensor for one in kept if one.name or not masters_in_adam(inner)]
+        return [*move_into_arenas(movable), *fixed]
+
+
+class SharedCapture:
+    """What the peers of one inner optimizer have in common, and who captures what of it.
+
+    ``tensors``: all of its state, laid out alike in all peers. ``group``: the peers; ``classes``:
+    into how many of them they are dealt, neighbours into different ones, since they are likely to
+    be on one node.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, classes: int) -> None:
+        self.group = group
+        self._tensors = list(tensors)
+        self._roles = dist.get_process_group_ranks(group)
+        self._classes = classes
+        self._class = self._roles.index(dist.get_rank()) % classes
+
+    @property
+    def own_roles(self) -> list[int]:
+        """Roles that capture the same bytes, the own one included."""
+        return self._roles[self._class :: self._classes]
+
+    def own_tensors(self) -> list[Tensor]:
+        """What this role captures: the piece of its class of each tensor; whole tensors where
+        there is nothing to gain, or they are not where the group communicates."""
+        return [
+            pieces(tensor, self._classes)[self._class] if self._is_cut(tensor) else tensor
+            for tensor in self._tensors
+        ]
+
+    def gather(self) -> None:
+        """Collectively bring the pieces of all classes into the tensors of all peers.
+
+        As bytes: not every backend knows every dtype.
+        """
+        for tensor in self.tensors:
+            for number, piece in enumerate(pieces(tensor, self._classes)):
+                dist.broadcast(piece.view(torch.uint8), src=self._roles[number], group=self.group)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are cut into pieces."""
+        return [tensor for tensor in self._tensors if self._is_cut(tensor)]
+
+    def _is_cut(self, tensor: Tensor) -> bool:
+        where = self._tensors[0].device
+        return tensor.is_contiguous() and tensor.device == where and tensor.numel() >= self._classes
+
+
+def pieces(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Flat views of a contiguous tensor, each element in one of them, as even as can be."""
+    return torch.tensor_split(tensor.detach().view(-1), count)
+
+
+@dataclass
+class _Kept:
+    """One tensor of an optimizer: a parameter that it updates (``name`` empty), or its state."""
+
+    inner: Any
+    parameter: Tensor
+    name: str
+    tensor: Tensor
+
+    def settle(self) -> None:
+        """Remember the memory the tensor has now, after packing."""
+        self._place = self.tensor.detach()
+
+    def readopt(self) -> None:
+        """Bring the current value into the remembered memory."""
+        owner, key = self._found()
+        current = owner[key]
+        if current is self.tensor and current.data_ptr() == self._place.data_ptr():
+            return
+        self._place.copy_(current.detach())
+        self.tensor.data = self._place
+        owner[key] = self.tensor
+
+    def _found(self) -> tuple[MutableMapping[Any, Any], str]:
+        if not self.name:
+            return {"": self.parameter}, ""
+        owners = _owners(self.inner.optimizer, self.parameter)
+        return {name: (owner, key) for name, owner, key in owners}[self.name]
+
+
+def _kept(optimizer: Any) -> Iterator[_Kept]:
+    """Parameter, then its state, in the order of the groups: equal in equal roles."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield _Kept(inner, parameter, "", parameter)
+                for name, tensor in state_tensors(inner, parameter).items():
+                    yield _Kept(inner, parameter, name, tensor)
+
+
+def _replica_group(inner: Any) -> dist.ProcessGroup | None:
+    """Of the roles whose bytes of this inner optimizer are identical; None where no other's are."""
+    group: dist.ProcessGroup
+    if is_distributed(inner):
+        if inner.ddp_config.num_distributed_optimizer_instances == 1:
+            return None
+        group = parallel_state.get_inter_distributed_optimizer_instance_group()
+        return group
+    # Not by the mark on parameters: master weights, which the groups name then, do not have it.
+    if any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups):
+        group = parallel_state.get_expert_data_parallel_group()
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
+def statistics_span_the_world(optimizer: Any) -> bool:
+    """True when found-inf or the gradient norm is summed over all roles before any update.
+
+    Then a word of every role lies between a role's gate and its first overwrite, for which the host
+    waits (:mod:`.protection`), and 2+N slots suffice (design, section 4). Otherwise the dependency
+    argument needs 3+N.
+    """
+    inner = inner_optimizers(optimizer)
+    if not inner or not all(is_distributed(one) for one in inner):
+        return dist.get_world_size() == 1
+    groups = [one.get_grad_stats_parallel_group() for one in inner]
+    return all(dist.get_world_size(group) == dist.get_world_size() for group in groups)
+
+
+def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
+    """The plain values of every parameter group: what the scheduler has set (lr, weight decay), and
+    what a load has taken from a checkpoint (betas).
+
+    FusedAdam counts its steps here, too, from its first step on.
+    """
+    return [
+        [
+            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | tuple)}
+            for group in inner.optimizer.param_groups
+        ]
+        for inner in inner_optimizers(optimizer)
+    ]
+
+
+def param_group_tensors(optimizer: Any) -> dict[str, Tensor]:
+    """The tensors among these values, by place: steps and learning rate of a capturable Adam."""
+    return {
+        f"{index}.{number}.{key}": value
+        for index, inner in enumerate(inner_optimizers(optimizer))
+        for number, group in enumerate(inner.optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def restore_param_group_values(
+    optimizer: Any, values: list[list[dict[str, Any]]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Inverse of the two, in place. What was not there then is taken away.
+
+    A count of steps that stayed behind, of an interrupted first iteration or of a warm-up, would
+    correct the bias of the moments for the wrong step.
+    """
+    for index, (inner, groups) in enumerate(zip(inner_optimizers(optimizer), values, strict=True)):
+        for number, (group, kept) in enumerate(
+            zip(inner.optimizer.param_groups, groups, strict=True)
+        ):
+            place = f"{index}.{number}."
+            arrived = {k.removeprefix(place): v for k, v in tensors.items() if k.startswith(place)}
+            for key, value in list(group.items()):
+                known = isinstance(value, int | float | bool | str | Tensor)
+                if known and key not in kept and key not in arrived:
+                    del group[key]
+            # A list was a tuple: JSON has none.
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
+            for key, tensor in arrived.items():
+                if isinstance(live := group.get(key), Tensor):
+                    live.copy_(tensor)
+                else:
+                    group[key] = tensor.to(_device(group), copy=True)
+
+
+def _device(group: Mapping[str, Any]) -> torch.device:
+    return next((p.device for p in group["params"]), torch.device("cpu"))
+
+
+class StepHooks:
+    """Registers the gate, the copy fence and the start of the snapshot with an optimizer.
+
+    ``gate`` runs at the entry of the outermost ``step``, before found-inf and gradient norm;
+    ``before`` and ``after`` the update of each inner optimizer, in turn, with its index; before it
+    the gradients are what the update uses.
+    A torch step pre-hook would be too late for the gate (traps, A2). ``judge`` is given each
+    gradient norm of an update that was applied, as Megatron has computed it for this role; on a
+    device it waits for it there, as Megatron's train_step() does next.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        gate: Callable[[], None],
+        before: Sequence[Callable[[int], None]],
+        after: Sequence[Callable[[int], None]],
+        judge: Callable[[float], None],
+    ) -> None:
+        original = optimizer.step
+
+        def gated_step() -> Any:
+            gate()
+            answer = original()
+            if isinstance(answer, tuple) and len(answer) == 3 and answer[0]:
+                # Since 0.19 some parameters have a norm of their own.
+                groups = getattr(optimizer, "grad_norms_by_group", {})
+                for norm in (answer[1], *groups.values()):
+                    if norm is not None:
+                        judge(float(norm))
+            return answer
+
+        optimizer.step = gated_step
+        for index, inner in enumerate(inner_optimizers(optimizer)):
+            for call in before:
+                inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
+            for call in after:
+                inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
+
+
+def largest_value(parts: Sequence[Part]) -> float:
+    """The largest number of the parts in magnitude, NaN if there is one; makes no copy of them."""
+    largest = [
+        torch.stack(torch.aminmax(tensor)).abs().max().float()
+        for part in parts
+        for tensor in part.tensors
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
+    ]
+    return float(torch.stack(largest).max()) if largest else 0.0
+
+
+def _call(call: Callable[[int], None], index: int, *_: object) -> None:
+    """As torch calls a hook: with the optimizer and the arguments of its step."""
+    call(index)

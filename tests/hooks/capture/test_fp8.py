@@ -1,0 +1,363 @@
+"""State that only GPUs have: FP8, in histories and in weights.
+
+None of this has run on a GPU. What Transformer Engine and Apex keep is played by
+:mod:`tests.hooks.capture.fake_te`; Megatron's own classes are the real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import fp8_utils, parallel_state
+
+from deadpool_megatron.hooks import leftovers
+from deadpool_megatron.hooks.capture import fp8
+from deadpool_megatron.hooks.capture.hashing import state_digests
+from deadpool_megatron.hooks.capture.optimizer import (
+    ShardState,
+    UnsupportedOptimizer,
+    complete_state,
+    plain_tensors,
+    raw_tensors,
+)
+from deadpool_megatron.hooks.dimensions.data import DataHook
+from deadpool_megatron.state.extras import ExtrasError
+from tests.hooks.capture import fake_te, gpu_rig
+from tests.hooks.capture.fake_te import Float8Tensor, FusedAdam, Manager, Model
+from tests.hooks.capture.gpu_rig import Slot, differences, distributed_inner, plain_inner
+from tests.hooks.capture.plain_loop import plain_loop
+
+transformer_engine = fake_te.transformer_engine
+_one_rank = gpu_rig.one_rank
+
+
+TE_DISTRIBUTED = "transformer_engine.pytorch.distributed"
+
+
+def recipe_loop(recipe: str = "delayed", chunks: int = 1) -> Any:
+    kinds: tuple[Any, ...] = (lambda: fake_te.Linear(8), lambda: fake_te.GroupedLinear(8))
+    if recipe in ("delayed", "tensorwise"):
+        kinds = (*kinds, fake_te.DotProductAttention)
+    models = [Model([kind() for kind in kinds], recipe) for _ in range(chunks)]
+    weights = [parameter for model in models for parameter in model.parameters()]
+    inner = plain_inner(torch.optim.AdamW(weights, lr=0.01))
+    loop = plain_loop(models, inner)
+    complete_state(loop.optimizer)
+    return loop
+
+
+def registered(manager: type[Manager]) -> list[list[int]]:
+    """What each register holds, in its order."""
+    return [[t.numel() for t in found] for found in manager.global_scale_buffer.values()]
+
+
+def train(loop: Any, count: int, seed: int, interrupt: bool = False) -> None:
+    """Two micro-batches for each update; every chunk has its own FP8 region, as with stages."""
+    for number in range(count):
+        generator = torch.Generator().manual_seed(100 * seed + number)
+        for module in (m for c in loop.model_chunks for m in c.modules()):
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = True
+        for _ in range(2):
+            value = torch.randn(6, 8, generator=generator)
+            for chunk in loop.model_chunks:
+                with fp8_utils.get_fp8_context(chunk.config):
+                    value = chunk(value)
+                if interrupt:
+                    return
+            (value**2).mean().backward()
+        for inner in loop.optimizer.chained_optimizers:
+            inner.optimizer.step()
+            inner.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("recipe", "chunks"), [("delayed", 1), ("delayed", 2), ("tensorwise", 2)])
+def test_histories_and_scales_come_back_in_place(
+    transformer_engine: type[Manager], recipe: str, chunks: int
+) -> None:
+    """Traps, A4. Attention is delayed in its softmax under tensorwise scaling as well."""
+    loop = recipe_loop(recipe, chunks)
+    shard = ShardState(loop.optimizer)
+    first = Slot(loop, shard)
+    tensors = [t for _, t in fp8.named_tensors(loop.model_chunks)]
+    addresses = [t.data_ptr() for t in tensors]
+    assert tensors
+    train(loop, 3, seed=1)
+    slot, at_capture = Slot(loop, shard), state_digests(loop)
+    assert len(slot.extras) < len(first.extras) + 500, "room for them is there from the start"
+    transformer_engine.reduced.clear()
+    train(loop, 2, seed=2)
+    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    train(loop, 1, seed=3, interrupt=True)
+    slot.restore(loop, shard)
+    assert differences(state_digests(loop), at_capture) == []
+    transformer_engine.reduced.clear()
+    train(loop, 2, seed=2)
+    assert differences(state_digests(loop), after) == []
+    assert transformer_engine.reduced == reduced
+    now = [t.data_ptr() for _, t in fp8.named_tensors(loop.model_chunks)]
+    assert now == addresses
+    registered = itertools.chain(*transformer_engine.global_scale_buffer.values())
+    assert {t.data_ptr() for t in registered} <= set(addresses)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_all_values_are_captured_by_one_copy() -> None:
+    loop = recipe_loop()
+    values = fp8.capture(loop)
+    assert values.keys() == {"fp8.layout", "fp8.registered", "fp8.values.float32"}
+    total = sum(t.numel() for _, t in fp8.named_tensors(loop.model_chunks))
+    # Scale and history: one product, two experts, attention's three.
+    assert total == (1 + fake_te.HISTORY) * (1 + 2 + 3) * (3 + 2)
+    assert values["fp8.values.float32"].shape == (total,)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_newcomer_reduces_what_survivors_reduce(
+    transformer_engine: type[Manager], recipe: str
+) -> None:
+    """It has run no forward pass; in two chunks it would register the second one too late."""
+    loop = recipe_loop(recipe, chunks=2)
+    shard = ShardState(loop.optimizer)
+    train(loop, 2, seed=1)
+    slot = Slot(loop, shard)
+    transformer_engine.reduced.clear()
+    train(loop, 1, seed=2)
+    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    order = registered(transformer_engine)
+    # Another process: nothing is registered there.
+    for name in ("global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer"):
+        getattr(transformer_engine, name).clear()
+    newcomer = recipe_loop(recipe, chunks=2)
+    target = ShardState(newcomer.optimizer)
+    Slot(newcomer, target)  # what a build captures
+    slot.restore(newcomer, target)
+    assert registered(transformer_engine) == order
+    transformer_engine.reduced.clear()
+    train(newcomer, 1, seed=2)
+    assert differences(state_digests(newcomer), after) == []
+    assert transformer_engine.reduced == reduced
+
+
+def test_before_the_first_step_nothing_is_registered(transformer_engine: type[Manager]) -> None:
+    """A survivor of an interrupted first iteration, a warmed-up spare, and a newcomer agree."""
+    loop = recipe_loop(chunks=2)
+    shard = ShardState(loop.optimizer)
+    slot = Slot(loop, shard)
+    train(loop, 1, seed=1)
+    after, reduced = state_digests(loop), list(transformer_engine.reduced)
+    slot.restore(loop, shard)
+    assert not any(transformer_engine.global_amax_buffer.values())
+    transformer_engine.reduced.clear()
+    train(loop, 1, seed=1)
+    assert differences(state_digests(loop), after) == []
+    assert transformer_engine.reduced == reduced
+
+
+def test_the_model_of_another_role_is_not_reduced_any_more(
+    transformer_engine: type[Manager],
+) -> None:
+    """A process that is built for another role still has the first one's registrations."""
+    old = recipe_loop(chunks=2)
+    fp8.capture(old)
+    train(old, 1, seed=1)
+    transformer_engine.reduced.clear()
+    loop = recipe_loop()
+    fp8.capture(loop)
+    assert transformer_engine.reduced == []
+    fp8.reset_in_flight(loop.model_chunks)
+    assert not any(transformer_engine.global_amax_buffer.values())
+    train(loop, 1, seed=1)
+    kept = registered(transformer_engine)
+    fp8.reset_in_flight(loop.model_chunks)
+    assert registered(transformer_engine) == kept == [[9, 6, 3], [6, 4, 2]], "of its own, nothing"
+
+
+def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine: type[Manager]) -> None:
+    loop = recipe_loop()
+    fp8.capture(loop)
+    train(loop, 1, seed=1)
+    recomputing: Any = sys.modules[TE_DISTRIBUTED]
+    transformer_engine.AUTOCAST_DEPTH = 2
+    transformer_engine.FP8_ENABLED = True
+    transformer_engine.IS_FIRST_FP8_MODULE = True
+    transformer_engine.fp8_tensors_recompute_buffer = [deque([1, 2]), deque([3])]
+    recomputing._FP8_ACTIVATION_RECOMPUTE_PHASE = True
+    first = recomputing.activation_recompute_forward._is_first_fp8_module
+    first += [True, False]
+    linear = loop.model_chunks[0].layers[0]
+    assert linear._fp8_workspaces
+    assert not linear.is_first_microbatch
+    fp8.reset_in_flight(loop.model_chunks)
+    assert transformer_engine.AUTOCAST_DEPTH == 0
+    assert not transformer_engine.FP8_ENABLED
+    assert not transformer_engine.IS_FIRST_FP8_MODULE
+    assert [list(one) for one in transformer_engine.fp8_tensors_recompute_buffer] == [[], []]
+    assert not recomputing._FP8_ACTIVATION_RECOMPUTE_PHASE
+    assert first == []
+    assert not linear._fp8_workspaces
+    assert linear.is_first_microbatch
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_recipes_without_a_history_keep_nothing(
+    transformer_engine: type[Manager], recipe: str
+) -> None:
+    loop = recipe_loop(recipe)
+    shard = ShardState(loop.optimizer)
+    train(loop, 2, seed=1)
+    assert not [name for name in fp8.capture(loop) if name.startswith("fp8.values")]
+    slot = Slot(loop, shard)
+    train(loop, 1, seed=2)
+    after = state_digests(loop)
+    slot.restore(loop, shard)
+    assert not loop.model_chunks[0].layers[0]._fp8_workspaces, "copies of other weights"
+    train(loop, 1, seed=2)
+    assert differences(state_digests(loop), after) == []
+    assert transformer_engine.reduced == []
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_other_modules_than_those_captured_are_an_error() -> None:
+    values = fp8.capture(recipe_loop())
+    with pytest.raises(ExtrasError, match="differ"):
+        fp8.restore(recipe_loop(chunks=2), values)
+    with pytest.raises(ExtrasError, match="differ"):
+        fp8.restore(recipe_loop(), {})
+    plain = plain_loop([torch.nn.Linear(2, 2)])
+    assert fp8.capture(plain) == {}
+    fp8.restore(plain, {})
+    with pytest.raises(ExtrasError, match="differ"):
+        fp8.restore(plain, values)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_training_in_bf16_with_the_same_modules_keeps_nothing() -> None:
+    loop = recipe_loop()
+    loop.model_chunks[0].config.fp8 = None
+    assert fp8.capture(loop) == {}
+    assert not loop.model_chunks[0].layers[0].fp8_initialized
+    fp8.reset_in_flight(loop.model_chunks)
+    fp8.restore(loop, {})
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_state_that_is_kept_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unheard(fake_te.TransformerEngineBaseModule):
+        """Of a kind that nobody has looked at."""
+
+    loop = recipe_loop()
+    loop.model_chunks[0].layers.append(Unheard())
+    with pytest.raises(UnsupportedOptimizer, match=r"layers\.3: .* Unheard"):
+        fp8.capture(loop)
+    loop = recipe_loop()
+    loop.model_chunks[0].layers[0]._fused_impl = None
+    with pytest.raises(UnsupportedOptimizer, match=r"layers\.0: fused operations"):
+        fp8.capture(loop)
+    later: Any = ModuleType("fp8")
+    later.FP8GlobalStateManager = SimpleNamespace(quantization_state=None)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", later)
+    with pytest.raises(UnsupportedOptimizer, match="version of Transformer Engine"):
+        fp8.capture(recipe_loop())
+
+
+# Weights in FP8.
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_weights_in_fp8_are_read_as_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    weight = torch.nn.Parameter(Float8Tensor(torch.ones(4)))
+    weight.tensor_model_parallel = True
+    assert list(raw_tensors(weight)) == ["_data", "_scale_inv"]
+    assert raw_tensors(torch.ones(2)) == {}
+    assert plain_tensors(weight) == [weight._data, weight._scale_inv]
+    model = Model([fake_te.Linear(2)], "tensorwise")
+    model.layers[0].weight = weight
+    loop = plain_loop([model], plain_inner(FusedAdam([torch.ones(4)], 0.1)))
+    fp8.capture(loop)
+    before = state_digests(loop)
+    assert {f"parameter.0.layers.0.weight.{raw}" for raw in ("_data", "_scale_inv")} < set(before)
+    weight._scale_inv.mul_(2)
+    assert differences(before, state_digests(loop)) == ["parameter.0.layers.0.weight._scale_inv"]
+    finished: list[Any] = []
+    monkeypatch.setattr(fp8_utils, "post_all_gather_processing", finished.append)
+    fp8.finish_gather(loop.model_chunks)
+    assert finished == [[weight]]
+
+
+def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finished(
+    transformer_engine: type[Manager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through Megatron's own copy of masters into the model."""
+    loop = recipe_loop()
+    inner = distributed_inner(
+        loop.optimizer.chained_optimizers[0].optimizer,
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
+    )
+    inner.buffers, inner.data_parallel_group = [], "data"
+    for name in ("model_float16", "model_fp32", "shard_fp32", "shard_fp32_from_float16"):
+        setattr(inner, f"{name}_groups", [])
+    loop.optimizer.chained_optimizers = [inner]
+    (chunk,) = loop.model_chunks
+    chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []
+    chunk.zero_grad_buffer = lambda: None
+    done: list[Any] = []
+
+    def scale() -> float:
+        return float(chunk.layers[0].fp8_meta["scaling_fwd"].scale[1])
+
+    monkeypatch.setattr(
+        "megatron.core.optimizer.distrib_optimizer.quantize_param_shard",
+        lambda *arguments: done.append((arguments[-1], scale())),
+    )
+    chunk.start_param_sync = lambda force_sync: done.append(("gathered", force_sync))
+    monkeypatch.setattr(fp8, "finish_gather", lambda chunks: done.append("finished"))
+    shard, hook = ShardState(loop.optimizer), DataHook(loop)
+    fp8.capture(loop)
+    train(loop, 2, seed=1)
+    slot, wanted = Slot(loop, shard), scale()
+    train(loop, 1, seed=2)
+    assert scale() != wanted
+    transformer_engine.AUTOCAST_DEPTH = 1
+    fp8_row = leftovers.TABLE[-1]
+    fp8_row.forget(SimpleNamespace(loop=loop))  # type: ignore[arg-type]
+    assert transformer_engine.AUTOCAST_DEPTH == 0
+    slot.restore(loop, shard)
+    hook.rebuild_from_peers()
+    assert done == [("data", wanted), ("gathered", True), "finished"]
+
+
+def test_peers_compare_the_bytes_of_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(Float8Tensor(torch.ones(4)))
+    model = torch.nn.Module()
+    model.weight = weight
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "deadpool_megatron.hooks.dimensions.data.compare_with_peers",
+        lambda tensors, group, what: seen.append((tensors, group)),
+    )
+    for number, name in ((1, "data"), (2, "expert_data")):
+        group = f"megatron.core.parallel_state.get_{name}_parallel_group"
+        monkeypatch.setattr(group, lambda number=number, **_: number)
+    loop = plain_loop([model])
+    DataHook(loop).verify()
+    weight.allreduce = False
+    DataHook(loop).verify()
+    raw = [weight._data, weight._scale_inv]
+    assert seen == [(raw, 1), ([], 1), (raw, 2)]
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_frozen_weights_in_fp8_are_refused() -> None:
+    model = Model([fake_te.Linear(2)], "tensorwise")
+    weight = Float8Tensor(torch.ones(4))
+    model.layers[0].weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(UnsupportedOptimizer, match="frozen and in FP8"):
+        fp8.capture(plain_loop([model]))
