@@ -30,8 +30,6 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
-from deadpool_megatron.hooks.audit.hardware import hardware
-from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
 from deadpool_megatron.hooks.audit.passes import PassAudit, why_not_compared
 from deadpool_megatron.hooks.audit.shipping import (
     Description,
@@ -45,10 +43,12 @@ from deadpool_megatron.hooks.audit.verdict import (
     Accusation,
     Sums,
     alone,
+    hardware,
     judge_computed,
     judge_equals,
     judge_repeated,
     judge_update,
+    stop_if_wrong,
 )
 from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,

@@ -26,14 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
-from deadpool_megatron.hooks.audit.hardware import hardware
-from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
-from deadpool_megatron.hooks.audit.rerun import not_looking
 from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
 from deadpool_megatron.hooks.audit.verdict import (
     Accusation,
@@ -41,8 +38,10 @@ from deadpool_megatron.hooks.audit.verdict import (
     Sums,
     alone,
     comparable,
+    hardware,
     judge_passes,
     judge_repeated_passes,
+    stop_if_wrong,
     unrepeatable,
 )
 from deadpool_megatron.hooks.capture import extras
@@ -216,7 +215,7 @@ class PassAudit:
                 hook = chunk.register_forward_hook(functools.partial(passed_on, own))
                 stack.callback(hook.remove)
             stack.enter_context(self._without_synchronising())
-            stack.enter_context(not_looking())
+            stack.enter_context(_not_looking())
             forward_backward(**{**arguments, "data_iterator": data if len(chunks) > 1 else data[0]})
         for chunk, own in zip(chunks, sums, strict=True):
             own[2] = fingerprint([buffer.grad_data for buffer in chunk.buffers], device)
@@ -353,3 +352,27 @@ def _is_by_name(batch: Any) -> bool:
     return isinstance(batch, Mapping) and all(
         value is None or isinstance(value, Tensor) for value in batch.values()
     )
+
+
+@contextlib.contextmanager
+def _not_looking() -> Iterator[None]:
+    """Megatron's rerun machine looks at every result of a pass; a pass of an audit is none of them.
+
+    Results are not judged (but for NaN, where the machine is off), and the machine has the same
+    counts, largest values and wishes to run again afterwards as before."""
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if machine is None:
+        yield
+        return
+    kept = {
+        name: value.copy() if isinstance(value, dict) else value
+        for name, value in vars(machine).items()
+    }
+    # As in its very first run, in which it judges nothing.
+    machine.state = rerun_state_machine.RerunState.INITIAL_RUN
+    machine.first_iteration_complete = False
+    machine.rerun_requested = False
+    try:
+        yield
+    finally:
+        vars(machine).update(kept)

@@ -1,14 +1,29 @@
-"""Which of several peers is wrong, by what each of them has computed. Pure."""
+"""The verdict of an audit: which of several peers is wrong, by what each of them has computed.
+
+Pure but for the two ends: the number that says what a role computes on, and what it does when
+somebody is wrong. Only where that number is equal are equal bytes to be expected: another model of
+GPU or CPU, another driver or another number of threads may have a library choose other kernels,
+which add in another order and are as right.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deadpool_megatron.hooks.reports import Reports
 
 # The words of a fingerprint (deadpool_megatron.state.packing), of one or of several blocks.
 Sums = tuple[int, ...]
 _PASS = "a forward and backward pass"
+_CPU_FACTS = Path("/proc/cpuinfo")
+_GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -19,6 +34,24 @@ class Accusation:
     roles: tuple[int, ...]
     is_certain: bool
     what: str
+
+
+def hardware(device: torch.device) -> int:
+    """Equal for roles with the same devices, drivers and libraries; less than 2**56."""
+    facts = [
+        platform.machine(),
+        _line(_CPU_FACTS, "model name"),
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
+        torch.__version__,
+    ]
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        facts += [name, f"{major}.{minor}", str(torch.version.cuda), _line(_GPU_DRIVER, "NVRM")]
+        facts.append(str(torch.backends.cudnn.version()))  # type: ignore[no-untyped-call]
+    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
 
 
 def judge_equals(held: Mapping[int, Sums], what: str) -> Accusation | None:
@@ -172,6 +205,16 @@ def judge_repeated_passes(
     return Accusation(tuple(sorted(wrong)), True, _PASS) if is_told else None
 
 
+def stop_if_wrong(reports: Reports, iteration: int, verdict: Accusation | None) -> None:
+    """Tell the coordinator, and go no further: this iteration has no generation. Then it ends by
+    what ends the epoch; without a verdict it returns."""
+    if verdict is None:
+        return
+    roles, what, certain = list(verdict.roles), verdict.what, verdict.is_certain
+    reports.say("audit-failed", iteration=iteration, roles=roles, certain=certain, what=what)
+    reports.stand_still(f"{what} in iteration {iteration} differ, roles {roles}")
+
+
 def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Accusation:
     """Who differs from its peers, by place; not certain where any of them have no majority."""
     roles: list[int] = []
@@ -199,3 +242,12 @@ def _first_wrong(
     # What came back was wrong, though all behind it is right: lost between two stages.
     last = max(stages[role] for role in stages if role in returned or role in gradients)
     return {role for role, stage in stages.items() if stage in (last, last + 1)}
+
+
+def _line(file: Path, begin: str) -> str:
+    """The first line of a file of the kernel that begins so; empty where there is none."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(begin)), "")

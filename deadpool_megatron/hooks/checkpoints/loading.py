@@ -7,6 +7,7 @@ checkpoints completely but does not bring everything back; each place below says
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,19 @@ def exact_load(optimizer: Any) -> Iterator[None]:
         yield
         for part, states in zip(inner, kept, strict=True):
             _restore_identity(part.optimizer, states)
+
+
+def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``original``, Megatron's load_checkpoint(), and have the optimizer come back exactly.
+
+    Nothing is left to do for the rest: Megatron saves the random generators of each pipeline and
+    tensor rank, and of each data-parallel rank where these differ (checkpointing.py:336).
+    """
+    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments.get("optimizer")
+    if optimizer is None:
+        return original(*args, **kwargs)
+    with exact_load(optimizer):
+        return original(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ A program makes the state that a save would write (:meth:`ProtectedLoop.checkpoi
 tensor in it is found again by its address: in a shard part, among the extras, or in a parameter
 that is cast from master weights in a shard part. Of the parameters of a distributed optimizer every
 data-parallel peer writes what it has the master weights of, so that nobody needs bytes of others.
-A run with a tensor that is not found has no exports, and says so.
+A run with a tensor that is not found has no exports, and says so. From the training process the
+recipe goes to the exporters.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.capture.extras import frozen_and_buffers, large_frozen_weights
 from deadpool_megatron.hooks.capture.optimizer import (
     inner_optimizers,
@@ -43,7 +49,10 @@ from deadpool_megatron.persist.skeleton import (
     Piece,
     Skeleton,
     SkeletonError,
+    share_skeleton,
+    write_skeleton,
 )
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 
 # Objects beside tensors that no iteration changes.
@@ -68,6 +77,22 @@ def make_skeleton(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout
     except Exception as error:
         refusal = f"Megatron does not make the state to save: {type(error).__name__}: {error}"
     return Skeleton(layout.role, layout.layout_hash, refusal=refusal)
+
+
+def leave_skeleton(skeleton: Skeleton, settings: Settings) -> None:
+    """Give it to the exporters: of this node, and where the run's end may call for an export also
+    of others, by way of the run directory. Nobody waits for that one: a thread writes it.
+
+    Raises SkeletonError where exports were asked for and cannot be, OSError.
+    """
+    if skeleton.refusal and settings.persist_interval:
+        raise SkeletonError(f"--deadpool-persist-interval: {skeleton.refusal}")
+    directory = Path(os.environ["DEADPOOL_SEGMENT_DIR"])
+    write_skeleton(directory, skeleton)
+    if settings.exports:
+        shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).skeletons
+        place = (directory, skeleton.role, shared)
+        threading.Thread(target=_share, args=place, name="skeleton", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -410,3 +435,11 @@ def _padding(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     elif isinstance(node, list):
         for one in node:
             yield from _padding(one)
+
+
+def _share(directory: Path, role: int, shared: Path) -> None:
+    try:
+        share_skeleton(directory, role, shared)
+    except OSError as error:
+        text = f"role {role} could not be exported if its node were lost: {error}"
+        print(text, file=sys.stderr, flush=True)

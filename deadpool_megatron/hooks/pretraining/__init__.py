@@ -10,5 +10,6 @@ stages        which roles can use each other's model objects
 loop          train() and what follows it, as a loop that a session protects
 faultpoints   where tests make a process fail
 iterations/   what is known and told of an iteration
-checkpoints/  Megatron-LM's own checkpoints
+megatron_checkpoints  Megatron-LM's own: when one counts, what one would hold
+storage_faults        errors of the file system while it saves
 """

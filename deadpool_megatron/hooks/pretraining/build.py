@@ -15,8 +15,8 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
+from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.pretraining import stages
-from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
 from deadpool_megatron.hooks.pretraining.command_line import CommandLine
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
@@ -151,7 +151,7 @@ class Build:
         """Without peers nothing can be loaded, nor has to be: the state comes with a role."""
         if self.detached:
             return 0, 0
-        return exact_load.load_exactly(original, *args, **kwargs)
+        return load_exactly(original, *args, **kwargs)
 
     def _make_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
         if failpoints.ACTIVE:

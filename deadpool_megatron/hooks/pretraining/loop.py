@@ -28,16 +28,15 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.capture import hashing
+from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import faultpoints, stages
 from deadpool_megatron.hooks.pretraining.build import Build
-from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
-from deadpool_megatron.hooks.pretraining.checkpoints.saved_state import saved_state
-from deadpool_megatron.hooks.pretraining.checkpoints.saves import Saves
 from deadpool_megatron.hooks.pretraining.iterations.logbook import Logbook
 from deadpool_megatron.hooks.pretraining.iterations.newest import POSITIONS, SHOULD_EXIT, Newest
 from deadpool_megatron.hooks.pretraining.iterations.reporting import Reporter
+from deadpool_megatron.hooks.pretraining.megatron_checkpoints import Saves, saved_state
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 # Of Megatron's arguments: where the data is.
@@ -160,7 +159,7 @@ class PretrainLoop(ProtectedLoop):
         with contextlib.ExitStack() as stack:
             for name, value in whole.items():
                 stack.enter_context(replaced(args, name, value))
-            iteration, operations = exact_load.load_exactly(
+            iteration, operations = load_exactly(
                 checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )
         # The load sets the parameter groups before it takes over the checkpoint's weight decay.
@@ -207,7 +206,7 @@ class PretrainLoop(ProtectedLoop):
             "newest": self._newest.to_dict(),
             "first_iteration": self._first_iteration,
             "unfinished_save": self._saves.unfinished,
-            # After the iteration; exports need it (saved_state.py).
+            # After the iteration; exports need it (saved_state).
             "operations": self._operations,
         }
 

@@ -33,8 +33,7 @@ from deadpool_megatron.hooks.capture.protection import Protection, ReplayRefused
 from deadpool_megatron.hooks.capture.slots import PinnedSlots, admit, park
 from deadpool_megatron.hooks.capture.update_replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.hooks.checkpoints.handover import leave_skeleton
-from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
+from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
 from deadpool_megatron.hooks.dimensions.data import DataHook
 from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
 from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook

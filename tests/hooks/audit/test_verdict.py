@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +14,7 @@ from deadpool_megatron.hooks.audit.verdict import (
     Pass,
     alone,
     comparable,
+    hardware,
     judge_computed,
     judge_equals,
     judge_passes,
@@ -202,3 +205,19 @@ def test_a_flip_in_one_of_two_replicas_never_names_the_other(data: st.DataObject
     assert found is not None
     assert found.is_certain
     assert set(found.roles) <= {4, 5, 6, 7}
+
+
+CPU = torch.device("cpu")
+
+
+def test_it_is_the_same_each_time() -> None:
+    assert hardware(CPU) == hardware(CPU)
+    assert 0 < hardware(CPU) < 1 << 56
+
+
+def test_another_one_for_other_kernels_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = hardware(CPU)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NONE")
+    other = hardware(CPU)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert len({before, other, hardware(CPU)}) == 3

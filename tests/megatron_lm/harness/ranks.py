@@ -212,7 +212,7 @@ def _record(seen: Trained, *, exact: bool) -> None:
     """Have this rank note what it trains, and load checkpoints exactly, if wanted."""
     from megatron.training import training
 
-    from deadpool_megatron.hooks.pretraining.checkpoints.exact_load import load_exactly
+    from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 
     step, train, load = training.train_step, training.train, training.load_checkpoint
     fork = os.fork
