@@ -22,7 +22,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 Handler = Callable[..., Any]
 
 FLAG = "--deadpool"
-_HANDLERS_MODULE = "deadpool_megatron.hooks.pretraining.handlers"
+_HANDLERS_MODULE = "deadpool_megatron.hooks.pretraining.attach"
 _MARK = "__deadpool_hookpoint__"
 
 

@@ -1,4 +1,9 @@
-"""One pass of pretrain() up to train(): what it built, and how to make its iterators anew."""
+"""One pass of pretrain() up to train(): what it built, and how to make its iterators anew.
+
+A script parses its arguments itself from Megatron-LM 0.18 on: once, before pretrain(), when this
+process has no role yet; they are parsed again for every role that it gets. Before 0.18
+initialize_megatron() parses them, and :class:`CommandLine` does nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import contextlib
 import functools
 import gc
 import inspect
+import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,7 +24,6 @@ from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.pretraining import stages
-from deadpool_megatron.hooks.pretraining.command_line import CommandLine
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 from deadpool_megatron.platform.stand_ins import drawing_apart
@@ -29,6 +35,49 @@ class Reached(BaseException):
 
 class NothingToTrain(ValueError):
     """The arguments leave nothing to protect; one clear line."""
+
+
+class CommandLine:
+    """Of one process. ``_parse``: Megatron's function with what the script gave it."""
+
+    def __init__(self) -> None:
+        self._parse: Callable[[], Any] | None = None
+
+    def parse_without_role(self, parse: Callable[[], Any]) -> Any:
+        """Returns the arguments for the script to make its config of. Says nothing, and opens no
+        writers: a role does that."""
+        self._parse = parse
+        os.environ["WORLD_SIZE"] = os.environ["DEADPOOL_WORLD_SIZE"]
+        with no_writers(), contextlib.redirect_stdout(io.StringIO()):
+            return parse()
+
+    def parse_for_role(self) -> None:
+        """Where the script has parsed them: parse them again, for RANK as it is now."""
+        if self._parse is not None:
+            forget_globals()
+            self._parse()
+
+
+@contextlib.contextmanager
+def no_writers() -> Iterator[None]:
+    """Nobody opens TensorBoard's or W&B's files while the block runs."""
+    from megatron.training import global_vars
+
+    with (
+        replaced(global_vars, "_set_tensorboard_writer", lambda args: None),
+        replaced(global_vars, "_set_wandb_writer", lambda args: None),
+    ):
+        yield
+
+
+def forget_globals() -> None:
+    """What parsing and initialize_megatron() set, so that they can be called again. The groups
+    stay."""
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training import global_vars
+
+    global_vars.unset_global_variables()
+    destroy_rerun_state_machine()
 
 
 @dataclass

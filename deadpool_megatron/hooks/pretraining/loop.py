@@ -28,14 +28,14 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.capture import hashing
+from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
-from deadpool_megatron.hooks.pretraining import faultpoints, stages
+from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.build import Build
-from deadpool_megatron.hooks.pretraining.iterations.logbook import Logbook
-from deadpool_megatron.hooks.pretraining.iterations.newest import POSITIONS, SHOULD_EXIT, Newest
-from deadpool_megatron.hooks.pretraining.iterations.reporting import Reporter
+from deadpool_megatron.hooks.pretraining.iteration import POSITIONS, SHOULD_EXIT, Newest
+from deadpool_megatron.hooks.pretraining.logbook import Logbook, Reporter
 from deadpool_megatron.hooks.pretraining.megatron_checkpoints import Saves, saved_state
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
@@ -83,9 +83,9 @@ class PretrainLoop(ProtectedLoop):
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
         self._to_replay = 0
-        faultpoints.in_optimizer(self.optimizer)
+        _faults_in_optimizer(self.optimizer)
         arguments = build.train_arguments
-        arguments["forward_step_func"] = faultpoints.in_forward(arguments["forward_step_func"])
+        arguments["forward_step_func"] = _faults_in_forward(arguments["forward_step_func"])
 
     # What a session asks of a loop.
 
@@ -448,3 +448,33 @@ def _iteration_of(directory: Path) -> int:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
+
+
+def _faults_in_optimizer(optimizer: Any) -> None:
+    """Let tests fail before and after each inner update: points ``optimizer.inside`` and
+    ``optimizer.updated``."""
+    if not failpoints.ACTIVE:
+        return
+    for number, inner in enumerate(inner_optimizers(optimizer)):
+        before = functools.partial(_fail, "optimizer.inside", number)
+        after = functools.partial(_fail, "optimizer.updated", number)
+        inner.optimizer.register_step_pre_hook(before)
+        inner.optimizer.register_step_post_hook(after)
+
+
+def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Let tests fail before each micro-batch: point ``forward``, which a fault may mark for
+    gradients that are NaN; added only once."""
+    if not failpoints.ACTIVE or hasattr(forward_step, "__wrapped__"):
+        return forward_step
+
+    @functools.wraps(forward_step)
+    def wrapper(iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        failpoints.perhaps_spoiled(model.parameters(), "forward")
+        return forward_step(iterator, model, *args, **kwargs)
+
+    return wrapper
+
+
+def _fail(point: str, number: int, *_unused: object) -> None:
+    failpoints.hit(point, optimizer=number)

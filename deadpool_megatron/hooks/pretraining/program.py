@@ -22,9 +22,11 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, writ
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import stages
-from deadpool_megatron.hooks.pretraining.build import Build, NothingToTrain, Reached
-from deadpool_megatron.hooks.pretraining.command_line import (
+from deadpool_megatron.hooks.pretraining.build import (
+    Build,
     CommandLine,
+    NothingToTrain,
+    Reached,
     forget_globals,
     no_writers,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import arguments
-from deadpool_megatron.hooks.pretraining import flags
+from deadpool_megatron.hooks.pretraining import attach
 from deadpool_megatron.refusals import refused as refused_flags
 from deadpool_megatron.refusals.refused import REFUSED, as_markdown
 from deadpool_megatron.refusals.reviewed import REVIEWED
@@ -116,12 +116,12 @@ HARMLESS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    return flags.add_flags(argparse.ArgumentParser(allow_abbrev=False))
+    return attach.add_flags(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def refused(**given: object) -> str:
-    with pytest.raises(flags.FlagsRefused) as error:
-        flags.refuse(argparse.Namespace(deadpool=True, **given), [])
+    with pytest.raises(attach.FlagsRefused) as error:
+        attach.refuse(argparse.Namespace(deadpool=True, **given), [])
     return str(error.value)
 
 
@@ -149,16 +149,16 @@ def test_saves_must_not_go_where_exports_go(
     monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path / "run"))
     settings = Settings(persist_directory=str(tmp_path / "saves"))
     monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
-    monkeypatch.setattr(flags, "REFUSED", ())
+    monkeypatch.setattr(attach, "REFUSED", ())
     assert "is where the run's exports go" in refused(save=str(tmp_path / "saves"))
-    flags.refuse(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")), [])
-    flags.refuse(argparse.Namespace(deadpool=True, save=None), [])
+    attach.refuse(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")), [])
+    attach.refuse(argparse.Namespace(deadpool=True, save=None), [])
 
 
 def test_nothing_is_refused_without_deadpool() -> None:
     argv = ["pretrain_mamba.py", "--of-tomorrow"]
-    flags.refuse(argparse.Namespace(), argv)
-    flags.refuse(argparse.Namespace(deadpool=False, inprocess_restart=True), argv)
+    attach.refuse(argparse.Namespace(), argv)
+    attach.refuse(argparse.Namespace(deadpool=False, inprocess_restart=True), argv)
 
 
 def test_every_flag_of_every_row_is_tried() -> None:
@@ -236,8 +236,8 @@ def test_what_nobody_vouches_for_is_refused_by_name(said: str, named: str, allow
     if line:
         assert line.startswith(f"{named} is not reviewed: ")
         assert line.endswith(f" {allowed}")
-        with pytest.raises(flags.FlagsRefused, match=re.escape(line)):
-            flags.refuse(argparse.Namespace(deadpool=True), argv)
+        with pytest.raises(attach.FlagsRefused, match=re.escape(line)):
+            attach.refuse(argparse.Namespace(deadpool=True), argv)
 
 
 def test_several_can_be_answered_for() -> None:
@@ -249,9 +249,9 @@ def test_several_can_be_answered_for() -> None:
 
 
 def test_one_logger_is_refused_where_it_would_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags.refuse(argparse.Namespace(deadpool=True, enable_one_logger=True), [])
+    attach.refuse(argparse.Namespace(deadpool=True, enable_one_logger=True), [])
     monkeypatch.setattr(refused_flags, "_is_installed", lambda package: package == "one_logger")
-    flags.refuse(argparse.Namespace(deadpool=True, enable_one_logger=False), [])
+    attach.refuse(argparse.Namespace(deadpool=True, enable_one_logger=False), [])
     assert refused(enable_one_logger=True).endswith("give --no-one-logger")
 
 
@@ -304,7 +304,7 @@ COMMAND = "--run-dir DIR -- pretrain_gpt.py --data-path 'my text' --deadpool"
 def test_another_launcher_is_told_how(
     environ: dict[str, str], reason: str, nodes: int, members: int
 ) -> None:
-    line = flags.launch_problem(environ, ARGV)
+    line = attach.launch_problem(environ, ARGV)
     assert line is not None
     assert "\n" not in line
     assert line.startswith(reason)
@@ -314,8 +314,8 @@ def test_another_launcher_is_told_how(
 
 
 def test_members_and_unprotected_runs_have_no_problem() -> None:
-    assert flags.launch_problem({**TORCHRUN, "DEADPOOL_AGENT_FD": "5"}, ARGV) is None
-    assert flags.launch_problem(TORCHRUN, ["pretrain_gpt.py", "--deadpool-replicas", "2"]) is None
+    assert attach.launch_problem({**TORCHRUN, "DEADPOOL_AGENT_FD": "5"}, ARGV) is None
+    assert attach.launch_problem(TORCHRUN, ["pretrain_gpt.py", "--deadpool-replicas", "2"]) is None
 
 
 # With Megatron-LM's own parser.

@@ -82,19 +82,19 @@ def _parsing() -> list[str]:
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from megatron.training import arguments
 
-    from deadpool_megatron.hooks.pretraining import flags
+    from deadpool_megatron.hooks.pretraining import attach
 
     sys.argv = ["pretrain_gpt.py", *question["arguments"]]
     try:
         with _as_asked(question):
-            args = arguments.parse_args(flags.add_flags)
+            args = arguments.parse_args(attach.add_flags)
             if question["validate"]:
                 arguments.validate_args(args)
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     try:
-        flags.refuse(args, sys.argv)
-    except flags.FlagsRefused as error:
+        attach.refuse(args, sys.argv)
+    except attach.FlagsRefused as error:
         return {"refused": str(error)}
     return {"shown": {name: repr(getattr(args, name)) for name in question["show"]}}
 

@@ -5,6 +5,15 @@ role also notes in the run directory what it has written, and how long its file 
 then. Another process that takes the role over goes on behind that, in a file of its own, and cuts
 off what its predecessor had begun to write. (The purge step of TensorBoard would hide the points
 "vs samples" of all steps before, too.) What a closed epoch interrupts is not written at all.
+
+W&B: one run for the whole of a training, and no row missing because a process was killed. Its
+service keeps rows in memory for a while (offline up to some tens of KiB, else what it has not
+sent), ends with the process whose rows they are, and tells nobody which it has written. So the
+newest rows lie in the run directory as well, and the process that takes the last role over logs
+them again. Where W&B has a server to ask, it says from which step on it lacks rows. Offline each
+process has a file of its own, and that of the successor repeats some rows of the one before.
+
+The run's own records are told of the same numbers, exactly.
 """
 
 from __future__ import annotations
@@ -15,23 +24,33 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.pretraining.iterations.wandb_rows import Call, WandbRows, name_run
+from deadpool_megatron.hooks.loop import Emit
+from deadpool_megatron.hooks.pretraining.iteration import GRAD_NORM, LOSSES, SKIPPED
 from deadpool_megatron.hooks.pretraining.scene import replaced
 
 # In the run directory.
 _NOTE = "lines-written.json"
+_ROWS = "wandb-rows.jsonl"
 # In TensorBoard and W&B.
 _EPOCH_TAG = "deadpool/epoch"
 _SECONDS_TAG = "deadpool/recovery_seconds"
 _RECOMPUTED_TAG = "deadpool/iterations_recomputed"
+
+# More than W&B was ever seen to hold back, and not more than a megabyte or two.
+MOST_ROWS = 1000
+
+# What wandb.log() was given: (values, step).
+Call = tuple[Mapping[str, Any], int]
 
 
 class Logbook:
@@ -238,8 +257,149 @@ class Logbook:
         self._give(self._writer, self._wandb)
 
 
+def name_run(environment: MutableMapping[str, str]) -> None:
+    """Have wandb.init() make, or go on with, the W&B run of this run; not if the user has said how
+    runs are resumed."""
+    if "WANDB_RESUME" not in environment and "DEADPOOL_RUN_ID" in environment:
+        environment["WANDB_RESUME"] = "allow"
+        environment.setdefault("WANDB_RUN_ID", f"deadpool-{environment['DEADPOOL_RUN_ID']}")
+
+
+class WandbRows:
+    """The newest rows, in the run directory. Of the process that writes them."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._path = run_directory / _ROWS
+        # A line for each block of rows that was kept.
+        self._lines: list[str] = []
+
+    def begin(self) -> None:
+        """Nobody has logged anything that counts."""
+        self._path.unlink(missing_ok=True)
+
+    def keep(self, calls: Iterable[Call]) -> None:
+        """Keep what W&B is about to be given; pictures, tables and the like are not."""
+        by_step: dict[int, dict[str, Any]] = {}
+        for values, step in calls:
+            known = {name: _plain(value) for name, value in values.items()}
+            kept = {name: value for name, value in known.items() if value is not None}
+            by_step.setdefault(step, {}).update(kept)
+        if not by_step:
+            return
+        line = json.dumps(list(by_step.items())) + "\n"
+        self._lines.append(line)
+        if len(self._lines) > 2 * MOST_ROWS:
+            self._lines = self._lines[-MOST_ROWS:]
+            new = self._path.with_suffix(".new")
+            new.write_text("".join(self._lines))
+            new.replace(self._path)
+        else:
+            with self._path.open("a") as file:
+                file.write(line)
+
+    def log_again(self, wandb: Any) -> None:
+        """Give W&B what another process has given it, from the first step on that it lacks."""
+        self._take_over()
+        first_step = int(wandb.run.starting_step)
+        for line in self._lines[-MOST_ROWS:]:
+            for step, values in json.loads(line):
+                if step >= first_step:
+                    wandb.log(values, step)
+
+    def _take_over(self) -> None:
+        """Read the lines of the process before, and leave out one that it had begun."""
+        try:
+            text = self._path.read_text()
+        except OSError:
+            return  # there are none
+        self._lines = [line for line in text.splitlines(keepends=True) if _is_whole(line)]
+        if "".join(self._lines) != text:
+            self._path.write_text("".join(self._lines))
+
+
+class Reporter:
+    """Tells the run's own records, on one role: the first tensor- and data-parallel one of the last
+    pipeline stage."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """Say what is going to be trained, once."""
+        from megatron.training import get_args
+
+        args = get_args()
+        if args.train_iters:
+            facts = {"iterations": args.train_iters, "sequence_length": args.seq_length}
+            self._emit("training", facts)
+        self._has_begun = True
+
+    def step(
+        self, iteration: int, answer: tuple[Any, ...], optimizer: Any, counters: Mapping[str, int]
+    ) -> None:
+        """An iteration was trained; ``answer`` is what train_step() answered."""
+        if not _speaks() or not answer[LOSSES]:
+            return
+        if not self._has_begun:
+            self._begin()
+        skipped, norm = bool(answer[SKIPPED]), answer[GRAD_NORM]
+        rate = get_canonical_lr_for_logging(optimizer.param_groups)
+        self._emit(
+            "step",
+            {
+                "iteration": iteration,
+                "loss": _loss(answer[LOSSES]),
+                "grad_norm": None if skipped or norm is None else float(norm).hex(),
+                "learning_rate": float(rate or 0.0).hex(),
+                "skipped": skipped,
+                "samples": counters["consumed_train_samples"],
+            },
+        )
+
+    def evaluation(self, iteration: int, losses: Mapping[str, Any] | None) -> None:
+        """An evaluation between iterations gave these mean losses."""
+        if losses and _speaks():
+            self._emit("evaluation", {"iteration": iteration, "loss": _loss(losses)})
+
+    def lost_checkpoint(self, directory: Path, why: str) -> None:
+        """A checkpoint could not be written; said by the role that calls this."""
+        text = f"the checkpoint {directory} was not written and does not count: {why}"
+        self._emit("log", {"level": "warning", "text": text})
+        print(f"deadpool: {text}", flush=True)
+
+
 def _row(
     values: Mapping[str, Any], step: int | None = None, *_more: Any, **_named: Any
 ) -> Call | None:
     """What wandb.log() is given, if it says for which step."""
     return None if step is None else (values, step)
+
+
+def _is_whole(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith("\n")
+
+
+def _plain(value: Any) -> Any:
+    """The number or text that it is, None for anything else."""
+    if hasattr(value, "numel") and value.numel() == 1:
+        value = value.item()
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _speaks() -> bool:
+    return bool(
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+
+
+def _loss(losses: Mapping[str, Any]) -> str:
+    """The loss that is trained on, exactly: Megatron's models call it ``lm loss``."""
+    value = losses.get("lm loss", next(iter(losses.values())))
+    return float(value).hex()

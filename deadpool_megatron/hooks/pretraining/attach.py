@@ -1,4 +1,5 @@
-"""What ``--deadpool`` adds to Megatron-LM's command line, and what it refuses to go with.
+"""Attaches to Megatron-LM: what ``--deadpool`` adds to its command line and refuses to go with, and
+where the marked functions lead. Imported at the first call of one of them.
 
 What is refused is a table in :mod:`deadpool_megatron.refusals`. Without ``--deadpool`` all of the
 flags do nothing.
@@ -7,17 +8,27 @@ flags do nothing.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
-from deadpool_megatron.hookpoints import FLAG
+from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
+from deadpool_megatron.hooks import Session
+from deadpool_megatron.hooks.pretraining import scene
+from deadpool_megatron.hooks.pretraining.build import CommandLine, NothingToTrain
+from deadpool_megatron.hooks.pretraining.families import family
+from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory
 from deadpool_megatron.refusals.refused import REFUSED, one_logger_complaint
 from deadpool_megatron.refusals.rows import complaint
 from deadpool_megatron.refusals.unreviewed import unreviewed
 from deadpool_megatron.settings import Settings
+
+EXIT_BAD_INPUT = 2
 
 
 class FlagsRefused(ValueError):
@@ -71,6 +82,58 @@ def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | Non
     return f"{reason}; {advice}"
 
 
+def _add_arguments(
+    original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    filled: argparse.ArgumentParser = add_flags(original(parser))
+    return filled
+
+
+def _validate(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any) -> Any:
+    answer = original(args, *more, **kwargs)
+    try:
+        refuse(args, sys.argv)
+    except FlagsRefused as error:
+        _end(str(error))
+    return answer
+
+
+# Of this process, which has one command line and is a member of one run.
+_command_line = CommandLine()
+
+
+@functools.cache
+def _session() -> Session:
+    """Joined at the first call; its device is taken before anything of Megatron looks at one."""
+    problem = launch_problem(os.environ, sys.argv)
+    if problem is not None:
+        _end(problem)
+    return Session.join()
+
+
+def _parse_and_validate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _session()
+    return _command_line.parse_without_role(functools.partial(original, *args, **kwargs))
+
+
+def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def call() -> Any:
+        own = family().own_config
+        return original(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+
+    session = _session()
+    program = PretrainProgram(call, _command_line, run_directory())
+    try:
+        session.run(program)
+    except NothingToTrain as error:
+        _end(str(error))
+
+
+def _end(problem: str) -> None:
+    print(f"deadpool: {problem}", file=sys.stderr, flush=True)
+    sys.exit(EXIT_BAD_INPUT)
+
+
 def _size(environ: Mapping[str, str]) -> tuple[int, int]:
     """Nodes, and processes on each, as another launcher has set them; 1 where it says nothing."""
     if "SLURM_STEP_ID" in environ and "LOCAL_WORLD_SIZE" not in environ:
@@ -86,3 +149,12 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
         if environ.get(name, "").isdigit():
             return max(1, int(environ[name]))
     return 1
+
+
+HANDLERS: dict[str, Handler] = {
+    **{point.function: scene.through_scene(point.function) for point in POINTS},
+    "add_megatron_arguments": _add_arguments,
+    "validate_args": _validate,
+    "parse_and_validate_args": _parse_and_validate,
+    "pretrain": _pretrain,
+}

@@ -1,4 +1,8 @@
-"""The newest iteration, as far as train() has to know it to be entered again behind it."""
+"""The newest iteration, as far as train() has to know it to be entered again behind it.
+
+What a training step returns, and the sums of the log, become JSON and come back exactly: Python
+writes the shortest text that reads back the same.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deadpool_megatron.hooks.capture.extras import capture_loss_sums, restore_loss_sums
-from deadpool_megatron.hooks.pretraining.iterations import values
 
 # Positions in what train_step() answers in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
@@ -28,9 +32,9 @@ class Newest:
         self._answer: Any = None
         self._before: dict[str, Any] = {}
         # Sums of the log as training_log() found them.
-        self._sums: Any = values.encode({})
+        self._sums: Any = encode({})
         # Sums that Megatron keeps elsewhere, and empties when it logs them.
-        self._loss_sums: Any = values.encode({})
+        self._loss_sums: Any = encode({})
 
     @property
     def known(self) -> bool:
@@ -60,8 +64,8 @@ class Newest:
 
     def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
         """It is trained. ``sums``: of the log, not yet with this iteration."""
-        self._answer, self._sums = values.encode(answer), values.encode(dict(sums))
-        self._loss_sums = values.encode(capture_loss_sums())
+        self._answer, self._sums = encode(answer), encode(dict(sums))
+        self._loss_sums = encode(capture_loss_sums())
 
     def replay(self, device: torch.device) -> tuple[Any, ...]:
         """The answer, for train() to go on behind it.
@@ -70,20 +74,20 @@ class Newest:
         update was skipped. Where that had begun before a skipped one, it must begin here: the
         truth is in :attr:`skipped`.
         """
-        answer = list(values.decode(self._answer, device))
+        answer = list(decode(self._answer, device))
         if self._before["gathers_ahead"]:
             answer[SKIPPED] = 0
         return tuple(answer)
 
     def sums(self, device: torch.device) -> dict[str, Any]:
         """Sums of the log as training_log() has to find them for this iteration."""
-        found: dict[str, Any] = values.decode(self._sums, device)
+        found: dict[str, Any] = decode(self._sums, device)
         return found
 
     def put_back_loss_sums(self, device: torch.device) -> None:
         """Those of auxiliary losses, as training_log() has to find them: a generation of after an
         evaluation holds what it has left of them."""
-        restore_loss_sums(values.decode(self._loss_sums, device))
+        restore_loss_sums(decode(self._loss_sums, device))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -100,3 +104,35 @@ class Newest:
         self._answer, self._before = kept["answer"], dict(kept["before"])
         self._sums, self.operations = kept["sums"], kept["operations"]
         self._loss_sums = kept["loss_sums"]
+
+
+def encode(value: Any) -> Any:
+    """JSON form of None, numbers, strings, tensors of numbers, and tuples, lists, dicts of those.
+
+    Raises TypeError for anything else: it could not be given back after a recovery.
+    """
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu()
+        kind = str(flat.dtype).removeprefix("torch.")
+        return {"tensor": flat.reshape(-1).tolist(), "dtype": kind, "shape": list(flat.shape)}
+    if isinstance(value, dict):
+        return {"dict": [[key, encode(entry)] for key, entry in value.items()]}
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [encode(entry) for entry in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} in the result of train_step cannot be kept")
+
+
+def decode(value: Any, device: torch.device) -> Any:
+    """Inverse of :func:`encode`; tensors on ``device``."""
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        dtype = getattr(torch, value["dtype"])
+        return torch.tensor(value["tensor"], dtype=dtype).reshape(value["shape"]).to(device)
+    if "dict" in value:
+        return {key: decode(entry, device) for key, entry in value["dict"]}
+    if "tuple" in value:
+        return tuple(decode(entry, device) for entry in value["tuple"])
+    return [decode(entry, device) for entry in value["list"]]
