@@ -3,18 +3,22 @@
 ``Session`` is what a training program uses; ``Program`` and ``ProtectedLoop`` (most simply a
 ``SteppedLoop``) are what it provides.
 
-loop             what a training program provides
-reports          what a member says while it plays a role
-capture/         Megatron's state: captured, sealed, waited for, put back, computed again
-leftovers        what an interrupted step leaves behind: a table
-dimensions/      tensor, pipeline, data: what each rebuilds and compares
-audit/           the search for silent corruption, every so many iterations
-checkpoints/     on disk: saves, skeletons, loading
-process/         the life of a process: session, entry into an epoch, course through it
-pretraining/     Megatron-LM's own scripts under protection
+loop               what a training program provides
+session            one process: takes roles, trains, leaves closed epochs, takes roles again
+entry              entering an epoch: build, connect, restore, synchronise, verify one role
+epoch_runner       the way of one role through an open epoch: each iteration made safe
+reports            what a member says while it plays a role
+device             the device of a member, and what NCCL needs there
+probes             own time of a role, and what it tells when it stands still
+interrupt_cleanup  what an interrupted step leaves behind: a table
+capture/           Megatron's state: captured, sealed, waited for, put back, computed again
+dimensions/        tensor, pipeline, data: what each rebuilds and compares
+checkpoints/       on disk: saves, skeletons, loading
+audit/             the search for silent corruption, every so many iterations
+pretraining/       Megatron-LM's own scripts under protection
 """
 
 from deadpool_megatron.hooks.loop import Course, Emit, Program, ProtectedLoop, SteppedLoop
-from deadpool_megatron.hooks.process.session import Session
+from deadpool_megatron.hooks.session import Session
 
 __all__ = ["Course", "Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop"]

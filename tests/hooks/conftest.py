@@ -1,5 +1,21 @@
-"""Megatron on this machine: the stand-ins come before the first import of anything of it."""
+"""Megatron on this machine, and what several tests of a training process need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from deadpool_megatron.platform import select_platform
 
+# The stand-ins come before the first import of anything of Megatron.
 select_platform().install()
+
+from tests.hooks.session_rig import Rig, session  # noqa: E402
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
+    with session(monkeypatch, tmp_path) as made:
+        yield made

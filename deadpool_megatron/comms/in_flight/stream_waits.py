@@ -3,7 +3,7 @@
 Where a wait only orders streams (NCCL), the host does not wait and its clock says nothing. So a
 stream is marked before and after each wait; when the device has passed the marks, the time between
 them is the time in which it had nothing to do. An iteration may have tens of thousands of waits:
-who measures chooses how seldom (:mod:`deadpool_megatron.hooks.process.own_time`).
+who measures chooses how seldom (:mod:`deadpool_megatron.hooks.probes`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from deadpool_megatron.hooks.dimensions.dimension import (
     compare_with_peers,
     parameters,
 )
-from deadpool_megatron.hooks.leftovers import bucket_groups
+from deadpool_megatron.hooks.interrupt_cleanup import bucket_groups
 from deadpool_megatron.hooks.loop import ProtectedLoop
 
 

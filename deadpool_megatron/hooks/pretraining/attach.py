@@ -19,6 +19,7 @@ from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.hooks import Session
+from deadpool_megatron.hooks.device import EXIT_BAD_INPUT
 from deadpool_megatron.hooks.pretraining import scene
 from deadpool_megatron.hooks.pretraining.build import CommandLine, NothingToTrain
 from deadpool_megatron.hooks.pretraining.families import family
@@ -27,8 +28,6 @@ from deadpool_megatron.refusals.refused import REFUSED, one_logger_complaint
 from deadpool_megatron.refusals.rows import complaint
 from deadpool_megatron.refusals.unreviewed import unreviewed
 from deadpool_megatron.settings import Settings
-
-EXIT_BAD_INPUT = 2
 
 
 class FlagsRefused(ValueError):

@@ -24,7 +24,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, 
 from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
-from deadpool_megatron.hooks.process.standstill import Standstill
+from deadpool_megatron.hooks.probes import Standstill
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl

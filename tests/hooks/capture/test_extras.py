@@ -25,7 +25,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     complete_state,
 )
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as codec
@@ -241,7 +241,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_
             self._reports: Any = SimpleNamespace(told=[])
             self._shard: Any = SimpleNamespace(readopt=lambda: None)
             self._dimensions = ()
-            self._leftovers: Any = SimpleNamespace(forget=lambda: None)
+            self._cleanup: Any = SimpleNamespace(forget=lambda: None)
             self._frozen = FrozenWeights(loop, Path("nowhere"))
             self._pristine = self.capture_extras()
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core import fp8_utils, parallel_state
 
-from deadpool_megatron.hooks import leftovers
+from deadpool_megatron.hooks import interrupt_cleanup
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.hashing import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
@@ -326,7 +326,7 @@ def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finishe
     train(loop, 1, seed=2)
     assert scale() != wanted
     transformer_engine.AUTOCAST_DEPTH = 1
-    fp8_row = leftovers.TABLE[-1]
+    fp8_row = interrupt_cleanup.TABLE[-1]
     fp8_row.forget(SimpleNamespace(loop=loop))  # type: ignore[arg-type]
     assert transformer_engine.AUTOCAST_DEPTH == 0
     slot.restore(loop, shard)

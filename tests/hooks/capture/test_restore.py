@@ -20,7 +20,7 @@ from deadpool_megatron.hooks.dimensions.data import DataHook
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
 from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
 from deadpool_megatron.hooks.dimensions.tensor import TensorHook
-from deadpool_megatron.hooks.leftovers import Leftovers
+from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.state.extras import decode, encode
 from tests.state.loading import load
 from tests.trainer.layouts import TINY, make_loop
@@ -59,7 +59,7 @@ def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
     loop, emitted = make_loop(arguments)
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer, holders)
-    leftovers = Leftovers(loop)
+    cleanup = InterruptCleanup(loop)
     dimensions = (TensorHook(loop), PipelineHook(loop), DataHook(loop, shard.shared))
 
     def train(count: int) -> None:
@@ -78,7 +78,7 @@ def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
     at_capture = state_digests(loop)
     train(2)
     first = state_digests(loop)
-    leftovers.forget()
+    cleanup.forget()
     for part, slot in zip(shard.parts, slots, strict=True):
         load(part, slot)
     values = decode(kept)

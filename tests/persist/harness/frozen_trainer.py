@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deadpool_megatron.hooks.capture import extras
-from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer
 from deadpool_megatron.trainer import loop, model
 from tests.persist.harness.held_trainer import held

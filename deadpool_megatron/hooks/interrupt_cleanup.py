@@ -1,9 +1,9 @@
 """What an interrupted step leaves behind in Megatron: a table of what, where and why.
 
-:meth:`Leftovers.forget` goes through it before each restore. Two things go earlier, as soon as
-nothing can write any more: the frames of the exception (:func:`forget_frames`), and the list that
-c10d's coalescing manager leaves on a group (``comms/communicators.py``). What a program keeps of
-its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after_interrupt``.
+:meth:`InterruptCleanup.forget` goes through it before each restore. Two things go earlier, as soon
+as nothing can write any more: the frames of the exception (:func:`forget_frames`), and the list
+that c10d's coalescing manager leaves on a group (``comms/communicators.py``). What a program keeps
+of its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after_interrupt``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
 _SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
 
-class Leftovers:
+class InterruptCleanup:
     """Made once per built loop, which is in order then: what is to be put back is taken from it."""
 
     def __init__(self, loop: ProtectedLoop) -> None:
@@ -47,25 +47,25 @@ class Row:
     what: str
     where: str
     why: str
-    forget: Callable[[Leftovers], None]
+    forget: Callable[[InterruptCleanup], None]
 
 
-def _gather_buffers(_: Leftovers) -> None:
+def _gather_buffers(_: InterruptCleanup) -> None:
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 
-def _schedule(left: Leftovers) -> None:
+def _schedule(left: InterruptCleanup) -> None:
     config = model_config(left.loop)
     for name, function in left.functions.items():
         setattr(config, name, function)
 
 
-def _virtual_stage(_: Leftovers) -> None:
+def _virtual_stage(_: InterruptCleanup) -> None:
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(0)
 
 
-def _timers(left: Leftovers) -> None:
+def _timers(left: InterruptCleanup) -> None:
     # An evaluation takes them out of the config of the model.
     inner = (getattr(one, "config", None) for one in inner_optimizers(left.loop.optimizer))
     for config in (model_config(left.loop), *inner):
@@ -74,21 +74,21 @@ def _timers(left: Leftovers) -> None:
                 timer.reset()
 
 
-def _rerun(left: Leftovers) -> None:
+def _rerun(left: InterruptCleanup) -> None:
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None:
         machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
         machine.set_mode(left.rerun_mode)
 
 
-def _logits(left: Leftovers) -> None:
+def _logits(left: InterruptCleanup) -> None:
     for chunk in left.loop.model_chunks:
         for module in chunk.modules():
             if getattr(module, "current_max_attn_logits", None) is not None:
                 module.current_max_attn_logits = None
 
 
-def _buckets(left: Leftovers) -> None:
+def _buckets(left: InterruptCleanup) -> None:
     for bucket_group in bucket_groups(left.loop):
         bucket_group.grad_reduce_handle = None
         if hasattr(bucket_group, "grad_reduce_finished"):  # since 0.18
@@ -101,33 +101,33 @@ def _buckets(left: Leftovers) -> None:
         bucket_group.is_last_microbatch = True
 
 
-def _groups_of_norms(left: Leftovers) -> None:
+def _groups_of_norms(left: InterruptCleanup) -> None:
     for optimizer in (left.loop.optimizer, *inner_optimizers(left.loop.optimizer)):
         if hasattr(optimizer, "_has_grad_norm_group_cache"):  # since 0.19
             optimizer._has_grad_norm_group_cache = None
 
 
-def _gathers_ahead(left: Leftovers) -> None:
+def _gathers_ahead(left: InterruptCleanup) -> None:
     for chunk, gathers_ahead in zip(left.loop.model_chunks, left.gathers_ahead, strict=True):
         if gathers_ahead and not _forward_hooks(chunk):
             chunk.enable_forward_pre_hook()
 
 
-def _gradients(left: Leftovers) -> None:
+def _gradients(left: InterruptCleanup) -> None:
     for chunk in left.loop.model_chunks:
         chunk.zero_grad_buffer()
         chunk.force_all_reduce = False
     left.loop.optimizer.zero_grad()
 
 
-def _training_mode(left: Leftovers) -> None:
+def _training_mode(left: InterruptCleanup) -> None:
     for chunk in left.loop.model_chunks:
         chunk.train()
     for module in left.never_trained:
         module.training = False
 
 
-def _fp8(left: Leftovers) -> None:
+def _fp8(left: InterruptCleanup) -> None:
     fp8.reset_in_flight(left.loop.model_chunks)
 
 

@@ -38,7 +38,7 @@ from deadpool_megatron.hooks.dimensions.data import DataHook
 from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
 from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
 from deadpool_megatron.hooks.dimensions.tensor import TensorHook
-from deadpool_megatron.hooks.leftovers import Leftovers
+from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.part_kinds import extras_part
@@ -109,7 +109,7 @@ class EpochEntry(Stages):
         self._frozen: FrozenWeights | None = None
         self._shard: ShardState | None = None
         self._dimensions: tuple[DimensionHook, ...] = ()
-        self._leftovers: Leftovers | None = None
+        self._cleanup: InterruptCleanup | None = None
         self._late: dict[str, object] = {}
         self._pristine = b""
 
@@ -152,8 +152,8 @@ class EpochEntry(Stages):
         Its results mean nothing; whatever it changes is replaced by a restore before it is used.
         """
         self.loop.warm_up()
-        assert self._leftovers is not None
-        self._leftovers.forget()
+        assert self._cleanup is not None
+        self._cleanup.forget()
         layout, roles = self.protection.layout, _roles_per_node()
         nodes = int(os.environ["WORLD_SIZE"]) // roles
         try:
@@ -209,8 +209,8 @@ class EpochEntry(Stages):
         # Without the gradients of every iteration there is nothing to replay.
         with_steps = recomputes(plan) and plan.every == 1
         self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
-        assert self._leftovers is not None
-        self._leftovers.forget()
+        assert self._cleanup is not None
+        self._cleanup.forget()
         self.boundary = restore.boundary
         if restore.kind in ("memory", "dump"):
             self.generation = restore.generation
@@ -387,7 +387,7 @@ class EpochEntry(Stages):
             return False
         self.protection.close()
         self._shard_state.release()
-        self._protection, self._shard, self._dimensions, self._leftovers = None, None, (), None
+        self._protection, self._shard, self._dimensions, self._cleanup = None, None, (), None
         os.environ["RANK"] = str(role)
         self.role = role
         with self._communicators.found_again():
@@ -459,7 +459,7 @@ class EpochEntry(Stages):
             after.append(self.audit.after_update)
         judge = functools.partial(self._reports.judge, GRADIENT_NORM)
         StepHooks(optimizer, protection.gate, before, after, judge)
-        self._leftovers = Leftovers(loop)
+        self._cleanup = InterruptCleanup(loop)
         self._dimensions = (
             TensorHook(self._loop),
             PipelineHook(self._loop),
@@ -476,7 +476,7 @@ class EpochEntry(Stages):
         if self._loop is not None:
             self._loop.close()
         self._loop, self._protection, self.audit, self._frozen = None, None, None, None
-        self._shard, self._dimensions, self._leftovers = None, (), None
+        self._shard, self._dimensions, self._cleanup = None, (), None
         self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()

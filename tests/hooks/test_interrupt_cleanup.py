@@ -12,8 +12,8 @@ import pytest
 import torch
 from megatron.core import parallel_state, rerun_state_machine, timers
 
-from deadpool_megatron.hooks import leftovers
-from deadpool_megatron.hooks.leftovers import TABLE, Leftovers, forget_frames
+from deadpool_megatron.hooks import interrupt_cleanup
+from deadpool_megatron.hooks.interrupt_cleanup import TABLE, InterruptCleanup, forget_frames
 
 
 class Loop:
@@ -35,18 +35,18 @@ def config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(
         no_sync_func="no_sync", grad_sync_func="grad", param_sync_func="param", timers=None
     )
-    monkeypatch.setattr(leftovers, "model_config", lambda loop: found)
+    monkeypatch.setattr(interrupt_cleanup, "model_config", lambda loop: found)
     monkeypatch.setattr(
         parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: None
     )
     return found
 
 
-def made(loop: Loop) -> Leftovers:
-    return Leftovers(loop)  # type: ignore[arg-type]
+def made(loop: Loop) -> InterruptCleanup:
+    return InterruptCleanup(loop)  # type: ignore[arg-type]
 
 
-def forget(left: Leftovers, what: str) -> None:
+def forget(left: InterruptCleanup, what: str) -> None:
     (row,) = (row for row in TABLE if row.what == what)
     row.forget(left)
 

@@ -19,14 +19,14 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
-from deadpool_megatron.hooks.leftovers import forget_frames
-from deadpool_megatron.hooks.process.entry import RestoreFailed
-from deadpool_megatron.hooks.process.session import drain_seconds
+from deadpool_megatron.hooks.entry import RestoreFailed
+from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
+from deadpool_megatron.hooks.session import drain_seconds
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import VaultError
 from fake_nccl import fake as fake_nccl
-from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained
+from tests.hooks.session_rig import QUICK, SECONDS, Rig, drained
 
 # Exceptions that are no EpochClosed (rule 11).
 

@@ -35,14 +35,13 @@ from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClose
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
+from deadpool_megatron.hooks.device import EXIT_BAD_INPUT, take_device
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
-from deadpool_megatron.hooks.leftovers import forget_frames
+from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
+from deadpool_megatron.hooks.epoch_runner import EpochRunner
+from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
 from deadpool_megatron.hooks.loop import Program
-from deadpool_megatron.hooks.process.course import EpochCourse
-from deadpool_megatron.hooks.process.device import EXIT_BAD_INPUT, take_device
-from deadpool_megatron.hooks.process.entry import EpochEntry, OtherModel, RestoreFailed
-from deadpool_megatron.hooks.process.own_time import DeviceMeter, HostMeter
-from deadpool_megatron.hooks.process.standstill import Standstill
+from deadpool_megatron.hooks.probes import DeviceMeter, HostMeter, Standstill
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.persist.skeleton import SkeletonError
@@ -317,7 +316,7 @@ class Session:
 
     def _train(self, record: EpochRecord) -> None:
         built = self._built
-        course = EpochCourse(
+        course = EpochRunner(
             record,
             built,
             self._communicators,

@@ -7,16 +7,23 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
-from deadpool_megatron.hooks.process.session import EXIT_UNCLEAN
+from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
+from deadpool_megatron.hooks.epoch_runner import EpochRunner
+from deadpool_megatron.hooks.session import EXIT_UNCLEAN
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+<<<<<<< HEAD:tests/hooks/process/test_session.py
 from deadpool_megatron.wire.framing import readable
 from tests.hooks.process.session_rig import (
+=======
+from deadpool_megatron.wire.readiness import readable
+from tests.hooks.session_rig import (
+>>>>>>> 97e48475 (hooks: the life of a process is at the top of the package, eight files for ten):tests/hooks/test_session.py
     ELSEWHERE,
     SEAT,
     SECONDS,
@@ -303,3 +310,12 @@ def test_who_is_to_blame_for_a_checkpoint_that_is_not_loaded(
     if isinstance(raised, str):
         assert "/7 cannot be loaded" in str(told.value)
         assert raised in str(told.value)
+
+
+def test_a_state_is_judged_before_it_is_saved() -> None:
+    whole = MagicMock(**{"entry.boundary": "step"})
+    course = EpochRunner(*(whole.entry if n == 1 else MagicMock() for n in range(11)))
+    for boundary in ("evaluation", "save"):
+        course.segment(boundary, whole.run)
+    order = [name for name, *_ in whole.mock_calls if name in ("run", "entry.judge_state")]
+    assert order == ["run", "entry.judge_state", "run"]

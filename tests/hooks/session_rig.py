@@ -21,9 +21,9 @@ import pytest
 from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.observed import Observed
+from deadpool_megatron.hooks import session as session_module
 from deadpool_megatron.hooks.loop import SteppedLoop
-from deadpool_megatron.hooks.process import session as session_module
-from deadpool_megatron.hooks.process.session import Session
+from deadpool_megatron.hooks.session import Session
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing

@@ -14,7 +14,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.checkpoints import durable_saves
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.layout.records import Generation
-from tests.hooks.process.session_rig import ELSEWHERE, SECONDS, Rig
+from tests.hooks.session_rig import ELSEWHERE, SECONDS, Rig
 
 # The planned pause.
 

@@ -11,11 +11,11 @@ import torch
 
 from deadpool_megatron import nccl_environment
 from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
-from deadpool_megatron.hooks.process import session as session_module
-from deadpool_megatron.hooks.process.device import EXIT_BAD_INPUT, take_device
+from deadpool_megatron.hooks import session as session_module
+from deadpool_megatron.hooks.device import EXIT_BAD_INPUT, take_device
 from deadpool_megatron.nccl_environment import VARIABLES
 from deadpool_megatron.platform.cpu import CpuPlatform
-from tests.hooks.process import session_rig
+from tests.hooks import session_rig
 
 Machine = Callable[..., list[int]]
 

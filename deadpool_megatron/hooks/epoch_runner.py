@@ -16,9 +16,9 @@ from deadpool_megatron.comms import Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.dimensions.dimension import current_device
+from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
-from deadpool_megatron.hooks.process.entry import EpochEntry
-from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
+from deadpool_megatron.hooks.probes import OwnTimeMeter
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.part_kinds import BOUNDARIES
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.05
 _Result = TypeVar("_Result")
 
 
-class EpochCourse(Course):
+class EpochRunner(Course):
     """See :class:`Course`. ``check(epoch)`` raises EpochClosed or, when the run is over, StopOrder;
     ``checkpoints``: where they go if the program does not say.
     """
