@@ -17,13 +17,8 @@ from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.hooks.session import EXIT_UNCLEAN
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-<<<<<<< HEAD:tests/hooks/process/test_session.py
 from deadpool_megatron.wire.framing import readable
-from tests.hooks.process.session_rig import (
-=======
-from deadpool_megatron.wire.readiness import readable
 from tests.hooks.session_rig import (
->>>>>>> 97e48475 (hooks: the life of a process is at the top of the package, eight files for ten):tests/hooks/test_session.py
     ELSEWHERE,
     SEAT,
     SECONDS,

@@ -41,7 +41,7 @@ class Handlers:
 
     ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` answers the body
     of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress, and
-    what hooks/process/standstill.py adds when the process stands still.
+    what hooks/probes.py adds when the process stands still.
     """
 
     on_close: Callable[[int, str], None]

@@ -1,4 +1,4 @@
-"""The argument of hooks/generations/protection.py, tried: in whatever order roles go on and copies
+"""The argument of hooks/capture/protection.py, tried: in whatever order roles go on and copies
 arrive, after the loss of any one role all others still hold a generation that its copy holds too.
 """
 
