@@ -1,4 +1,4 @@
-"""Where the coordinator listens, as far as this agent knows; asked again and again."""
+"""The address of the coordinator, as far as this agent knows; asked again and again."""
 
 from __future__ import annotations
 

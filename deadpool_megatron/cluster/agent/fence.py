@@ -1,4 +1,5 @@
-"""When a node that may be cut off must stop its members: the agent's half of fencing by time.
+"""The moment by which a node that may be cut off must stop its members: the agent's half of fencing
+by time.
 
 The coordinator gives the roles of a silent node away after ``node_silence_seconds`` (G) since it
 last heard from it, and only if its own sign of life was in the journal all that time. The agent
@@ -56,17 +57,18 @@ class Fence:
             self._contact = max(self._contact, at)
 
     def silent_seconds(self, now: float) -> float:
-        """How long nothing has proved that this node still counts; 0 before the first contact."""
+        """Return how long nothing has proved that this node still counts; 0 before the first
+        contact."""
         if self._contact is None:
             return 0.0
         return now - (self._term_at if self._is_awaited() else self._contact)
 
     def _is_awaited(self) -> bool:
-        """Whether a coordinator that this node has not met yet has taken over."""
+        """Return whether a coordinator that this node has not met yet has taken over."""
         return self._mark is not None and self._mark[0] > self._contact_term
 
     def verdict(self, now: float) -> str:
-        """Why the members must be stopped now; empty while they may go on."""
+        """Return why the members must be stopped now; empty while they may go on."""
         silent = self.silent_seconds(now)
         if silent <= (self._rejoin_limit if self._is_awaited() else self._limit):
             return ""

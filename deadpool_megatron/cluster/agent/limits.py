@@ -1,4 +1,4 @@
-"""How long each stage of a close may take on a node, so that all together end in time. Pure."""
+"""Limits of the stages of a close on a node, so that all together end in time. Pure."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class CloseLimits:
 
     @property
     def worst_seconds(self) -> float:
-        """When every stage takes its whole time and ends by a kill."""
+        """Return when every stage takes its whole time and ends by a kill."""
         stages = self.vault_seconds + self.drain_seconds + 2 * self.inventory_seconds
         return stages + 4 * self.reap_seconds

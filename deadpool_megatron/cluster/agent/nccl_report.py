@@ -1,4 +1,4 @@
-"""What NCCL says of a job that hangs: evidence for people; nothing is decided from it.
+"""NCCL's own word on a job that hangs: evidence for people; nothing is decided from it.
 
 From 2.24 on each process that uses NCCL has a thread (RAS) that knows what the processes of the job
 are in, and tells it on a socket of its host. Read in ``src/ras/client_support.cc`` of 2.24.3,
@@ -81,8 +81,8 @@ async def ask_nccl(limit_seconds: float = LIMIT_SECONDS) -> bytes:
 
 
 def addresses(text: str) -> list[tuple[str, int]]:
-    """Where NCCL listens, as its variable says it: a number or localhost, and a port; none for
-    another name, as to resolve it may take long, and this process has one thread. Pure.
+    """Return where NCCL listens, as its variable says it: a number or localhost, and a port; none
+    for another name, as to resolve it may take long, and this process has one thread. Pure.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

@@ -1,4 +1,4 @@
-"""What an agent is started with, and what its members are started with."""
+"""Options that an agent and its members are started with."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AgentOptions:
 
     @property
     def logs(self) -> Path:
-        """Where processes of the node print to (see local_logs.py)."""
+        """Return where processes of the node print to (see local_logs.py)."""
         return self.segments / LOGS
 
 
@@ -74,7 +74,7 @@ def device_environment(options: AgentOptions, slot: int) -> dict[str, str]:
 def member_spec(
     options: AgentOptions, slot: int, incarnation: int, extra: Mapping[str, str]
 ) -> MemberSpec:
-    """How a member process of the node starts; ``extra``: more of its environment."""
+    """Return how a member process of the node starts; ``extra``: more of its environment."""
     info = options.info
     of_run = {
         ENVIRONMENT_DIRECTORY: str(options.run.path),

@@ -1,4 +1,4 @@
-"""What a run that is over has left in memory of this host, written to its dump directory.
+"""Salvage of what a run that is over has left in memory of this host: it is dumped.
 
 Nodes that were lost to a run because their agents died may be alive, with slots that nobody has
 removed. Together with what healthy nodes wrote when the run ended they can be a whole generation.
@@ -20,8 +20,8 @@ from deadpool_megatron.vault.errors import SegmentError
 
 
 def last_history(run: RunDirectory, info: RunInfo) -> History:
-    """What the newest record of a run says of it: among others the kept line, lineage -> last
-    iteration that was not abandoned. Raises JournalError."""
+    """Return what the newest record of a run says of it: among others the kept line, lineage ->
+    last iteration that was not abandoned. Raises JournalError."""
     journal = open_journal(info.settings, info.run_id, run.journal)
     newest = journal.newest("epoch")
     return History() if newest is None else EpochRecord.from_dict(newest[1]).history

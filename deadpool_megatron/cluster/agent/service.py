@@ -281,7 +281,7 @@ class Agent:
         self._write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
-        """What is closed is told at once: the next coordinator may ask while a dump is written."""
+        """Tell at once what is closed: the next coordinator may ask while a dump is written."""
         if epoch <= self._closed:
             self._tell_inventory(epoch)
         else:
@@ -377,7 +377,7 @@ class Agent:
                 self._examiner.ask_health()
 
     def _told(self) -> dict[str, Any]:
-        """What people who ask the coordinator are shown of this node."""
+        """Return what people who ask the coordinator are shown of this node."""
         return {"members": self._members.beats(), "vault": self._vault.status}
 
     async def _tick(self) -> None:
@@ -407,7 +407,7 @@ class Agent:
     # Contact with the coordinator.
 
     def _patience_seconds(self) -> float:
-        """How long a first connection may take; then fence or launcher see to it."""
+        """Return how long a first connection may take; then fence or launcher see to it."""
         return max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
 
     def _look_for_cut(self, now: float) -> None:

@@ -84,7 +84,7 @@ class Commands:
         return await self._requests.ask(verb, lambda: self._what(verb, message), token, seconds)
 
     def _what(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
-        """What is asked, or in a line why it cannot be."""
+        """Return what is asked, or in a line why it cannot be."""
         match verb:
             case Verb.DRAIN:
                 return {"node": int(message["node"])}

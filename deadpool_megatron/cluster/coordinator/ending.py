@@ -134,8 +134,8 @@ class RunEnd:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str | None:
-        """Why it could not be written, empty if it was; None when another coordinator has taken
-        over, which writes its own. ``limit``: monotonic seconds.
+        """Return why it could not be written, empty if it was; None when another coordinator has
+        taken over, which writes its own. ``limit``: monotonic seconds.
         """
         known = ""
         while True:

@@ -1,4 +1,4 @@
-"""What a coordinator is started with."""
+"""Options that a coordinator is started with."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class CoordinatorOptions:
 
 @dataclass(frozen=True)
 class Desk:
-    """What the parts of a coordinator share, for its loop only: its options, the machine's present
-    ``state()``, ``feed`` for its inputs, ``emit`` for events, ``warn`` for a line to people,
-    ``spawn`` for what runs beside the rest, and ``step_down(why)`` when another coordinator has
-    taken over.
+    """Things that the parts of a coordinator share, for its loop only: its options, the machine's
+    present ``state()``, ``feed`` for its inputs, ``emit`` for events, ``warn`` for a line to
+    people, ``spawn`` for what runs beside the rest, and ``step_down(why)`` when another coordinator
+    has taken over.
     """
 
     options: CoordinatorOptions

@@ -1,4 +1,4 @@
-"""What the coordinator tells agents: the machine's actions as messages, to each its part."""
+"""Orders of the coordinator to agents: the machine's actions as messages, to each its part."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Orders:
             peer.send({"t": "record", "record": told})
 
     def _told(self, peer: AgentPeer, record: EpochRecord) -> dict[str, Any] | None:
-        """What the agent lacks of the record; it is counted as told from here on."""
+        """Return what the agent lacks of the record; it is counted as told from here on."""
         teller = self._teller
         if teller is None or teller.record is not record:
             teller = self._next

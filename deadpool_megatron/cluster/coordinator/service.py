@@ -233,7 +233,7 @@ class Coordinator:
                 self._orders.give(action)
 
     async def _look_at(self, valid: tuple[Restore, ...]) -> None:
-        """Whether they are there; a file system that hangs is not waited for."""
+        """Look whether they are there; a file system that hangs is not waited for."""
         missing = frozenset[str]()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):

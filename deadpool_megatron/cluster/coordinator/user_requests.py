@@ -1,4 +1,4 @@
-"""Where requests of users are taken: journalled before anybody is told yes, then the machine's.
+"""Requests of users: journalled before anybody is told yes, then the machine's.
 
 The machine holds them and says what becomes of them; here its newest word is written to the
 journal, and read from there when a coordinator takes over.
@@ -140,7 +140,7 @@ class UserRequests:
         self._forget_known()
 
     def _forget_known(self) -> None:
-        """What the machine has taken, at once or a moment later, is on its way no more."""
+        """Forget those that the machine has taken, at once or a moment later."""
         known = {request.token for request in self._desk.state().requests}
         self._coming = tuple(one for one in self._coming if one.token not in known)
 
@@ -215,8 +215,8 @@ class UserRequests:
 
 
 def _not_now(error: str) -> dict[str, Any]:
-    """What is answered in trouble with the journal: no refusal, the same request may be taken yet,
-    or has been."""
+    """Return what is answered in trouble with the journal: no refusal, the same request may be
+    taken yet, or has been."""
     why = f"{error}: nothing was taken on{_UNLESS}, ask again"
     return {"ok": False, "again": True, "error": why}
 

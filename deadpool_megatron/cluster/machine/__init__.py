@@ -1,1 +1,1 @@
-"""What is decided: pure, without clocks, files or sockets."""
+"""The decisions of a run: pure, without clocks, files or sockets."""

@@ -1,4 +1,4 @@
-"""What comes out of the coordinator's state machine: orders to carry out, in their order.
+"""Actions, the output of the coordinator's state machine: orders to carry out, in their order.
 
 Plain frozen data. Carrying one out never answers; its outcome comes back as an input.
 """

@@ -1,4 +1,4 @@
-"""What ends waiting in the coordinator's state machine: a complete start, and deadlines."""
+"""Ends of waiting in the coordinator's state machine: a complete start, and deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What roles report as wrong, faults that repeat on one node, and numbers that are not finite."""
+"""Reports of roles of what is wrong, faults that repeat on one node, and numbers that are not
+finite."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ def device_lost(turn: Turn, place: Place, failure: Failure) -> None:
 
 
 def has_better(turn: Turn, node: int) -> bool:
-    """Whether all roles of the node can go to a spare that was not put aside itself."""
+    """Return whether all roles of the node can go to a spare that was not put aside itself."""
     state = turn.state
     before = {seat.node for seat in state.seats.values()}
     found = seating(turn, state.fleet.leaving | {node})

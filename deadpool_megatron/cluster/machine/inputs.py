@@ -1,4 +1,4 @@
-"""What goes into the coordinator's state machine; what comes out is in actions.
+"""Inputs of the coordinator's state machine; its output is in actions.
 
 Plain frozen data. An input that names a member carries its incarnation, and one that belongs to an
 epoch carries the epoch: the machine refuses what is stale. Times are seconds.
@@ -286,8 +286,8 @@ class Asked(Input):
 
 @dataclass(frozen=True)
 class RequestsFound(Input):
-    """What earlier coordinators were asked. ``restarted``: all processes of the run had ended, so
-    what was open is over, unless agents come that were there before."""
+    """Requests that earlier coordinators were asked. ``restarted``: all processes of the run had
+    ended, so what was open is over, unless agents come that were there before."""
 
     requests: tuple[Request, ...]
     restarted: bool = False
@@ -312,7 +312,7 @@ class DrainRequested(Input):
 
 @dataclass(frozen=True)
 class ProtectionRequested(Input):
-    """What was measured wants the state protected by ``plan``; ``why`` in words."""
+    """A measurement wants the state protected by ``plan``; ``why`` in words."""
 
     plan: ProtectionPlan
     why: str

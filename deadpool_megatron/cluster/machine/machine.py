@@ -46,7 +46,7 @@ class Machine:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether the run was started again, and nothing has been decided since."""
+        """Return whether the run was started again, and nothing has been decided since."""
         return self._config.begins_anew
 
     def start(self, now: float) -> State:

@@ -186,7 +186,7 @@ def _is_broken(event: ev.MemberLost) -> bool:
 
 
 def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
-    """Whether a record that is being written has a seat for this slot."""
+    """Return whether a record that is being written has a seat for this slot."""
     match turn.state.doing:
         case phases.Deciding(pending=pending):
             seats = pending.seats.values()

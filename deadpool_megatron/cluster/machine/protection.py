@@ -1,4 +1,4 @@
-"""What protects the state: which plan may be asked for, whether memory is enough, what is told.
+"""The protection of the state: which plan may be asked for, whether memory is enough, what is told.
 
 A plan changes only with an epoch. A wanted one waits in the state, goes into the next record for
 whatever reason that is made, and if nothing else happens members pause for it at the next boundary
@@ -110,7 +110,7 @@ def most_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: 
 
 
 def pause_cause(state: State) -> str:
-    """Why members pause for a change of the plan; it becomes the cause of the record."""
+    """Return why members pause for a change of the plan; it becomes the cause of the record."""
     return f"protection becomes {plan_in_words(state.protection.plan)}: {state.protection.why}"
 
 

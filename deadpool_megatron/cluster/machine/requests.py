@@ -1,4 +1,4 @@
-"""What users have asked: begun when it can be, and told when it is done. Pure functions on a Turn.
+"""Requests of users: begun when they can be, and told when they are done. Pure functions on a Turn.
 
 A request is journalled before it comes here, and comes again from the journal to a coordinator that
 takes over, which goes on with what is open as soon as the agents are back.
@@ -107,7 +107,7 @@ def not_connected(state: State, node: int) -> str:
 
 
 def _needs_nobody(request: Request) -> bool:
-    """Whether it does not matter which agents are here."""
+    """Return whether it does not matter which agents are here."""
     return request.verb is Verb.STOP and not request.what["dump"]
 
 
@@ -179,7 +179,7 @@ def _stop(turn: Turn, request: Request) -> Request:
 
 
 def _fate(turn: Turn, node: int, otherwise: str) -> str:
-    """What has become of a node; ``otherwise``: if that is not known."""
+    """Return what has become of a node; ``otherwise``: if that is not known."""
     why = turn.state.fleet.gone.get(node, otherwise)
     return why if why.startswith(f"node {node}") else f"node {node} {why}"
 

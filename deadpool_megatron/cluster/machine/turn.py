@@ -77,7 +77,8 @@ class Turn:
         self.refuse(f"{type(event).__name__} of member {process}", why, event.node)
 
     def is_present(self, event: OfMember) -> bool:
-        """Whether the process is the present one of its slot; refuses the input if it is not."""
+        """Return whether the process is the present one of its slot; refuses the input if it is
+        not."""
         member = self.state.fleet.members.get((event.node, event.slot))
         if member is None or member.incarnation != event.incarnation:
             self.refuse_of(event, "not the present process of its slot")

@@ -1,4 +1,4 @@
-"""What a node says about its host and its links, when it joins and when it is asked.
+"""Facts of a node about its host and its links, told when it joins and when it is asked.
 
 As long as it has no role, or where the site has a word on its health, it looks at its host again
 now and then, in a process of its own: what there is to ask may hang (a driver, a file system),
@@ -89,7 +89,7 @@ class Examiner:
         task.add_done_callback(self._tasks.discard)
 
     def _is_spare(self) -> bool:
-        """Whether there is an epoch in which this node has no role."""
+        """Return whether there is an epoch in which this node has no role."""
         record = self._record()
         seats = () if record is None else record.seats.values()
         return record is not None and all(seat.node != self._options.node for seat in seats)

@@ -35,7 +35,7 @@ _END_SECONDS = 5.0
 
 
 class Taker(Protocol):
-    """What is needed of the vault's keeper."""
+    """The part of the vault's keeper that is needed."""
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
         """Set a generation aside. Raises OSError, TimeoutError or VaultError."""

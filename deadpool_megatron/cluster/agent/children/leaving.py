@@ -1,4 +1,4 @@
-"""What an agent does when it is told to end (SIGTERM), as when a pod is evicted.
+"""The leaving of an agent that is told to end (SIGTERM), as when a pod is evicted.
 
 With a grace period its node is drained first, by the request that ``deadpool drain`` sends: its
 roles move to a spare, and nothing is computed again. Without one, after it, or at a second signal,

@@ -67,7 +67,7 @@ class StandbyKeeper:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Where the newest coordinator listens; None before there was one."""
+        """Return where the newest coordinator listens; None before there was one."""
         return self._address
 
     def begin(self, launcher_fd: int | None, on_launcher_gone: Callable[[], None]) -> None:
@@ -145,7 +145,8 @@ class StandbyKeeper:
             self._tell(f"place {place}")
 
     def contact(self, there_is: bool) -> None:
-        """Whether the coordinator answers this agent; a standby looks more often while not."""
+        """Tell a standby whether the coordinator answers this agent: it looks more often while
+        not."""
         if there_is != self._contact:
             self._contact = there_is
             self._was_in_touch = self._was_in_touch or there_is

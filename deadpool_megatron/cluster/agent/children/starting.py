@@ -1,4 +1,4 @@
-"""How an agent starts a process of this package beside its members: its vault, or an exporter."""
+"""Starts of processes of this package beside an agent's members: its vault, or an exporter."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class VaultKeeper:
             await self._kill(f"epoch {epoch} was not closed: {error}")
 
     async def inventory(self, epoch: int) -> Inventory:
-        """What the node holds, after a close. Empty if two vaults in a row cannot say, or none
-        comes up in time.
+        """Return what the node holds, after a close. Empty if two vaults in a row cannot say, or
+        none comes up in time.
 
         Only a vault that was up is killed: after one that is slow to start the next one would be as
         slow, and begin anew.
@@ -354,7 +354,7 @@ class VaultKeeper:
 
 
 def _short(status: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the vault's status goes into every beat."""
+    """Return what of the vault's status goes into every beat."""
     counters = {str(k): v for k, v in status.get("counters", {}).items()}
     return {
         "committed": {

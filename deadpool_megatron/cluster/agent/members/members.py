@@ -111,7 +111,7 @@ class FramePipe:
 
 
 class MemberReports(Protocol):
-    """Where members' messages and ends go: the agent."""
+    """The taker of members' messages and ends: the agent."""
 
     def member_said(self, member: Member, message: dict[str, Any]) -> None:
         """A message other than a beat."""
@@ -171,7 +171,8 @@ class Member:
         return bool(said.get("clean"))
 
     def said_since(self, closed: int) -> list[dict[str, Any]]:
-        """What a new coordinator has to hear: all sticky messages but those of closed epochs."""
+        """Return what a new coordinator has to hear: all sticky messages but those of closed
+        epochs."""
         return [m for m in self.said.values() if int(m.get("epoch", closed + 1)) > closed]
 
     def kill(self, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""What the coordinator is told of the members of this node."""
+"""Reports to the coordinator on the members of this node."""
 
 from __future__ import annotations
 

@@ -46,13 +46,14 @@ class DurableError(Exception):
 
 
 def export_directory(settings: Settings, run: RunDirectory) -> Path:
-    """Where the exports of a run go, unless somebody who asks for one names another place."""
+    """Return where the exports of a run go, unless somebody who asks for one names another
+    place."""
     return Path(settings.persist_directory) if settings.persist_directory else run.exports
 
 
 def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
-    """Why the run that a process with this environment belongs to cannot save to ``saves``, one
-    line; empty if it can, or if this is no process of a run."""
+    """Return why the run that a process with this environment belongs to cannot save to ``saves``,
+    one line; empty if it can, or if this is no process of a run."""
     run_directory = environ.get(ENVIRONMENT_DIRECTORY)
     if not saves or run_directory is None:
         return ""
@@ -61,7 +62,7 @@ def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
 
 
 def overlap(saves: Path, exports: Path) -> str:
-    """Why saves and exports cannot have these directories, one line; empty if they can.
+    """Return why saves and exports cannot have these directories, one line; empty if they can.
 
     Both give the same names and replace the same ``latest_checkpointed_iteration.txt``. One may lie
     in the other, but not within one of its checkpoints, which is removed as a whole. Looks at the
@@ -236,8 +237,8 @@ def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
-    """Which of the exports (oldest first) may go so that ``keep`` are left; 0 keeps all. The newest
-    stays in any case, and so does what somebody would go back to."""
+    """Return which of the exports (oldest first) may go so that ``keep`` are left; 0 keeps all. The
+    newest stays in any case, and so does what somebody would go back to."""
     spare = len(exported) - max(1, keep) if keep else 0
     return [path for path in exported[: max(0, spare)] if path not in needed]
 
@@ -310,12 +311,12 @@ def _note(run: RunDirectory, who: str, final: Path) -> None:
 
 
 def _is_named(run: RunDirectory, final: Path) -> bool:
-    """Whether this run has given the name, for whomever."""
+    """Return whether this run has given the name, for whomever."""
     return not _named(run).isdisjoint({f"{_SAVED} {final}", f"{_EXPORTED} {final}"})
 
 
 def _has_named(run: RunDirectory, final: Path) -> bool:
-    """Whether the checkpoint is there, and has its name from this run."""
+    """Return whether the checkpoint is there, and has its name from this run."""
     return final.exists() and _is_named(run, final)
 
 
@@ -337,7 +338,8 @@ def _newest_by(tracker: Path) -> int:
 
 
 def _tracked(checkpoints: Sequence[str]) -> set[str]:
-    """What the trackers in the directories of these checkpoints name: ``--load`` asks for it."""
+    """Return what the trackers in the directories of these checkpoints name: ``--load`` asks for
+    it."""
     folders = {Path(path).parent for path in checkpoints}
     return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
 

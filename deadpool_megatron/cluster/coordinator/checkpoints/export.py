@@ -11,7 +11,7 @@ from deadpool_megatron.layout.records import Generation
 
 
 class Purpose(StrEnum):
-    """Why there is an export: the interval, somebody asked, a time limit is near, or the run ends
+    """The reason of an export: the interval, somebody asked, a time limit is near, or the run ends
     for want of a spare and its state was dumped."""
 
     INTERVAL = "interval"
@@ -63,21 +63,21 @@ class Export:
 
     @property
     def is_publishing(self) -> bool:
-        """Whether all of it is written; nothing stops it from here on."""
+        """Return whether all of it is written; nothing stops it from here on."""
         return self.step == "publishing"
 
     @property
     def unfinished(self) -> Path:
-        """Where it is written."""
+        """Return where it is written."""
         return unfinished_export(self.directory, self.run_id, self.name)
 
     @property
     def final(self) -> Path:
-        """Where it will be."""
+        """Return where it will be."""
         return self.directory / f"iter_{self.iteration:07d}"
 
     def common_generation(self, world_size: int) -> Generation | None:
-        """What all roles have set aside, when it is the same moment for all of them."""
+        """Return what all roles have set aside, when it is the same moment for all of them."""
         found = set(self.said.values())
         if len(self.said) != world_size or len(found) != 1:
             return None

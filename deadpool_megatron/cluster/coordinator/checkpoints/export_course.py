@@ -101,7 +101,7 @@ class ExportCourse:
         self._last: dict[str, Any] = {}
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump, state: State, now: float) -> None:
-        """What the machine wants; the end of it comes back as an input."""
+        """Carry out what the machine wants; the end of it comes back as an input."""
         match order:
             case BeginExport(number, directory):
                 self._request(Wish(Path(directory), Purpose.ASKED, number))
@@ -202,7 +202,8 @@ class ExportCourse:
         self.effects.append(inputs.DurableValid(iteration, path, export.boundary))
 
     def keep(self, export: Export, state: State) -> int | None:
-        """How many exports stay (0: all) when this one counts; None: nothing is to be pruned."""
+        """Return how many exports stay (0: all) when this one counts; None: nothing is to be
+        pruned."""
         if export.purpose is Purpose.ASKED:
             return None
         # A recovery may just be loading an older one: the next export prunes, then.
@@ -215,7 +216,8 @@ class ExportCourse:
         self._conclude(export, str(export.final), now)
 
     def removed(self, now: float) -> None:
-        """What was left of an export is gone: the dump that waits for the room may begin."""
+        """Take note that what was left of an export is gone: the dump that waits for the room may
+        begin."""
         if self._leaving is not None:  # else it was waited for long enough
             self._leave_by(self._leaving, now)
 
@@ -376,7 +378,7 @@ class ExportCourse:
             self.effects.append(inputs.Exported(export.number, export.iteration, path, error))
 
     def _unwish(self, why: str) -> None:
-        """What was to begin does not."""
+        """Drop what was to begin."""
         wish, self._wish = self._wish, None
         if wish is not None and wish.number:
             self.effects.append(inputs.Exported(wish.number, 0, "", why))

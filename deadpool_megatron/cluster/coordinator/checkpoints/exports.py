@@ -69,12 +69,12 @@ class Exports:
         )
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
-        """What the machine wants; the end of it comes back as an input."""
+        """Carry out what the machine wants; the end of it comes back as an input."""
         self._course.carry_out(order, self._desk.state(), time.monotonic())
         self._do()
 
     def under_way(self) -> list[str]:
-        """What is being made valid, in words."""
+        """Return what is being made valid, in words."""
         now = self._course.status()["now"]
         return [f"the background checkpoint of iteration {now['iteration']}"] if now else []
 

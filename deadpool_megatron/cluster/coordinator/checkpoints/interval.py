@@ -1,4 +1,4 @@
-"""Which iterations the interval of exports asks for, and when each of them is ordered. Pure.
+"""Iterations that the interval of exports asks for, and when each of them is ordered. Pure.
 
 An order holds memory on every node and is ended by any recovery, so that it comes a few iterations
 before its own, and not as soon as the one before is over. What was reported last trails behind

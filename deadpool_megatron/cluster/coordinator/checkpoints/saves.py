@@ -1,4 +1,4 @@
-"""What the coordinator does when the roles have written a checkpoint and ask for it to count."""
+"""Saves: the roles have written a checkpoint and ask the coordinator for it to count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Saves:
         self._under_way: set[tuple[int, int]] = set()
 
     def under_way(self) -> list[str]:
-        """What is being made valid, in words."""
+        """Return what is being made valid, in words."""
         return [f"the checkpoint of iteration {one}" for _, one in sorted(self._under_way)]
 
     async def handle(self, m: Mapping[str, Any]) -> None:

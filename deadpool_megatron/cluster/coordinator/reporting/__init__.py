@@ -1,1 +1,1 @@
-"""What a run tells: events, results, ``final.json`` and the status."""
+"""Reports of a run: events, results, ``final.json`` and the status."""

@@ -1,4 +1,4 @@
-"""Where the time of a run has gone: each second of each node belongs to one use.
+"""The account of a run's time: each second of each node belongs to one use.
 
 Pure: fed with the events of a run in their order, live or afterwards, with the same result. The
 uses are those of Google's ml-goodput-measurement (start, wasted progress, recovery, checkpoints,
@@ -23,7 +23,7 @@ _LONGEST_DECISION_SECONDS = 1.0
 
 
 class Use(StrEnum):
-    """What a second of a node went into."""
+    """The use that a second of a node went into."""
 
     START = "start"
     TRAINING = "training"
@@ -218,7 +218,8 @@ class Account:
         self._settle(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
 
     def _end_segment(self, at: float, event: Event) -> None:
-        """What lies between the last step and this is the segment, but for some microseconds."""
+        """Count what lies between the last step and this as the segment, but for some
+        microseconds."""
         is_save = event.data.get("boundary") == "save"
         self._settle(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
 

@@ -38,7 +38,7 @@ _HOST_IS_TO_BLAME = (
 
 
 def is_bad(event: Event) -> bool:
-    """Whether the event says that its node should not be used by the next run."""
+    """Return whether the event says that its node should not be used by the next run."""
     if event.node is None:
         return False
     kind = event.data.get("kind")

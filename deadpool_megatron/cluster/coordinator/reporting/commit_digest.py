@@ -1,4 +1,4 @@
-"""What is sealed and committed, told in a line for all roles now and then: it is by far the most
+"""Seals and commits, told in a line for all roles now and then: it is by far the most
 that a run reports, and nobody reads it role by role. Pure.
 """
 

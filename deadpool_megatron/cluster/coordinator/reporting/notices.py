@@ -118,7 +118,7 @@ def notices(run_id: str, url: str, command: str, warn: Callable[[str], None]) ->
 
 
 def notice_text(event: Event) -> str:
-    """What to tell of an event; empty for nothing."""
+    """Return what to tell of an event; empty for nothing."""
     data = event.data
     match event.kind:
         case Kind.EPOCH_CLOSED if data.get("kind") not in _PLANNED:
@@ -155,7 +155,7 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
 
 
 def is_web_address(url: str) -> bool:
-    """Whether notices go there as a POST; what is none is a URL of apprise's."""
+    """Return whether notices go there as a POST; what is none is a URL of apprise's."""
     return url.partition("://")[0].lower() in ("http", "https")
 
 

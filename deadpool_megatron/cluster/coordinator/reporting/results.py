@@ -1,4 +1,4 @@
-"""What a run computes: each step once, whoever repeats it, and the final report.
+"""Results of a run: each step once, whoever repeats it, and the final report.
 
 A replayed step must give the numbers of the first time, bit for bit; anything else is a divergence.
 Where arithmetic is deterministic that is the worst that can happen, and decides the exit status.

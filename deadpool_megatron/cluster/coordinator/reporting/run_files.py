@@ -159,7 +159,7 @@ class RunFiles:
         self.account.hand_over()
 
     def _take_digests(self) -> list[Event]:
-        """What was collected and not written yet."""
+        """Return what was collected and not written yet."""
         digest = self._commits.take()
         return [*([] if digest is None else [digest]), *self._waits.take()]
 

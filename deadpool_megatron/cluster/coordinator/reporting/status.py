@@ -1,4 +1,5 @@
-"""What ``deadpool status`` shows, as one JSON object: the machine's state and the newest beats."""
+"""The answer to ``deadpool status``, as one JSON object: the machine's state and the newest
+beats."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Who coordinates next: the sign of life, the standbys that watch it, what one inherits."""
+"""The succession of coordinators: the sign of life, the standbys that watch it, what one
+inherits."""

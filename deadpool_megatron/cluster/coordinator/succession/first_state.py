@@ -25,7 +25,7 @@ _DURABLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Estate:
-    """What a coordinator inherits, as far as it was read before its term was claimed: the newest
+    """Inheritance of a coordinator, as far as it was read before its term was claimed: the newest
     record, and the valid checkpoints. ``is_durable_read``: whether these could be read; if not, the
     coordinator learns of them as soon as the run directory answers.
     """

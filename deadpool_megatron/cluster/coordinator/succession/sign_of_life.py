@@ -45,7 +45,8 @@ class SignOfLife:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sign-of-life")
 
     def is_fresh(self, now: float) -> bool:
-        """Whether readers have seen the sign move all the time: only then may a silence count."""
+        """Return whether readers have seen the sign move all the time: only then may a silence
+        count."""
         return now - self._written_at <= self._rhythm.gap
 
     async def run(self) -> None:

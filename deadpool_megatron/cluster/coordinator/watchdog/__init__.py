@@ -1,1 +1,1 @@
-"""What is found by looking at the agents again and again: silence, hangs, slowness, RPO."""
+"""Findings of looking at the agents again and again: silence, hangs, slowness, RPO."""

@@ -1,4 +1,4 @@
-"""What the coordinator makes of measured protection: requests for other plans, and the RPO in
+"""Conclusions from measured protection: requests for other plans, and the RPO in
 figures. Nothing is decided here: the machine takes a request or refuses it.
 """
 

@@ -25,7 +25,7 @@ class SlowNodes:
         self._due = 0.0
 
     def look(self, state: State, peers: Peers, now: float) -> list[Slowness]:
-        """What has changed; ``now``: monotonic, seconds."""
+        """Return what has changed; ``now``: monotonic, seconds."""
         if now < self._due or state.phase is not Phase.RUNNING or state.record is None:
             return []
         self._due = now + _PERIOD_SECONDS

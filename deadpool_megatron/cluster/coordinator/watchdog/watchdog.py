@@ -1,4 +1,4 @@
-"""What the coordinator finds by looking at its agents again and again: silence, hangs, slow nodes.
+"""Findings of the coordinator's looks at its agents: silence, hangs, slow nodes.
 
 Each look answers inputs for the machine; nothing is decided here.
 """
@@ -65,7 +65,7 @@ class Watchdog:
         return found
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for the next look at the progress of all roles."""
+        """Return whether it is time for the next look at the progress of all roles."""
         return self._pace.is_due(now)
 
     def at_progress(
@@ -94,7 +94,7 @@ class Watchdog:
         self._protection.note(event, time.monotonic())
 
     def describe(self, state: State) -> dict[str, Any]:
-        """What ``deadpool status`` shows of it: ``slow`` nodes, and the ``rpo``."""
+        """Return what ``deadpool status`` shows of it: ``slow`` nodes, and the ``rpo``."""
         return {
             "slow": self._slow_nodes.describe(),
             "rpo": self._protection.describe(state),

@@ -171,8 +171,8 @@ def _is_needed(state: State, node: int) -> bool:
 
 
 def matters(state: State, record: EpochRecord, node: int) -> bool:
-    """Whether the loss of ``node`` invalidates the record: a seat, a copy or parity block owed, or
-    a source."""
+    """Return whether the loss of ``node`` invalidates the record: a seat, a copy or parity block
+    owed, or a source."""
     if any(seat.node == node for seat in record.seats.values()):
         return True
     if not state.is_restored and any(source.node == node for source in _sources(record.restore)):

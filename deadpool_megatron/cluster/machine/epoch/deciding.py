@@ -1,4 +1,4 @@
-"""Who plays which role in the next epoch, and what it is restored from."""
+"""The decision on the next epoch: its seats, and the state that it is restored from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deadpool_megatron.layout.schemes import losses_survived
 
 
 def seating(turn: Turn, leaving: frozenset[int]) -> Seating:
-    """Who would play which role now, if these nodes had none. Wrong ones never have one."""
+    """Return who would play which role now, if these nodes had none. Wrong ones never have one."""
     state = turn.state
     members = state.fleet.members
     return planner.assign_seats(
@@ -119,7 +119,7 @@ def owed_copies(
 
 
 def _with_scheme(turn: Turn, reason: str) -> str:
-    """Why nothing can be restored, and the choice that has led to it."""
+    """Return why nothing can be restored, and the choice that has led to it."""
     kind = turn.state.protection.plan.kind
     if turn.state.fleet.gone and kind.is_local:
         return (
@@ -130,7 +130,7 @@ def _with_scheme(turn: Turn, reason: str) -> str:
 
 
 def _wait_for_reaping(turn: Turn) -> None:
-    """Whether a slot gets a new process in place is known only when the old one has ended."""
+    """Wait: whether a slot gets a new process in place is known only when the old one has ended."""
     if not isinstance(turn.state.doing, WaitingSpare):
         turn.enter(Closing(turn.now + turn.config.settings.gather_seconds))
 
@@ -144,7 +144,8 @@ def _wait_for_spare(turn: Turn, text: str) -> None:
 
 
 def _wait_for_return(turn: Turn, reason: str) -> None:
-    """What is missing may lie in memory of a host whose agent ended: it can be started again."""
+    """Wait: what is missing may lie in memory of a host whose agent ended: it can be started
+    again."""
     limit, nodes = turn.config.settings.spare_timeout_seconds, sorted(turn.state.fleet.returning)
     text = f"nodes {nodes} have {limit:g} s to come back with what they hold in memory"
     _wait_for_spare(turn, f"{reason}: {text}")
@@ -160,7 +161,8 @@ def _wait_or_end(turn: Turn, why: str, restore: Restore) -> None:
 
 
 def _history(state: State, restore: Restore) -> History:
-    """What the record of the next epoch, restored from ``restore``, says of the run so far."""
+    """Return what the record of the next epoch, restored from ``restore``, says of the run so
+    far."""
     recovery = state.recoveries.current
     again = 0 if recovery is None else recovery.recomputed(restore)
     return History(

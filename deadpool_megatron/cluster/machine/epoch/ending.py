@@ -1,4 +1,4 @@
-"""How the run ends: the dump when no spare is left, the result, the leave-taking of the agents."""
+"""The end of a run: the dump when no spare is left, the result, the leave-taking of the agents."""
 
 from __future__ import annotations
 
@@ -255,7 +255,8 @@ def _writers(turn: Turn, dumping: Dumping) -> dict[int, int]:
 
 
 def dump_exported(turn: Turn, generation: Generation, path: str) -> None:
-    """What was dumped is a checkpoint at ``path``, too, or could not become one (empty): end."""
+    """Take note that what was dumped is a checkpoint at ``path``, too, or could not become one
+    (empty): end."""
     match turn.state.doing:
         case Dumping(exporting=True, restore=restore) as dumping:
             if generation == restore.generation:
@@ -263,7 +264,7 @@ def dump_exported(turn: Turn, generation: Generation, path: str) -> None:
 
 
 def hurry(turn: Turn, dumping: Dumping, reason: str) -> None:
-    """Who asks has no time to lose: the run ends as soon as the state is on the disk."""
+    """Hurry: who asks has no time to lose; the run ends as soon as the state is on the disk."""
     words = dumping.words
     if dumping.exporting:
         _finish_dumped(turn, dumping, "")

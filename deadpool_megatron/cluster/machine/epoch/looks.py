@@ -10,8 +10,8 @@ from deadpool_megatron.cluster.machine.turn import Turn
 
 
 def must_look(turn: Turn) -> bool:
-    """Whether there are checkpoints that were not looked at since the epoch was closed: the epoch
-    is not decided before, nor does the run end."""
+    """Return whether there are checkpoints that were not looked at since the epoch was closed: the
+    epoch is not decided before, nor does the run end."""
     line = turn.state.line
     if line.seen or not line.valid:
         return False
@@ -40,6 +40,6 @@ def strike(turn: Turn, path: str, cause: str) -> None:
 
 
 def with_struck(turn: Turn, reason: str) -> str:
-    """Why nothing can be restored, and which checkpoints there would have been."""
+    """Return why nothing can be restored, and which checkpoints there would have been."""
     struck = sorted(turn.state.line.struck)
     return f"{reason}; could not be loaded: {', '.join(struck)}" if struck else reason

@@ -89,7 +89,7 @@ def announce(turn: Turn, record: EpochRecord) -> None:
 
 
 def opening_seconds(turn: Turn, record: EpochRecord) -> float:
-    """How long it may take until every role has restored what the record says."""
+    """Return how long it may take until every role has restored what the record says."""
     settings, members = turn.config.settings, turn.state.fleet.members
     limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.slot) for seat in record.seats.values()}

@@ -1,5 +1,6 @@
-"""When members stand still at one iteration: before a drain, other protection, missing copies, the
-dump at the end. All that was computed is committed then; the close that follows loses nothing."""
+"""Pauses, in which members stand still at one iteration: before a drain, other protection, missing
+copies, the dump at the end. All that was computed is committed then; the close that follows loses
+nothing."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def pause_later(turn: Turn, event: PauseRefused) -> None:
 
 
 def check_paused(turn: Turn, *, overdue: bool = False) -> None:
-    """When all stand still (or had their time), go through a close as after a failure."""
+    """Once all stand still (or had their time), go through a close as after a failure."""
     pausing, wanted = turn.state.doing, turn.config.world_size
     if not isinstance(pausing, Pausing):
         return

@@ -1,4 +1,4 @@
-"""Which of the nodes that came are fit for a role: asked before the first epoch, and of each node
+"""The fitness of the nodes that came: asked before the first epoch, and of each node
 that comes later.
 
 Before the first epoch all nodes are judged together, with the links between them if the settings
@@ -44,8 +44,8 @@ _AT_REST = (Phase.GATHERING, Phase.RUNNING, Phase.PAUSING)
 
 
 def is_judged(turn: Turn, gathering: Gathering) -> bool:
-    """Whether the nodes that have come are judged, and the run goes on; begins to judge them, with
-    whom there is."""
+    """Return whether the nodes that have come are judged, and the run goes on; begins to judge
+    them, with whom there is."""
     state = turn.state
     if state.agreed is not None:
         return True
@@ -88,7 +88,7 @@ def objection(turn: Turn, event: ev.NodeJoined) -> str:
 
 
 def is_new(event: ev.NodeJoined) -> bool:
-    """Whether a node that joins brings nothing of the run: neither state, nor members."""
+    """Return whether a node that joins brings nothing of the run: neither state, nor members."""
     return not event.epoch and not event.members and event.found is None
 
 
@@ -198,7 +198,7 @@ def _ask(
 
 
 def _go_on(turn: Turn, gathering: Gathering, checkup: Checkup) -> None:
-    """When all have answered, or had their time: ask the next question, or judge."""
+    """Once all have answered, or had their time: ask the next question, or judge."""
     nodes = turn.state.fleet.nodes
     if turn.now < checkup.until and any(node in nodes for node in checkup.awaited):
         return
@@ -319,7 +319,7 @@ def _weak_ones_last(turn: Turn, judged: Mapping[int, Judgement]) -> None:
 
 
 def _can_spare(turn: Turn, leaving: frozenset[int]) -> bool:
-    """Whether good nodes take the roles of all these."""
+    """Return whether good nodes take the roles of all these."""
     found = seating(turn, leaving)
     new = {seat.node for seat in found.seats.values()} - turn.state.seats.nodes
     return not found.unseated and not new & turn.state.fleet.avoid

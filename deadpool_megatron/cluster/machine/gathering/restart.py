@@ -37,7 +37,7 @@ def refuses(turn: Turn, layout: RoleLayout) -> bool:
 
 
 def tell(turn: Turn, restore: Restore) -> None:
-    """Which state it goes on from, and why no other."""
+    """Tell the state that it continues from, and why no other."""
     state, generation = turn.state, restore.generation
     if restore.kind == "memory":
         nodes = sorted({s.node for p in restore.sources.values() for f in p.values() for s in f})

@@ -72,7 +72,7 @@ def node_joined(turn: Turn, event: ev.NodeJoined) -> None:
 
 
 def _refusal(turn: Turn, event: ev.NodeJoined) -> str:
-    """Why a node cannot join; empty when it can."""
+    """Return why a node cannot join; empty when it can."""
     state, node = turn.state, event.node
     if state.phase in LAST_PHASES:
         return "the run is ending"
@@ -113,7 +113,7 @@ def _enough_have_come(turn: Turn, deadline: float) -> bool:
 
 
 def _seated_is_starting(state: State) -> bool:
-    """Whether a member whose own role waits for it did not say hello yet."""
+    """Return whether a member whose own role waits for it did not say hello yet."""
     places = state.seats.role_by_place
     return any(place in places for place in state.fleet.members.starting)
 

@@ -27,7 +27,7 @@ STARTED_AGAIN = "all processes of the run were started again"
 
 
 def left_behind(turn: Turn, event: ev.NodeJoined) -> str:
-    """Why an agent that comes back has no part in the run any more; empty when it has."""
+    """Return why an agent that comes back has no part in the run any more; empty when it has."""
     record = turn.state.record
     if record is None or event.node in record.nodes or not event.epoch:
         return ""
@@ -84,8 +84,8 @@ def check_all_back(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> Non
 
 
 def _is_unclear(turn: Turn, record: EpochRecord) -> bool:
-    """Whether nothing has happened but that nodes without a role are lost, and only layouts that
-    roles have still to tell can say whether they owed copies."""
+    """Return whether nothing has happened but that nodes without a role are lost, and only layouts
+    that roles have still to tell can say whether they owed copies."""
     state = turn.state
     if len(state.memory.layouts) >= len(record.seats):
         return False
@@ -98,13 +98,13 @@ def _is_unclear(turn: Turn, record: EpochRecord) -> bool:
 
 
 def patience_seconds(config: Config) -> float:
-    """How long agents may take to come to a coordinator that has taken over."""
+    """Return how long agents may take to come to a coordinator that has taken over."""
     settings = config.settings
     return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
 def time_is_over(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
-    """Who has not come back by now is lost."""
+    """Take those who have not come back by now for lost."""
     for node in turn.state.fleet.absent(record.nodes):
         give_up(turn, node, "did not join again in time", FailureKind.NODE_LOST)
     _go_on(turn, rejoining, record)
@@ -132,7 +132,7 @@ def _go_on(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
 
 
 def _happened(turn: Turn, record: EpochRecord) -> Failure | None:
-    """What nobody has reported, for there was no coordinator to report it to."""
+    """Return what nobody has reported, for there was no coordinator to report it to."""
     state = turn.state
     ended = [role for role in sorted(record.seats) if not _plays(turn, role)]
     if ended and state.restarted:
@@ -159,7 +159,7 @@ def _happened(turn: Turn, record: EpochRecord) -> Failure | None:
 
 
 def _plays(turn: Turn, role: int) -> bool:
-    """Whether the very process that has the role's seat is alive."""
+    """Return whether the very process that has the role's seat is alive."""
     seat = turn.state.seats[role]
     member = turn.state.fleet.members.get((seat.node, seat.slot))
     return (

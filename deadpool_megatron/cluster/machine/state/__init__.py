@@ -1,1 +1,1 @@
-"""What the machine knows, as small frozen objects; nothing else decides what it does."""
+"""Knowledge of the machine, as small frozen objects; nothing else decides what it does."""

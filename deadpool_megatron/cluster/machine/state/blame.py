@@ -1,4 +1,5 @@
-"""Why an epoch or the run ends: failures, suspicions, bytes that must not be counted on."""
+"""Causes of the end of an epoch or a run: failures, suspicions, bytes that must not be counted
+on."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _SAME_FAILURES = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an epoch ends. ``signature``: equal for the same failure again; () is not a failure.
+    """The cause of an epoch's end. ``signature``: equal for the same failure again; () is not a
+    failure.
 
     ``exited``: the process ended by itself, so trying again will most likely end the same.
     ``evidence``: more than ``cause`` for whoever has to find a bug, such as the name of a log.
@@ -39,20 +41,20 @@ class Failure:
 
     @staticmethod
     def from_record(values: Mapping[str, Any]) -> Failure:
-        """What :meth:`to_record` has kept."""
+        """Return what :meth:`to_record` has kept."""
         kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
         cause, evidence = str(values["cause"]), str(values["evidence"])
         return Failure(cause, kind, signature, bool(values["exited"]), values["node"], evidence)
 
     def to_record(self, iteration: int) -> dict[str, Any]:
-        """What a record of the next epoch says of it; see :class:`History`."""
+        """Return what a record of the next epoch says of it; see :class:`History`."""
         told = {**asdict(self), "kind": str(self.kind), "signature": list(self.signature)}
         return {**told, "iteration": iteration}
 
 
 @dataclass(frozen=True)
 class LastWords:
-    """How the run ends once its state is saved. ``kind``: of the failure that ends it.
+    """The end of the run once its state is saved. ``kind``: of the failure that ends it.
     ``exports``: a dump is made a checkpoint, too, as nobody waits for the end."""
 
     status: int
@@ -184,7 +186,8 @@ class Blame:
 
 
 def _is_repeated(same: list[Failure], failure: Failure) -> bool:
-    """Whether failures with one signature since the last new iteration are the program's fault."""
+    """Return whether failures with one signature since the last new iteration are the program's
+    fault."""
     if failure.kind in OF_THE_HOST:
         # A host that fails again is left for another; where that fails alike, it is no host's.
         return len({known.node for known in same}) > 1 or len(same) >= _SAME_FAILURES

@@ -1,4 +1,4 @@
-"""How far the run has come, what it can go on from, and what protects it from here on."""
+"""The line of a run: how far it has come, what it can continue from, and its protection."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KeptLine:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever computed."""
+        """Return whether nothing was ever computed."""
         return not self.ever_ran and not self.newest
 
     @property

@@ -1,4 +1,4 @@
-"""What lies in the memory of the nodes, as far as they have said."""
+"""Contents of the memory of the nodes, as far as they have said."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Memory:
 
     @property
     def has_computed(self) -> bool:
-        """Whether a generation is held that an iteration has made."""
+        """Return whether a generation is held that an iteration has made."""
         found = (holding for one in self.held.values() for holding in one.holdings)
         return any(holding.generation.iteration > 0 for holding in found)
 

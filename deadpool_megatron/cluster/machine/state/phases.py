@@ -1,4 +1,4 @@
-"""What the machine is doing, and what is known only while it does that.
+"""Phases of the machine, and what is known only during one of them.
 
 Each phase is a frozen object with its own fields; :data:`Doing` is one of them. What outlives a
 phase is a field of the state.

@@ -1,4 +1,4 @@
-"""Where the time of a recovery went: phases from the machine's clock and from members' reports.
+"""The seconds of a recovery: phases from the machine's clock and from members' reports.
 
 Pure. A recovery lasts from the last sign of life of what failed to the first iteration completed
 afterwards; when another failure comes in between, it is one recovery with two causes.
@@ -103,7 +103,7 @@ class Recovery:
         return replace(self, reported={**self.reported, phase: longest})
 
     def recomputed(self, restore: Restore) -> int:
-        """How many finished iterations are computed again from there."""
+        """Return how many finished iterations are computed again from there."""
         return max(0, self.newest - restore.generation.iteration)
 
     def again(self, cause: str, now: float) -> Recovery:

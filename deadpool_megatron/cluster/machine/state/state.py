@@ -1,4 +1,5 @@
-"""What the coordinator's state machine knows: immutable, and nothing else decides what it does."""
+"""Knowledge of the coordinator's state machine: immutable, and nothing else decides what it
+does."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ class State(NamedTuple):
 
     @property
     def deadline(self) -> float | None:
-        """When the phase has taken long enough; None where it may last."""
+        """Return when the phase has taken long enough; None where it may last."""
         return self.doing.deadline
 
     @property
@@ -138,7 +139,7 @@ class State(NamedTuple):
 
     @property
     def is_restored(self) -> bool:
-        """Whether every role of the announced record has its state."""
+        """Return whether every role of the announced record has its state."""
         return self.record is not None and len(self.restored) == len(self.record.seats)
 
     def role_at(self, node: int, slot: int, incarnation: int) -> int | None:
@@ -146,7 +147,7 @@ class State(NamedTuple):
         return self.seats.role_of(node, slot, incarnation) if self.record else None
 
     def waiting_for(self) -> str:
-        """What the phase waits for, in words; empty when it waits for nothing."""
+        """Return what the phase waits for, in words; empty when it waits for nothing."""
         match self.doing:
             case phases.Gathering(checkup=Checkup(awaited=awaited)):
                 return f"links of nodes {sorted(awaited)} to be measured"
