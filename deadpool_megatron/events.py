@@ -29,7 +29,8 @@ SCHEMA_VERSION = 3
 
 
 class Kind(StrEnum):
-    """What happened. ``events.schema.json`` says what each one means, and what ``data`` holds."""
+    """The kind of an event. ``events.schema.json`` says what each one means, and what ``data``
+    holds."""
 
     RUN_STARTED = "run-started"
     COORDINATOR = "coordinator"

@@ -202,7 +202,7 @@ def _resume_later(pids: list[int], seconds: float) -> None:
 
 
 def perhaps_spoiled(parameters: Iterable[Any], point: str, **details: object) -> None:
-    """Where a fault marks ``point``, the gradients of these parameters of a model become NaN."""
+    """Make the gradients of these parameters NaN where a fault marks ``point``."""
     if hit(point, **details) is not None:
         for parameter in parameters:
             if hasattr(parameter, "main_grad"):

@@ -1,4 +1,4 @@
-"""What a file system offers: told apart from what fails on one that does."""
+"""Offers of a file system: told apart from what fails on one that does."""
 
 from __future__ import annotations
 

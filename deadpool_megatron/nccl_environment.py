@@ -1,4 +1,4 @@
-"""What NCCL, torch and Megatron read from a member's environment, as a table: name, value, why.
+"""Variables that NCCL, torch and Megatron read from a member's environment: name, value, why.
 
 A recovery aborts the communicators of a process that goes on, and makes new ones in it. What torch
 does by default on an error of NCCL is the opposite: it ends the process. Each value here is the one
@@ -26,7 +26,7 @@ _OFF = ("0", "n", "no", "f", "false")
 
 
 class Otherwise(Enum):
-    """What becomes of another value that the user has set."""
+    """The fate of another value that the user has set."""
 
     REFUSED = "refused"
     WARNED = "taken, with a warning"

@@ -1,4 +1,4 @@
-"""Whom a file or a directory may belong to before anything in it is believed.
+"""Owners that a file or a directory may have before anything in it is believed.
 
 Its owner is this process's user, or root, and nobody else may write to it. What a run directory
 says is carried out: its command is run, its settings name hosts that get passwords, its listings

@@ -1,4 +1,4 @@
-"""How processes of ours are started and named: for ``ps``, ``top -H``, ``perf``."""
+"""Names of our processes, and how these are started: for ``ps``, ``top -H``, ``perf``."""
 
 from __future__ import annotations
 

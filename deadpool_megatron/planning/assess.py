@@ -22,7 +22,7 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Risk:
-    """What losing nodes costs; hours are mean times, infinite where it cannot happen."""
+    """The cost of losing nodes; hours are mean times, infinite where it cannot happen."""
 
     loss_probability: tuple[float, float, float]
     holder_sets: int
@@ -67,7 +67,7 @@ class Assessment:
 
     @property
     def reaches_goal(self) -> bool:
-        """Whether the goodput is what is wanted."""
+        """Return whether the goodput is what is wanted."""
         return self.goodput.hot_swap >= self.plan.goal.goodput
 
 
@@ -96,7 +96,7 @@ def assess(plan: Plan) -> Assessment:
 
 
 def _has_room(found: Assessment) -> bool:
-    """Whether each node could take over the roles of another one."""
+    """Return whether each node could take over the roles of another one."""
     plan, cluster = found.plan, found.plan.cluster
     left = int((cluster.host_memory_gb - cluster.host_memory_reserved_gb) * traffic.GIGA)
     budgets = dict.fromkeys(found.placement.domains, left)
@@ -105,7 +105,7 @@ def _has_room(found: Assessment) -> bool:
 
 
 def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
-    """What a run with ``mixed`` tries, by the same sizes (layout.reckoning.choice)."""
+    """Yield what a run with ``mixed`` tries, by the same sizes (layout.reckoning.choice)."""
     yield {"scheme": "buddy"}
     most = largest_group(plan.cluster.nodes + plan.cluster.spares, plan.protection.replicas)
     for size in GROUP_SIZES:

@@ -28,7 +28,7 @@ def _key(help_text: str, default: Any = ..., **bounds: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained: either ``parameters``, or the shape that they follow from."""
+    """The model that is trained: either ``parameters``, or the shape that they follow from."""
 
     parameters: int | None = _key(
         "number of parameters, in place of the shape below", None, least=1
@@ -56,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How Megatron splits it; roles are numbered in Megatron's order tp-cp-ep-dp-pp."""
+    """The split of it by Megatron; roles are numbered in Megatron's order tp-cp-ep-dp-pp."""
 
     tp: int = _key("tensor parallel size", least=1, most=_MOST_SHARES)
     pp: int = _key("pipeline parallel size", least=1, most=_MOST_SHARES)
@@ -159,7 +159,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """How nodes fail, and what it takes to go on."""
+    """Failures of nodes, and what it takes to continue."""
 
     node_mtbf_hours: float = _key("mean time between failures of one node", above=0)
     repair_hours: float = _key("until a lost node is back as a spare", above=0)
@@ -176,7 +176,7 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What the plan is held against."""
+    """The goal that the plan is held against."""
 
     goodput: float = _key("wanted share of time in steps that count", 0.95, above=0, most=0.9999)
 

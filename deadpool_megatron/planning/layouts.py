@@ -29,7 +29,7 @@ def protection_plan(plan: Plan) -> ProtectionPlan:
 
 
 def scene_of(plan: Plan, placement: Placement) -> Scene:
-    """Who sits where, with which layout."""
+    """Return who sits where, with which layout."""
     nodes, trains = placement.nodes, plan.cluster.nodes
     return Scene(
         layouts={role.role: _layout(plan, placement, role) for role in placement.roles},
@@ -41,7 +41,7 @@ def scene_of(plan: Plan, placement: Placement) -> Scene:
 
 
 def step_bytes(plan: Plan, shard_bytes: int) -> int:
-    """What recomputes the update of a shard: fp32 gradients; 0 for other schemes."""
+    """Return what recomputes the update of a shard: fp32 gradients; 0 for other schemes."""
     if plan.protection.scheme != "recompute":
         return 0
     return math.ceil(shard_bytes * GRADIENT_BYTES / plan.model.state_bytes_per_parameter)

@@ -1,4 +1,4 @@
-"""Who holds what: every role of the plan, with its bytes and the nodes that the real rules choose.
+"""Every role of the plan, with its bytes and the nodes that the real rules choose.
 
 Roles sit and are grouped as Megatron numbers them (order tp-cp-ep-dp-pp); buddies and what need not
 be shipped come from ``layout.places.copies``, the code that runs in each vault.

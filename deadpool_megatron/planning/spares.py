@@ -1,4 +1,4 @@
-"""How often a spare is there when it is needed, and the share of time in steps that count.
+"""The chance that a spare is there when it is needed, and the share of time in steps that count.
 
 Each of N + S nodes fails with MTBF M and is back after repair R, whether it trains or waits, and
 independently. Seen at any moment it is away with probability q = R / (M + R); this holds for every

@@ -54,7 +54,7 @@ class NodeLoad:
 
     @property
     def ship_bytes(self) -> int:
-        """What the node's links are busy with: they work in both directions at once."""
+        """Return what the node's links are busy with: they work in both directions at once."""
         return max(self.out_bytes_per_step, self.in_bytes_per_step)
 
 
@@ -84,7 +84,7 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
 
 
 def mean_share(plan: Plan) -> float:
-    """What is sent in a step on average, as a share of what a whole generation takes."""
+    """Return what is sent in a step on average, as a share of what a whole generation takes."""
     protection = plan.protection
     if protection.scheme != "recompute":
         return 1.0 / protection.cadence
@@ -164,7 +164,7 @@ def network_bytes_per_second(plan: Plan) -> float:
 
 
 def fetch_seconds(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) -> float:
-    """What a spare needs at least for the shards of the largest node: network, then PCIe.
+    """Return what a spare needs at least for the shards of the largest node: network, then PCIe.
 
     A shard that is decoded takes one block of each other role of its group; one that is recomputed
     takes a whole copy and at most all steps since then. Where no other node has one, a process that

@@ -20,7 +20,7 @@ from deadpool_megatron.layout.records import EpochRecord
 
 
 class Report(Protocol):
-    """Who is told about stages."""
+    """The listener that is told about stages."""
 
     def begin_phase(self, phase: str) -> None:
         """The stage begins."""
@@ -30,7 +30,7 @@ class Report(Protocol):
 
 
 class Stages(ABC):
-    """What a member does to enter an epoch in a role; the hooks implement it on Megatron."""
+    """Stages in which a member enters an epoch in a role; the hooks implement it on Megatron."""
 
     @abstractmethod
     def adopt(self, record: EpochRecord, role: int) -> None:

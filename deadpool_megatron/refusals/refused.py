@@ -1,4 +1,4 @@
-"""What Megatron-LM can do that a protected run cannot, as a table: which flag, why, what instead.
+"""Flags of Megatron-LM that a protected run cannot have, as a table: which flag, why, what instead.
 
 Every flag of core_v0.16.1 was read for it, and of later versions those that stand in a row; what
 nobody has read is refused by its name (:mod:`.unreviewed`). Three things lead into the table: state

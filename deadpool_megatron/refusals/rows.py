@@ -30,11 +30,11 @@ class FlagRow:
 
     @property
     def line(self) -> str:
-        """What the user is told."""
+        """Return what the user is told."""
         return f"{self.shown} cannot be protected: {self.reason}; {self.remedy}"
 
     def is_named_in(self, argv: Sequence[str]) -> bool:
-        """Whether this can be told from the command line alone."""
+        """Return whether this can be told from the command line alone."""
         words = [word for argument in argv for word in split_words(argument)]
         return not set(words).isdisjoint(self.shown.split(", ")) or self.applies(_said(words))
 

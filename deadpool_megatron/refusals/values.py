@@ -100,5 +100,5 @@ def unread_values(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _has_a_row(flag: str, value: str) -> bool:
-    """Whether it is refused by a row, whose advice is better."""
+    """Return whether it is refused by a row, whose advice is better."""
     return any(row.is_named_in([flag, value]) for row in REFUSED)

@@ -50,7 +50,7 @@ class GptProgram(Program):
         torch.distributed.destroy_process_group()
 
     def checkpoint_directory(self) -> Path | None:
-        """Where ``--save`` points."""
+        """Return where ``--save`` points."""
         return self._config.save
 
 

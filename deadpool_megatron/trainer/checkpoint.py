@@ -69,7 +69,7 @@ def read(loop: TrainingLoop, directory: Path) -> None:
 
 
 def checkpoint_directory(folder: Path, iteration: int) -> Path:
-    """Where Megatron keeps the checkpoint of an iteration."""
+    """Return where Megatron keeps the checkpoint of an iteration."""
     return folder / f"iter_{iteration:07d}"
 
 
@@ -102,7 +102,7 @@ def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
 
 
 def saved_state(loop: TrainingLoop) -> dict[str, Any]:
-    """What :func:`write` writes, with marks for what an iteration changes; see
+    """Return what :func:`write` writes, with marks for what an iteration changes; see
     :meth:`ProtectedLoop.checkpoint_state`."""
     state = _sharded_state(loop, is_loading=False)
     state["opt_param_scheduler"]["num_steps"] = FromExtras(("scheduler.num_steps",))

@@ -1,4 +1,4 @@
-"""What a run of the trainer depends on, checked as a whole before anything starts.
+"""Everything that a run of the trainer depends on, checked as a whole before anything starts.
 
 Each field of :class:`TrainerConfig` carries its help text; :mod:`.arguments` derives the command
 line from the fields. Nothing here imports torch or Megatron.

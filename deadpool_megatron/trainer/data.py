@@ -31,7 +31,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """What Megatron's datasets ask a tokenizer: sizes and special tokens of byte-level text."""
+    """The part of a tokenizer that Megatron's datasets ask for: sizes and special tokens of
+    byte-level text."""
 
     vocab_size: int
     eod: int = END_OF_DOCUMENT

@@ -89,12 +89,12 @@ class TrainingLoop(SteppedLoop):
 
     @property
     def done(self) -> bool:
-        """Whether all iterations have been trained."""
+        """Return whether all iterations have been trained."""
         return self.counters["iteration"] >= self.config.train_iters
 
     @property
     def reports(self) -> bool:
-        """Whether this rank is the one that emits."""
+        """Return whether this rank is the one that emits."""
         return bool(
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -142,7 +142,7 @@ class TrainingLoop(SteppedLoop):
         failpoints.set_context(section="between")
 
     def segments_after(self, iteration: int) -> tuple[str, ...]:
-        """What is due after this iteration, in order: of "evaluation" and "save"."""
+        """Return what is due after this iteration, in order: of "evaluation" and "save"."""
         config = self.config
         due = []
         if config.eval_interval is not None and iteration % config.eval_interval == 0:
@@ -205,7 +205,7 @@ class TrainingLoop(SteppedLoop):
         checkpoint.write(self, directory)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What such a checkpoint holds; see :class:`ProtectedLoop`."""
+        """Return what such a checkpoint holds; see :class:`ProtectedLoop`."""
         return checkpoint.saved_state(self)
 
     def load_checkpoint(self, directory: Path) -> None:

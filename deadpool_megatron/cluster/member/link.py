@@ -37,7 +37,7 @@ class StopOrder(Exception):
 
 @dataclass(frozen=True)
 class Handlers:
-    """What the watcher thread calls; each must return soon and must not wait for the main thread.
+    """Callbacks of the watcher thread; each must return soon and must not wait for the main thread.
 
     ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` answers the body
     of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress, and
@@ -155,7 +155,7 @@ class MemberLink:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run is over."""
+        """Return whether the run is over."""
         return self._stop_reason is not None
 
     def flush(self, deadline_seconds: float) -> bool:
@@ -277,7 +277,7 @@ class MemberLink:
     # Sending; the outbox lock is held.
 
     def _send_some(self, data: bytes) -> bytes:
-        """What the socket did not take."""
+        """Return what the socket did not take."""
         try:
             return data[self._connection.send(data) :]
         except BlockingIOError:

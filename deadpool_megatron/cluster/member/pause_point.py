@@ -11,7 +11,7 @@ import threading
 
 
 class PausePoint:
-    """Which iteration to stand still after. Thread-safe."""
+    """The iteration to stand still after. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,8 @@ class PausePoint:
             return None
 
     def may_start(self, iteration: int) -> bool:
-        """Whether to start ``iteration``; from then on an order to stand still before it is late.
+        """Return whether to start ``iteration``; from then on an order to stand still before it is
+        late.
 
         False: stand still, and ask again until it is true.
         """
