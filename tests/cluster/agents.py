@@ -85,10 +85,6 @@ class Agents(Told):
         cleanup.clean_run(self.run, run_id)
         assert not segment_root(run_id).exists()
 
-    def wait_iteration(self, iteration: int) -> None:
-        """Until a step has been reported."""
-        wait_for(f"iteration {iteration}", lambda: self.newest_iteration() >= iteration)
-
     def wait_more(self, iterations: int) -> None:
         """Until training has gone on by so many steps from now."""
         self.wait_iteration(self.newest_iteration() + iterations)
@@ -125,14 +121,3 @@ class Agents(Told):
         for pid in (listing["agent"], listing["vault"], *listing["members"].values()):
             if posix.is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-
-    def finish(self) -> dict[str, Any]:
-        """Let an endless run end well, and check its result."""
-        (self.run.path / "finish").touch()
-        wait_for("the result", self.run.final.exists)
-        return self.check_result(int((self.run.path / "finish-after").read_text()))
-
-    def check_result(self, iterations: int) -> dict[str, Any]:
-        """The run ended well, each step is there once, every role's state is exact."""
-        wait_for("the result", self.run.final.exists)
-        return self.check_final(iterations)

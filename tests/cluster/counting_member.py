@@ -97,10 +97,14 @@ class Counting:
             "progress": self.progress,
         }
 
+    def tell(self, what: str, **facts: object) -> None:
+        """A message of the epoch under way."""
+        self.link.send({"t": what, "epoch": self.epoch, **facts})
+
     def on_pause(self, iteration: int) -> None:
         started = self.pauses.order(iteration)
         if started is not None:
-            self.link.send({"t": "pause-refused", "epoch": self.epoch, "iteration": started})
+            self.tell("pause-refused", iteration=started)
 
     def ignore(self, *_: object) -> None:
         pass
@@ -131,7 +135,7 @@ class Counting:
         except (EpochLeft, Frozen, Interrupted):
             pass
         self.section = "drain"
-        self.link.send({"t": "drained", "epoch": record.epoch, "clean": True})
+        self.tell("drained", clean=True)
 
     # Recovery.
 
@@ -164,14 +168,7 @@ class Counting:
                     interrupted=self.link.interrupt_fd,
                 )
             except RestoreUnavailable as error:
-                self.link.send(
-                    {
-                        "t": "restore-failed",
-                        "epoch": record.epoch,
-                        "part": error.part,
-                        "text": str(error),
-                    }
-                )
+                self.tell("restore-failed", part=error.part, text=str(error))
                 self.wait(lambda: False)
             self.values = list(_FORMAT.unpack(bytes(parts.part("values"))))
             assert bytes(parts.part("extras@step")) == str(self.iteration).encode()
@@ -182,17 +179,8 @@ class Counting:
         else:
             self.values = [self.role] * VALUES
             self.seal()
-        seconds = time.monotonic() - started
-        self.link.send(
-            {"t": "phase", "epoch": record.epoch, "phase": "restore", "seconds": seconds}
-        )
-        self.link.send(
-            {
-                "t": "restored",
-                "epoch": record.epoch,
-                "generation": restore.generation.to_list(),
-            }
-        )
+        self.tell("phase", phase="restore", seconds=time.monotonic() - started)
+        self.tell("restored", generation=restore.generation.to_list())
         if self.role == 0 and record.emitted_up_to < self.iteration:
             self.report_step(self.iteration)
         if self.role == 0 and self.args.misbehave == "diverge" and self.epoch > 1:
@@ -260,15 +248,8 @@ class Counting:
                 self.save()
         self.barrier(self.iteration)
         self.section = "done"
-        self.link.send(
-            {
-                "t": "done",
-                "epoch": self.epoch,
-                "role": self.role,
-                "state_hash": self.sha256(),
-                "samples": self.iteration,
-            }
-        )
+        state_hash = hashlib.sha256(_FORMAT.pack(*self.values)).hexdigest()
+        self.tell("done", role=self.role, state_hash=state_hash, samples=self.iteration)
         self.wait(lambda: False)
 
     def last_iteration(self) -> int:
@@ -295,9 +276,8 @@ class Counting:
             "skipped": False,
             "samples": iteration,
         }
-        self.link.send_event(
-            Event(Kind.STEP, self.epoch, role=self.role, iteration=iteration, data=data)
-        )
+        step = Event(Kind.STEP, self.epoch, role=self.role, iteration=iteration, data=data)
+        self.link.send_event(step)
 
     def save(self) -> None:
         self.section = "save"
@@ -308,20 +288,13 @@ class Counting:
         (temporary / str(self.role)).write_bytes(_FORMAT.pack(*self.values))
         if self.role == 0:
             self.wait(lambda: len(list(temporary.iterdir())) == self.world_size)
-            self.link.send(
-                {
-                    "t": "durable-request",
-                    "epoch": self.epoch,
-                    "iteration": self.iteration,
-                    "temporary": str(temporary),
-                    "final": str(final),
-                }
-            )
+            where = {"temporary": str(temporary), "final": str(final)}
+            self.tell("durable-request", iteration=self.iteration, **where)
 
     def pause(self, iteration: int) -> None:
         """Stand still before ``iteration``, until a later one is wanted or the epoch is over."""
         self.section = "paused"
-        self.link.send({"t": "paused", "epoch": self.epoch, "iteration": self.iteration})
+        self.tell("paused", iteration=self.iteration)
         self.wait(lambda: self.pauses.may_start(iteration))
         self.section = "train"
 
@@ -352,9 +325,6 @@ class Counting:
                 self.waiting = None
                 raise EpochLeft
 
-    def sha256(self) -> str:
-        return hashlib.sha256(_FORMAT.pack(*self.values)).hexdigest()
-
 
 def expected_sha256(role: int, iterations: int) -> str:
     """What a role's state must hash to after so many iterations, however often it was moved."""
@@ -370,14 +340,11 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.01)
     parser.add_argument("--lockstep", type=Path, help="file, if not one in the run directory")
     parser.add_argument("--save-interval", type=int, default=0)
-    ways = ("", "raise", "hang", "diverge", "exit", "fail", "device")
+    ways = ("", "raise", "hang", "diverge", "fail", "device")
     parser.add_argument("--misbehave", default="", choices=ways)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     failpoints.hit("member.start")
-    if args.misbehave == "exit":
-        print("the user's command does not like its input", file=sys.stderr)
-        return 7
     return Counting(args).main()
 
 

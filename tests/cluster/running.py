@@ -122,8 +122,27 @@ class Told:
         """Of the steps reported so far."""
         return max((e.iteration or 0 for e in self.events(Kind.STEP)), default=0)
 
-    def check_final(self, iterations: int) -> dict[str, Any]:
+    def wait_for(self, what: str, ready: Callable[[], T]) -> T:
+        """Poll until ``ready()`` is true."""
+        return wait_for(what, ready)
+
+    def wait_iteration(self, iteration: int) -> None:
+        """Until a step has been reported."""
+        self.wait_for(f"iteration {iteration}", lambda: self.newest_iteration() >= iteration)
+
+    def wait_over(self) -> None:
+        """Until the run has ended."""
+        wait_for("the result", self.run.final.exists)
+
+    def finish(self) -> dict[str, Any]:
+        """Let an endless run end well, and check its result."""
+        (self.run.path / "finish").touch()
+        self.wait_over()
+        return self.check_result(int((self.run.path / "finish-after").read_text()))
+
+    def check_result(self, iterations: int) -> dict[str, Any]:
         """The run ended well, each step is there once, every role's state is exact."""
+        self.wait_over()
         final = read_final(self.run.path)
         assert final["exit_status"] == 0, final["reason"]
         assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
@@ -181,10 +200,6 @@ class Run(Told):
 
         return wait_for(what, ready, hopeless=ended)
 
-    def wait_iteration(self, iteration: int) -> None:
-        """Until a step has been reported."""
-        self.wait_for(f"iteration {iteration}", lambda: self.newest_iteration() >= iteration)
-
     def wait_event(self, kind: Kind, count: int = 1) -> Event:
         """Until the ``count``-th event of a kind."""
         self.wait_for(f"{count} x {kind}", lambda: len(self.events(kind)) >= count)
@@ -199,16 +214,9 @@ class Run(Told):
         """The processes of a node."""
         return read_json(self.run.node(node))
 
-    def finish(self) -> dict[str, Any]:
-        """Let an endless run end well, and check its result."""
-        (self.run.path / "finish").touch()
-        self.launcher.wait(PATIENCE_SECONDS)
-        return self.check_result(int((self.run.path / "finish-after").read_text()))
-
-    def check_result(self, iterations: int) -> dict[str, Any]:
-        """The run ended well, each step is there once, every role's state is exact."""
+    def wait_over(self) -> None:
+        """Until the launcher has ended well."""
         assert self.wait_end()["goodput"] is not None
-        return self.check_final(iterations)
 
     def wait_clean(self) -> None:
         """No process and no shared memory of the run is left."""

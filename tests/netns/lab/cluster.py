@@ -195,7 +195,7 @@ class Cluster(Told):
     def wait_progress(self, steps: int = 1) -> int:
         """Until so many more iterations were reported; answers the newest."""
         wanted = self.newest_iteration() + steps
-        self.wait_for(f"iteration {wanted}", lambda: self.newest_iteration() >= wanted)
+        self.wait_iteration(wanted)
         return self.newest_iteration()
 
     def wait_event(self, kind: Kind, since: float = 0.0, count: int = 1) -> Event:
@@ -228,8 +228,5 @@ class Cluster(Told):
             if host.is_on and len(names := host.running()) > 2
         ]
 
-    def finish(self) -> dict[str, Any]:
-        """Let an endless run of counting members end well; every role's state is exact."""
-        (self.run.path / "finish").touch()
+    def wait_over(self) -> None:
         self.wait_end()
-        return self.check_final(int((self.run.path / "finish-after").read_text()))

@@ -35,7 +35,6 @@ from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import recomputes
 from tests.cluster.link.test_record_delta import for_node
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
-from tests.cluster.machine.rig import STEP as WHOLE
 
 EXTRAS = frozenset({"extras@step"})
 CODED = frozenset({"main", "members"})
@@ -232,8 +231,8 @@ def lost_role(rig: Rig) -> None:
 
 
 def answer(rig: Rig) -> None:
-    own = [Holding(0, g(it), WHOLE | LED) for it in (5, 6, 7)]
-    copies = [Holding(1, g(5), WHOLE), Holding(1, g(6), LED), Holding(1, g(7), LED)]
+    own = [Holding(0, g(it), STEP | LED) for it in (5, 6, 7)]
+    copies = [Holding(1, g(5), STEP), Holding(1, g(6), LED), Holding(1, g(7), LED)]
     layouts = tuple(with_steps(role) for role in range(2))
     held = Inventory(0, rig.record.epoch, (*own, *copies), layouts)
     others = [Inventory(node, rig.record.epoch) for node in sorted(rig.awaited - {0})]
@@ -278,8 +277,8 @@ def test_a_node_that_holds_a_part_of_a_chain_matters_until_it_is_restored() -> N
     rig.steps(7)
     rig.feed(ev.NodeLost(1, "gone"))
     layouts = tuple(with_steps(role) for role in range(2))
-    here = Inventory(0, 1, (Holding(0, g(7), WHOLE), Holding(1, g(7), LED)), layouts)
-    base = Inventory(3, 1, (Holding(1, g(6), WHOLE),), layouts)
+    here = Inventory(0, 1, (Holding(0, g(7), STEP), Holding(1, g(7), LED)), layouts)
+    base = Inventory(3, 1, (Holding(1, g(6), STEP),), layouts)
     rig.feed(*(ev.NodeInventory(one) for one in (here, Inventory(2, 1), base)))
     assert rig.pending.restore.generation == g(7)
     rig.journal()
