@@ -2,28 +2,31 @@
 
 communicators  those of one process, exchangeable as a whole
 groups/        what Megatron holds for the whole run
-gloo/, nccl/   what stands behind the groups in an epoch
+gloo, nccl/    what stands behind the groups in an epoch
 in_flight/     the operations of one epoch, and its end
-inner          the seam between them
-observed       what a watching thread asks of them
-operations     which methods of ProcessGroup communicate
+inner          the seam between them, and what a call raises when peers fail
+builders       threads that make the communicators of an epoch
+operations     the methods of torch's ProcessGroup, and the versions of torch
 store          in which the communicators of one epoch meet
-torch_versions which ones the groups have been run on
-errors         what a call raises when peers fail
 """
 
 from __future__ import annotations
 
 from deadpool_megatron.comms.communicators import Communicators
-from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
 from deadpool_megatron.comms.in_flight.stream_waits import StreamWaits
-from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.inner import (
+    CommunicatorFault,
+    EpochClosed,
+    Fabric,
+    GroupSpec,
+    InnerGroup,
+)
 from deadpool_megatron.comms.store import EpochStore
 
 
 def is_detached(group: object) -> bool:
-    """Whether ``group`` is one of ours without peers: its operations complete locally."""
+    """True where ``group`` is one of ours without peers: its operations complete locally."""
     return isinstance(group, ReconfigurableGroup) and group.inner.detached
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 import warnings
@@ -17,19 +18,29 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms import torch_versions
+from deadpool_megatron.comms import operations
 from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job, LeftBehind
-from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.fabrics import fabric_of
+from deadpool_megatron.comms.gloo import GlooFabric
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup, LateGroup
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
 from deadpool_megatron.comms.groups.install import Installation
 from deadpool_megatron.comms.groups.roster import Entry, Roster
-from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits
-from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
+from deadpool_megatron.comms.in_flight.epoch import (
+    Activity,
+    Epoch,
+    FaultCallback,
+    Limits,
+    Observed,
+    Reaper,
+    trim_heap,
+)
 from deadpool_megatron.comms.in_flight.waiters import Left, WaiterPool
-from deadpool_megatron.comms.inner import InnerGroup
-from deadpool_megatron.comms.observed import Observed
+from deadpool_megatron.comms.inner import (
+    CommunicatorFault,
+    EpochClosed,
+    Fabric,
+    InnerGroup,
+)
 from deadpool_megatron.comms.store import EpochStore, meet
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.settings import is_played
@@ -39,17 +50,18 @@ _c10d: Any = c10d
 _DRAIN_STEP_SECONDS = 0.002
 #: one may be bad luck; each holds sockets, threads and halves of communicators
 _MOST_BUILDERS_LEFT = 1
+_fabric_lock = threading.Lock()
 
 
 class Communicators(Observed):
     """Makes torch.distributed groups whose communicators can be closed and replaced.
 
     ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or a
-    factory (see fabrics.py). ``operation_timeout_seconds`` bounds any gloo operation, and with it
-    the life of what an interrupted one leaves behind, ``long_operation_seconds`` one that waits for
-    what a peer does on purpose (:meth:`be_patient`; 0: none). After a fault, a failed call waits
-    ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
-    called before, once per epoch, on the thread that communicates or calls :meth:`look`.
+    factory of one (:func:`fabric_of`). ``operation_timeout_seconds`` bounds any gloo operation, and
+    with it the life of what an interrupted one leaves behind, ``long_operation_seconds`` one that
+    waits for what a peer does on purpose (:meth:`be_patient`; 0: none). After a fault, a failed
+    call waits ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation,
+    text)`` is called before, once per epoch, on the thread that communicates or calls :meth:`look`.
     ``drain_seconds`` is the deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted
     wait gets to end by itself; ``rebuild`` the way in which the communicators of an epoch are made,
     as in the settings: "auto" is side by side, over NCCL one by one. No other way has been tried on
@@ -108,7 +120,7 @@ class Communicators(Observed):
         Warns of a version of torch that no test has run on; raises UnsupportedTorch for one that
         cannot work.
         """
-        if said := torch_versions.remark(torch.__version__):
+        if said := operations.remark_on_torch(torch.__version__):
             warnings.warn(said, stacklevel=2)
         installation = Installation(self)
         installation.apply()
@@ -201,10 +213,10 @@ class Communicators(Observed):
         attach does. Warns where NCCL refuses."""
         if self._kind != "nccl":
             return
-        from deadpool_megatron.comms.nccl import warming
+        from deadpool_megatron.comms.nccl import fabric
 
         try:
-            warming.warm(torch.device("cuda", torch.cuda.current_device()))
+            fabric.warm(torch.device("cuda", torch.cuda.current_device()))
         except RuntimeError as error:
             warnings.warn(f"NCCL could not be warmed up: {error}", stacklevel=2)
 
@@ -512,3 +524,29 @@ def _entered(enter: Callable[[], None], build: Callable[[], None]) -> Callable[[
         build()
 
     return enter_and_build
+
+
+def fabric_of(epoch: Epoch, transport: str, address: str | None) -> Fabric:
+    """Return the fabric of the epoch behind the groups of a transport, made at the first call: of
+    "gloo", "nccl", or MODULE:FACTORY, which tests give for what plays NCCL:
+    ``FACTORY(epoch, address)`` makes it. Any thread.
+    """
+    with _fabric_lock:
+        fabric = epoch.fabric_of.get(transport)
+        if fabric is None:
+            fabric = _make_fabric(epoch, transport, address)
+            epoch.fabric_of[transport] = fabric
+            epoch.fabrics.append(fabric)
+    return fabric
+
+
+def _make_fabric(epoch: Epoch, transport: str, address: str | None) -> Fabric:
+    if transport == "gloo":
+        return GlooFabric(epoch, address)
+    if transport == "nccl":
+        from deadpool_megatron.comms.nccl.fabric import NcclFabric
+
+        return NcclFabric(epoch)
+    module, _, factory = transport.partition(":")
+    played: Fabric = getattr(importlib.import_module(module), factory)(epoch, address)
+    return played

@@ -1,7 +1,8 @@
 """The seam: what stands behind a reconfigurable group during one epoch.
 
 A :class:`Fabric` is what all inner groups of one kind share during one epoch (sockets, devices) and
-is aborted as a whole; an :class:`InnerGroup` is one communicator on it.
+is aborted as a whole; an :class:`InnerGroup` is one communicator on it. A call raises
+:class:`EpochClosed` or :class:`CommunicatorFault` when peers fail.
 """
 
 from __future__ import annotations
@@ -17,6 +18,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from deadpool_megatron.layout.group_names import group_name
+
+
+class EpochClosed(BaseException):
+    """The epoch in which a communication call was made is closed; nothing of it may be used.
+
+    Derives from BaseException so that a training script's ``except Exception`` does not swallow it.
+    """
+
+    def __init__(self, epoch: int, operation: str) -> None:
+        super().__init__(f"epoch {epoch} was closed (in {operation})")
+        self.epoch = epoch
+        self.operation = operation
+
+
+class CommunicatorFault(RuntimeError):
+    """A peer, connection or timeout fault, and nobody closed the epoch within the deadline."""
+
+    def __init__(self, group: str, operation: str, cause: str) -> None:
+        super().__init__(f"communicator of group {group!r} failed in {operation}: {cause}")
+        self.group = group
+        self.operation = operation
+        self.cause = cause
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Which methods of ProcessGroup communicate, and what is known about each of them.
+"""The methods of torch's ProcessGroup that communicate, what is known about each of them, and the
+versions of torch on which the groups have been run.
 
 The list is taken from the class at hand, because names come and go between torch versions; only
 what is *not* communication is named here.
@@ -6,6 +7,7 @@ what is *not* communication is named here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +107,12 @@ OPENS_A_GROUP = POINT_TO_POINT | frozenset(
     or "alltoall" in name
     or name.endswith("coalesced")
 )
+#: (major, minor): all tests run on these
+ALL_TESTS = frozenset({(2, 13)})
+#: and those that scripts/compat.sh starts on these; docs/compatibility.md says what came of it
+SOME_TESTS = frozenset({(2, 14), (2, 15)})
+#: torch before it cannot make a backend whose operations raise
+OLDEST = (2, 10)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -120,8 +128,36 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_asynchronous(args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether the caller will wait later: what the options say, else assume so."""
+    """True where the caller will wait later: what the options say, else assume so."""
     options = kwargs.get("opts") if kwargs else None
     if options is None and args:
         options = args[-1]
     return bool(getattr(options, "asyncOp", True))
+
+
+class UnsupportedTorch(RuntimeError):
+    """This torch lacks something that the groups need."""
+
+
+def remark_on_torch(version: str) -> str:
+    """Return what a user should know of ``version`` of torch; empty when all tests run on it.
+
+    The package asks an installer for no upper bound: it must not replace the torch of an image.
+    Raises UnsupportedTorch for one that cannot work.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return f"torch {version}: cannot tell which version that is"
+    number = int(found[1]), int(found[2])
+    if number < OLDEST:
+        raise UnsupportedTorch(f"torch {version} is too old: {_version_text(OLDEST)} is the oldest")
+    if number in ALL_TESTS:
+        return ""
+    if number in SOME_TESTS:
+        return f"torch {version}: only some tests have been run on it (docs/compatibility.md)"
+    run = ", ".join(map(_version_text, sorted(ALL_TESTS | SOME_TESTS)))
+    return f"torch {version}: the tests have been run on {run}; groups may lack its newest methods"
+
+
+def _version_text(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"

@@ -198,7 +198,7 @@ def symbols() -> Results:
 
 def depth() -> Results:
     """See the module text."""
-    from deadpool_megatron.comms.nccl.depth import is_left_open
+    from deadpool_megatron.comms.nccl.blocks import is_left_open
 
     library = ctypes.CDLL(str(nccl_library()))
     start, end = library.ncclGroupStart, library.ncclGroupEnd

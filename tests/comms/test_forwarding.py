@@ -19,8 +19,9 @@ from deadpool_megatron.comms.operations import (
     COMMUNICATION,
     NEWER_NOT_COMMUNICATION,
     NOT_COMMUNICATION,
+    UnsupportedTorch,
+    remark_on_torch,
 )
-from deadpool_megatron.comms.torch_versions import UnsupportedTorch, remark
 
 from .ranks import Member, plain_gloo, run
 
@@ -198,12 +199,12 @@ def test_every_method_of_this_torch_is_accounted_for() -> None:
 
 
 def test_what_is_said_of_a_version_of_torch() -> None:
-    assert remark("2.13.0+cpu") == ""
-    assert "only some tests" in remark("2.15.0+cu132")
-    assert "run on 2.13, 2.14, 2.15" in remark("2.16.0a0+gitabc")
-    assert "cannot tell" in remark("nightly")
+    assert remark_on_torch("2.13.0+cpu") == ""
+    assert "only some tests" in remark_on_torch("2.15.0+cu132")
+    assert "run on 2.13, 2.14, 2.15" in remark_on_torch("2.16.0a0+gitabc")
+    assert "cannot tell" in remark_on_torch("nightly")
     with pytest.raises(UnsupportedTorch, match="too old"):
-        remark("2.9.1")
+        remark_on_torch("2.9.1")
 
 
 def uneven(member: Member) -> bool:

@@ -16,9 +16,15 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.in_flight import asleep, waiters
-from deadpool_megatron.comms.in_flight.epoch import Epoch, Leftovers, Limits, Progress, Stuck
-from deadpool_megatron.comms.in_flight.reaper import Reaper
+from deadpool_megatron.comms.in_flight import waiters
+from deadpool_megatron.comms.in_flight.epoch import (
+    Epoch,
+    Leftovers,
+    Limits,
+    Progress,
+    Reaper,
+    Stuck,
+)
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
 from deadpool_megatron.platform.gathers import SeveralWorks
@@ -221,7 +227,7 @@ def test_abandoned_operations_write_until_they_are_known_to_sleep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that has another before it in its group may not have been started yet."""
-    monkeypatch.setattr(asleep, "stays_asleep", lambda waiters: True)
+    monkeypatch.setattr(waiters, "stays_asleep", lambda waiters: True)
     quiescent = [False]
     fabric = SimpleNamespace(aborting=lambda: False, quiescent=lambda: quiescent[0])
     epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
@@ -253,7 +259,7 @@ def test_a_thread_whose_name_is_cut_in_a_letter_is_looked_at() -> None:
         assert named.wait(20)
         status = Path(f"/proc/self/task/{thread.native_id}/stat")
         wait_for("sleep", lambda: status.read_bytes().rpartition(b")")[2].split()[0] == b"S")
-        assert asleep.stays_asleep(frozenset({thread.native_id or 0}))
+        assert waiters.stays_asleep(frozenset({thread.native_id or 0}))
     finally:
         over.set()
         thread.join()

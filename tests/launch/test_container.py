@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.comms.torch_versions import remark
+from deadpool_megatron.comms.operations import remark_on_torch
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +45,8 @@ def test_its_torch_is_one_that_a_run_accepts() -> None:
     """And its build looks at it: another base that somebody names may have another one."""
     text = RECIPE.read_text()
     (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
-    assert remark(TORCH[base]) == ""
-    assert "import remark; print(remark(torch.__version__))" in text
+    assert remark_on_torch(TORCH[base]) == ""
+    assert "import remark_on_torch; print(remark_on_torch(torch.__version__))" in text
     tree = checkout(TAGS[-1])
     if tree is not None:
         assert (tree / "docker" / ".ngc_version.dev").read_text().strip() == base

@@ -1,19 +1,29 @@
-"""One epoch of communicators: its flag, its operations in flight, and how it is closed."""
+"""One epoch of communicators: its flag, its operations in flight, how it is closed and freed."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import NoReturn, Protocol, runtime_checkable
 
-from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.in_flight import asleep
+from deadpool_megatron.comms.in_flight import waiters
 from deadpool_megatron.comms.in_flight.stream_waits import StreamWaits
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
-from deadpool_megatron.comms.inner import Begun, Fabric, InnerGroup, Position
+from deadpool_megatron.comms.inner import (
+    Begun,
+    CommunicatorFault,
+    EpochClosed,
+    Fabric,
+    InnerGroup,
+    Position,
+)
 from deadpool_megatron.settings import flag_name
 
 FaultCallback = Callable[[str, str, str], None]
@@ -250,8 +260,8 @@ class Epoch:
             return True
         stuck = [place for place in stuck if not place.receives]
         alone = len({id(place.group) for place in stuck}) == len(stuck)
-        waiters = {place.waiter for place in stuck if place.waiter is not None}
-        return bool(stuck) and not (alone and asleep.stays_asleep(waiters))
+        threads = {place.waiter for place in stuck if place.waiter is not None}
+        return bool(stuck) and not (alone and waiters.stays_asleep(threads))
 
     def ruin(self) -> str:
         """After close: why this process must not enter another epoch; empty when it may."""
@@ -266,3 +276,115 @@ class Epoch:
         self.fabrics = []
         self.fabric_of = {}
         return rest
+
+
+class Observed:
+    """The part of the communicators that tells what they wait in. Any thread."""
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+        self._current: Epoch | None = None
+        self._attaching: Epoch | None = None
+
+    def waiting_for(self) -> tuple[str, str, int] | None:
+        """(group, operation, sequence number) in which the main thread waits, or another one.
+
+        Collectives and messages of a group are numbered separately, from 1 in each epoch: among
+        the ranks of a group, the one with the lowest number keeps the others waiting. Any thread.
+        """
+        epoch = self._attaching or self._current
+        return None if epoch is None else epoch.waiting()
+
+    def positions(self) -> Mapping[str, Position] | None:
+        """How far the device is with the operations of each group; None where waits hold the host,
+        and :meth:`waiting_for` says it. Any thread; not often.
+        """
+        epoch = self._attaching or self._current
+        return None if epoch is None else epoch.positions()
+
+    def look(self) -> None:
+        """Report a fault that no thread has run into, once for an epoch. Any thread."""
+        epoch = self._current
+        if epoch is not None:
+            epoch.look()
+
+    def begun(self) -> Mapping[str, Begun]:
+        """How many operations the host has begun in each group in which it waits. Any thread."""
+        epoch = self._attaching or self._current
+        return {} if epoch is None else epoch.begun()
+
+    def progress(self) -> int:
+        """Number of finished operations of this process. Any thread."""
+        return self._progress.finished
+
+    def waited_seconds(self) -> float:
+        """How long the main thread has waited in operations that block the host. Any thread."""
+        return self._progress.waited_seconds
+
+    @property
+    def stream_waits(self) -> StreamWaits:
+        """How long streams wait in operations that do not block the host."""
+        return self._progress.stream_waits
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the kernel: glibc keeps freed message buffers otherwise."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class Reaper:
+    """Frees old epochs where blocking does no harm: in a thread, started with the first bundle.
+    ``pending`` counts bundles not yet freed.
+
+    Destroying a gloo group joins its worker thread, which may be stuck until the gloo timeout;
+    torch releases the interpreter lock meanwhile. What an epoch holds is bounded by that timeout.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: SimpleQueue[Leftovers] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.pending = 0
+
+    def take(self, leftovers: Leftovers) -> None:
+        """Free ``leftovers`` soon; the caller must keep no reference into them."""
+        with self._lock:
+            self.pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="deadpool-reaper", daemon=True
+                )
+                self._thread.start()
+        self._inbox.put(leftovers)
+
+    def _serve(self) -> None:
+        while True:
+            leftovers = self._inbox.get()
+            _free(leftovers)
+            trim_heap()
+            with self._lock:
+                self.pending -= 1
+
+
+def _free(leftovers: Leftovers) -> None:
+    # Late connections of an interrupted attach would keep a blocked constructor alive for long.
+    for fabric in leftovers.fabrics:
+        _try(fabric.abort)
+    leftovers.works.clear()
+    while leftovers.groups:
+        _try(leftovers.groups.pop().close)
+    while leftovers.fabrics:
+        _try(leftovers.fabrics.pop().close)
+
+
+def _try(step: Callable[[], object]) -> None:
+    """A moment without descriptors or threads must not keep what else there is to free."""
+    try:
+        step()
+    except Exception as error:
+        print(
+            f"deadpool: a part of an old epoch was not freed: {error!r}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from threading import get_ident
@@ -12,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
-from deadpool_megatron.comms.in_flight.futures import ending_with
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
+from deadpool_megatron.comms.inner import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.operations import POINT_TO_POINT, RECEIVES, tensors_in
 from deadpool_megatron.platform.gathers import SeveralWorks, failure_of
 
@@ -111,6 +111,35 @@ def book(group: WorkGroup, operation: str) -> None:
     group.epoch.progress.finished += 1
     if failpoints.ACTIVE:
         failpoints.hit("comm.done", op=operation, group=group.description, size=group.size)
+
+
+def ending_with(epoch: Epoch, inner: Any, operation: str) -> Any:
+    """A future with the outcome of ``inner``; when ``epoch`` is closed before, it ends at once.
+
+    Its error is then a RuntimeError that quotes EpochClosed. Tensors may still be written to.
+    DistributedDataParallel waits in C++ for the future of an operation, where nobody can leave it.
+    Most of gloo's operations end when their connections are cut; one in some hundreds does not,
+    before its timeout.
+    """
+    start: torch.futures.Future[None] = torch.futures.Future()
+    once = threading.Lock()
+    serial = next(epoch.serials)
+
+    def end(*_: object) -> None:
+        if once.acquire(blocking=False):
+            epoch.ends.pop(serial, None)
+            start.set_result(None)
+
+    def outcome(_: object) -> Any:
+        epoch.check(operation)
+        return inner.value()
+
+    outer = start.then(outcome)
+    epoch.ends[serial] = end
+    inner.add_done_callback(end)
+    if epoch.closed:
+        end()
+    return outer
 
 
 class HostWork(SeamWork):
@@ -363,7 +392,7 @@ class CompletedWork(dist.Work):
 
 
 def communication_failed(error: RuntimeError) -> bool:
-    """Whether an error raised at the start of an operation comes from the network.
+    """Tell whether an error raised at the start of an operation comes from the network.
 
     Others (a wrong shape, a wrong dtype) are the caller's own and pass through.
     """

@@ -6,14 +6,17 @@ whether the epoch is closed. In CPython one of the two sees the other, without a
 
 From start to end of a coalescing block nothing may raise, either.
 
-NCCL counts the open blocks of each thread. One that is left half way stays open for ever: whatever
-the thread calls from then on is collected and never run, in every epoch to come, and its outputs
-are what lay in memory before. The end of a block goes through the communicators that were used in
-it, so none of them may be freed by an abort before that.
+NCCL counts the open blocks of each thread (group.cc, ncclGroupDepth). One that is left half way, as
+torch leaves one by an exception (``ProcessGroupNCCL::send``), stays open for ever: whatever the
+thread calls from then on is collected and never run, without an error, in every epoch to come, and
+its outputs are what lay in memory before. The end of a block goes through the communicators that
+were used in it, so none of them may be freed by an abort before that.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import time
 from collections.abc import Callable
 from threading import get_ident
@@ -21,6 +24,7 @@ from threading import get_ident
 #: a thread inside only enqueues: microseconds, unless it hangs in the driver
 LONGEST_SECONDS = 0.2
 _LOOK_SECONDS = 0.001
+_INVALID_USAGE = 5  # ncclInvalidUsage of nccl.h: no group is open on this thread
 
 
 class Blocks:
@@ -98,3 +102,21 @@ class Blocks:
         while not self.cut and (self._depths or is_inside()):
             self.cut = time.monotonic() >= until
             time.sleep(_LOOK_SECONDS)
+
+
+@functools.cache
+def _group_end() -> Callable[[], int] | None:
+    """``ncclGroupEnd`` of the library that torch has loaded; None where it is part of torch's."""
+    try:
+        function: Callable[[], int] = ctypes.CDLL("libnccl.so.2").ncclGroupEnd
+    except (OSError, AttributeError):
+        return None
+    return function
+
+
+def is_left_open() -> bool:
+    """Ask NCCL whether the calling thread, in no group that it knows of, is in one. Needs no
+    device.
+    """
+    end = _group_end()
+    return end is not None and end() != _INVALID_USAGE

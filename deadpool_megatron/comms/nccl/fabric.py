@@ -18,31 +18,38 @@ import copy
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BarrierOptions, Store
+from torch._C._distributed_c10d import BarrierOptions, HashStore, Store
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.comms.errors import EpochClosed
-from deadpool_megatron.comms.in_flight.epoch import Epoch
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
+from deadpool_megatron.comms.in_flight.waiters import WaiterPool
 from deadpool_megatron.comms.in_flight.works import StreamWork, book, communication_failed
-from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup, Position
-from deadpool_megatron.comms.nccl import blocks, depth
+from deadpool_megatron.comms.inner import EpochClosed, Fabric, GroupSpec, InnerGroup, Position
+from deadpool_megatron.comms.nccl import blocks
 from deadpool_megatron.comms.nccl.blocks import Blocks
-from deadpool_megatron.comms.nccl.positions import Numbers, ask_recorder, read_positions
-from deadpool_megatron.comms.nccl.timing import CudaClock
+from deadpool_megatron.comms.nccl.device_progress import (
+    CudaClock,
+    Numbers,
+    ask_recorder,
+    read_positions,
+)
 from deadpool_megatron.comms.operations import OPENS_A_GROUP, POINT_TO_POINT, is_asynchronous
 
 #: how Megatron calls the groups whose neighbours send to one another, all around with virtual
 #: stages, and TransformerEngine's attention over a context that is split
 RINGS = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
+_WARM_UP_ELEMENTS = 256
+_WARM_UP_SECONDS = 60.0
+_WARM_UP_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NcclFabric(Fabric):
@@ -65,7 +72,7 @@ class NcclFabric(Fabric):
 
     def _is_left_open(self) -> bool:
         """Whether the calling thread is in a group of NCCL that nobody will end."""
-        return depth.is_left_open()
+        return blocks.is_left_open()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
         # torch numbers them as they are made; only their connecting takes time.
@@ -394,3 +401,47 @@ def _position(numbers: Numbers, group: NcclGroup) -> Position:
     if group.error():
         completed = min(completed, enqueued - 1)
     return Position(enqueued, started, completed, group.is_collective)
+
+
+def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric) -> None:
+    """Make a communicator of one rank, use it once for each collective of training, and abort it:
+    what NCCL loads once in each process is loaded before a recovery has to wait for it.
+
+    To make a communicator has NCCL look at each of its kernels, which loads them; torch loads its
+    own at the first use of an operation. A group of one rank needs no peer for that. It cannot do
+    more: with one rank NCCL copies instead, and opens no connection. Has never run on a GPU.
+
+    The calling thread must not be in an epoch. Raises RuntimeError as NCCL does.
+    """
+    limits = Limits(_WARM_UP_SECONDS, 0.0, _WARM_UP_SECONDS, 0.0)
+    epoch = Epoch(0, limits, WaiterPool(), Progress(), None)
+    fabric = make(epoch)
+    epoch.fabrics.append(fabric)
+    spec = GroupSpec(
+        "warm-up",
+        "deadpool-warm-up",
+        (0,),
+        0,
+        device,
+        requested_timeout=timedelta(seconds=_WARM_UP_SECONDS),
+    )
+    try:
+        group = fabric.create(spec, HashStore())
+        for operation, args in _warm_up_operations(device):
+            work = group.forward(operation, args, {})
+            if work is not None:
+                work.wait()  # the barrier, which is the last one, holds the host
+    finally:
+        epoch.close()
+        fabric.close()
+
+
+def _warm_up_operations(device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for dtype in _WARM_UP_DTYPES:
+        one, other = (torch.zeros(_WARM_UP_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
+        yield "allreduce", ([one],)
+        yield "broadcast", ([one],)
+        yield "_allgather_base", (other, one)
+        yield "_reduce_scatter_base", (other, one)
+        yield "alltoall_base", (other, one, [], [])
+    yield "barrier", ()

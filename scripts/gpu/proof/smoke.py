@@ -79,8 +79,8 @@ def _warm(task: Task) -> dict[str, Any]:
     """A communicator of one rank made, used and aborted, over and over."""
     import torch
 
-    from deadpool_megatron.comms.fabrics import fabric_of
-    from deadpool_megatron.comms.nccl.warming import warm
+    from deadpool_megatron.comms.communicators import fabric_of
+    from deadpool_megatron.comms.nccl.fabric import warm
 
     device = torch.device("cuda", 0) if task.is_on_gpu else torch.device("cpu")
     seconds: list[float] = []
@@ -142,8 +142,8 @@ def _slot(task: Task) -> dict[str, Any]:
 
 def _group_depth(task: Task) -> dict[str, Any]:
     """Whether a group of NCCL is open in this thread after all that: NCCL itself is asked."""
-    from deadpool_megatron.comms.nccl import depth
+    from deadpool_megatron.comms.nccl import blocks
 
-    is_open = depth.is_left_open()
+    is_open = blocks.is_left_open()
     task.expect(not is_open, "a group of NCCL was left open")
-    return {"left open": is_open, "asked": depth._group_end() is not None}
+    return {"left open": is_open, "asked": blocks._group_end() is not None}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deadpool_megatron.comms import Communicators
-from deadpool_megatron.comms.nccl import warming
+from deadpool_megatron.comms.nccl import fabric
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from fake_nccl.fake import FakeCommunicator, FakeNcclFabric
@@ -28,7 +28,7 @@ def calls_of_a_warm_up(member: Member) -> tuple[list[str], bool, bool]:
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(FakeCommunicator, "_start", noted)
     monkeypatch.setattr(fake_nccl, "set_up", made.append)
-    warming.warm(torch.device("cpu"), FakeNcclFabric)
+    fabric.warm(torch.device("cpu"), FakeNcclFabric)
     [communicator] = made
     return calls, communicator._spec.size == 1, communicator.aborted
 
@@ -52,7 +52,7 @@ def test_only_nccl_is_warmed_up_and_what_it_refuses_ends_no_spare(
         asked.append(device)
         raise RuntimeError("unhandled system error")
 
-    monkeypatch.setattr(warming, "warm", refuse)
+    monkeypatch.setattr(fabric, "warm", refuse)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     Communicators("gloo").warm()
     Communicators(KIND).warm()

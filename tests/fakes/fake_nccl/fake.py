@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store
 
-from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
+from deadpool_megatron.comms.gloo import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
 from deadpool_megatron.comms.in_flight.works import communication_failed

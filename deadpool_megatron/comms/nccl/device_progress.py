@@ -1,4 +1,4 @@
-"""How far the device has come in each group, as torch's flight recorder has it.
+"""The device's progress in each group, as torch's flight recorder has it, and the device's clock.
 
 torch's watchdog looks at the events of all operations ten times a second, whether anybody waits for
 them or not, and keeps for each group the numbers of the last one that was enqueued, started, and
@@ -17,6 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
+
+import torch
+
+from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
 
 Numbers = tuple[int, int | None, int]
 
@@ -48,3 +52,29 @@ def _numbers(status: Mapping[str, str]) -> Numbers:
     # -1 before the first one.
     enqueued, started, completed = (int(status[name]) for name in _NUMBERS)
     return max(0, enqueued), None if started < 0 else started, max(0, completed)
+
+
+class CudaClock(DeviceClock[torch.cuda.Event]):
+    """The clock of a GPU: marks are events with a time, used again and again. Any thread. Has
+    never run on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def is_passed(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        return float(earlier.elapsed_time(later)) / 1000
+
+    def forget(self, mark: torch.cuda.Event) -> None:
+        self._free.append(mark)

@@ -2,44 +2,53 @@
 
 Operations and defaults are those of a plain ProcessGroup with a gloo backend, so results are bit
 for bit the same. The shape of the interruption (one remembered epoll descriptor, cut connections,
-leave what still waits) is forced by gloo, which has no abort.
+leave what still waits) is forced by gloo, which has no abort: a device registers all its sockets
+with one epoll descriptor, and the kernel lists them in /proc/self/fdinfo; ``shutdown(2)`` on each
+ends most pending operations within milliseconds. Linux only.
+
+all_gather and reduce_scatter with a different size per rank, which gloo refuses and NCCL takes, are
+one broadcast (or reduce) per rank. All ranks see the same list of sizes, so they agree on when to
+do so. Plain calls go to gloo unchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
+import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, ReduceOptions
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.comms.errors import EpochClosed
-from deadpool_megatron.comms.gloo import poison, uneven
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
 from deadpool_megatron.comms.in_flight.waiters import Left
 from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed
-from deadpool_megatron.comms.inner import Begun, Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.inner import Begun, EpochClosed, Fabric, GroupSpec, InnerGroup
 from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, is_asynchronous
 from deadpool_megatron.platform.gathers import INSTEAD, SeveralWorks
 
 #: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
 _HANDED = POINT_TO_POINT | _RUN_BY_WAIT
-
 #: as c10d: with one thread, small collectives in a row take up to ten times as long on busy cores.
 #: With more than one, an operation of gloo's must not be used: platform/gathers.py
 _THREADS_PER_GROUP = 2
 _DEVICE_ATTEMPTS = 5
 _device_lock = threading.Lock()
+_REGISTERED = re.compile(r"^tfd:\s+(\d+)\s.*?\bino:([0-9a-f]+)", re.MULTILINE)
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class GlooFabric(Fabric):
@@ -73,12 +82,12 @@ class GlooFabric(Fabric):
         # Without a descriptor left, waits are left uncut, and a drain aborts again.
         with self._lock, contextlib.suppress(OSError):
             if self._device is not None:
-                poison.cut_connections(self._epoll)
+                cut_connections(self._epoll)
 
     def quiescent(self) -> bool:
         with self._lock:
             try:
-                return self._device is None or poison.connected_sockets(self._epoll) == 0
+                return self._device is None or connected_sockets(self._epoll) == 0
             except OSError:
                 return False
 
@@ -105,8 +114,8 @@ class GlooGroup(InnerGroup):
         self._starts: dict[str, Callable[..., Any]] = {
             name: getattr(plain, name) for name in COMMUNICATION
         }
-        self._starts["allgather"] = partial(uneven.allgather, plain, spec.rank)
-        self._starts["reduce_scatter"] = partial(uneven.reduce_scatter, plain, spec.rank)
+        self._starts["allgather"] = partial(_allgather, plain, spec.rank)
+        self._starts["reduce_scatter"] = partial(_reduce_scatter, plain, spec.rank)
         for name in INSTEAD.keys() & self._starts.keys():
             self._starts[name] = partial(INSTEAD[name], plain)
         self._collectives = 0
@@ -195,9 +204,9 @@ def _create_known_device(address: str | None) -> tuple[Any, int]:
     """A new device and its epoll descriptor."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _device_lock:
-            before = set().union(*poison.listening_epolls().values())
+            before = set().union(*listening_epolls().values())
             device = _create_device(address)
-            made = [fd for fd, inodes in poison.listening_epolls().items() if inodes - before]
+            made = [fd for fd, inodes in listening_epolls().items() if inodes - before]
         if len(made) == 1:
             return device, made[0]
         # Another thread opened a server at the same time.
@@ -212,3 +221,135 @@ def _create_device(address: str | None) -> Any:
     if name:
         return ProcessGroupGloo.create_device(interface=name, lazy_init=False)
     return ProcessGroupGloo.create_default_device(lazy_init=False)
+
+
+def listening_epolls() -> dict[int, set[int]]:
+    """Epoll descriptors of this process -> inodes of the listening sockets registered with each.
+
+    Every gloo device has such a socket. Its inode identifies the device; a descriptor's number does
+    not, for it may be that of a device which was freed a moment ago.
+    """
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if str(entry.readlink()) == "anon_inode:[eventpoll]":
+                epoll = int(entry.name)
+                inodes = {os.fstat(s.fileno()).st_ino for s, listens in _sockets(epoll) if listens}
+                if inodes:
+                    found[epoll] = inodes
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def connected_sockets(epoll: int) -> int:
+    """Number of sockets registered with ``epoll`` that are not listeners."""
+    return sum(1 for _, listening in _sockets(epoll) if not listening)
+
+
+def cut_connections(epoll: int) -> int:
+    """Shut down every registered connection; answers how many were met.
+
+    A listener is left alone: shutting it down makes gloo abort the whole process.
+    """
+    count = 0
+    for connection, listening in _sockets(epoll):
+        if listening:
+            continue
+        count += 1
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # not connected yet, or already gone
+    return count
+
+
+def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
+    """Duplicates of the TCP sockets registered with ``epoll``, closed after their turn.
+
+    Raises OSError for want of descriptors: what cannot be looked at may well be connected.
+    """
+    try:
+        listing = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+    except FileNotFoundError:
+        return
+    for number, inode in _REGISTERED.findall(listing):
+        try:
+            copy = os.dup(int(number))
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                continue  # closed since the listing
+            raise
+        # The number may have been given to another file since the listing: the inode proves it.
+        if os.fstat(copy).st_ino != int(inode, 16):
+            os.close(copy)
+            continue
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue
+        with connection:
+            if connection.family in _FAMILIES and connection.type == socket.SOCK_STREAM:
+                try:
+                    listening = bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                except OSError:
+                    continue
+                yield connection, listening
+
+
+def _allgather(
+    plain: Any,
+    rank: int,
+    output_lists: Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor] | torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """ProcessGroup.allgather; ``output_lists`` = [[one output per rank]], ``inputs`` = [input]."""
+    outputs = output_lists[0] if output_lists else ()
+    if isinstance(outputs, torch.Tensor) or _even(outputs):
+        return plain.allgather(output_lists, inputs, *args, **kwargs)
+    source = (inputs if isinstance(inputs, torch.Tensor) else inputs[0]).detach()
+    buffers = [torch.empty_like(o, memory_format=torch.contiguous_format) for o in outputs]
+    buffers[rank].copy_(source.reshape(buffers[rank].shape))
+    works = []
+    for root, buffer in enumerate(buffers):
+        if buffer.numel():
+            options = BroadcastOptions()
+            options.rootRank = root
+            works.append(plain.broadcast([buffer], options))
+    return SeveralWorks(works, list(zip(outputs, buffers, strict=True)), [source])
+
+
+def _reduce_scatter(
+    plain: Any,
+    rank: int,
+    outputs: Sequence[torch.Tensor] | torch.Tensor,
+    input_lists: Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """ProcessGroup.reduce_scatter; ``outputs`` = [output], ``input_lists`` = [[one per rank]]."""
+    inputs = input_lists[0] if input_lists else ()
+    if isinstance(outputs, torch.Tensor) or isinstance(inputs, torch.Tensor) or _even(inputs):
+        return plain.reduce_scatter(outputs, input_lists, *args, **kwargs)
+    given = kwargs.get("opts", args[0] if args else None)
+    buffers = [i.clone(memory_format=torch.contiguous_format) for i in inputs]
+    works = []
+    for root, buffer in enumerate(buffers):
+        if buffer.numel():
+            options = ReduceOptions()
+            options.rootRank = root
+            if given is not None:
+                options.reduceOp = given.reduceOp
+            works.append(plain.reduce([buffer], options))
+    result = buffers[rank].reshape(outputs[0].shape)
+    return SeveralWorks(works, [(outputs[0], result)], buffers)
+
+
+def _even(tensors: Sequence[torch.Tensor]) -> bool:
+    if len(tensors) < 2:
+        return True
+    first = tensors[0].numel()
+    return all(tensor.numel() == first for tensor in tensors)
