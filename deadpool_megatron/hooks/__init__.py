@@ -10,9 +10,9 @@ epoch_runner       the way of one role through an open epoch: each iteration mad
 reports            what a member says while it plays a role
 device             the device of a member, and what NCCL needs there
 probes             own time of a role, and what it tells when it stands still
+dimensions         tensor, pipeline, data: what peers rebuild and compare
 interrupt_cleanup  what an interrupted step leaves behind: a table
 capture/           Megatron's state: captured, sealed, waited for, put back, computed again
-dimensions/        tensor, pipeline, data: what each rebuilds and compares
 checkpoints/       on disk: saves, skeletons, loading
 audit/             the search for silent corruption, every so many iterations
 pretraining/       Megatron-LM's own scripts under protection

@@ -34,10 +34,7 @@ from deadpool_megatron.hooks.capture.slots import PinnedSlots, admit, park
 from deadpool_megatron.hooks.capture.update_replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
-from deadpool_megatron.hooks.dimensions.data import DataHook
-from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
-from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
-from deadpool_megatron.hooks.dimensions.tensor import TensorHook
+from deadpool_megatron.hooks.dimensions import DataHook, DimensionHook, PipelineHook, TensorHook
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.member.pause_point import PausePoint
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
-from deadpool_megatron.hooks.dimensions.dimension import current_device
+from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
 from deadpool_megatron.hooks.probes import OwnTimeMeter

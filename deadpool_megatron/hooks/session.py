@@ -36,7 +36,7 @@ from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.device import EXIT_BAD_INPUT, take_device
-from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.hooks.interrupt_cleanup import forget_frames

@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.member.link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
-from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.entry import RestoreFailed
 from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
 from deadpool_megatron.hooks.session import drain_seconds

@@ -62,7 +62,7 @@ from deadpool_megatron.hooks.capture.update_replay import (
     update_copies,
     why_not_replayed,
 )
-from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
+from deadpool_megatron.hooks.dimensions import current_device, parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.cadence import is_due

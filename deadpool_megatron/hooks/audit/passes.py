@@ -45,7 +45,7 @@ from deadpool_megatron.hooks.audit.verdict import (
     unrepeatable,
 )
 from deadpool_megatron.hooks.capture import extras
-from deadpool_megatron.hooks.dimensions.dimension import current_device
+from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.state import extras as codec

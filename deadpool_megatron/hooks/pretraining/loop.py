@@ -30,7 +30,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.capture import hashing
 from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
-from deadpool_megatron.hooks.dimensions.dimension import current_device
+from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.build import Build

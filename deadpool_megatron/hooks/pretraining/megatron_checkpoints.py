@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks.dimensions.dimension import current_device
+from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.storage_faults import StorageFaults
 from deadpool_megatron.persist.filling import Attributes, FromExtras, RandomStates

@@ -26,7 +26,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     plain_tensors,
     raw_tensors,
 )
-from deadpool_megatron.hooks.dimensions.data import DataHook
+from deadpool_megatron.hooks.dimensions import DataHook
 from deadpool_megatron.state.extras import ExtrasError
 from tests.hooks.capture import fake_te, gpu_rig
 from tests.hooks.capture.fake_te import Float8Tensor, FusedAdam, Manager, Model
@@ -340,7 +340,7 @@ def test_peers_compare_the_bytes_of_weights_in_fp8(monkeypatch: pytest.MonkeyPat
     model.weight = weight
     seen: list[Any] = []
     monkeypatch.setattr(
-        "deadpool_megatron.hooks.dimensions.data.compare_with_peers",
+        "deadpool_megatron.hooks.dimensions.compare_with_peers",
         lambda tensors, group, what: seen.append((tensors, group)),
     )
     for number, name in ((1, "data"), (2, "expert_data")):

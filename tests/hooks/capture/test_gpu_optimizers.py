@@ -25,7 +25,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     raw_tensors,
     refuse_unknown_state,
 )
-from deadpool_megatron.hooks.dimensions.data import DataHook
+from deadpool_megatron.hooks.dimensions import DataHook
 from deadpool_megatron.state.extras import decode
 from tests.hooks.capture import gpu_rig
 from tests.hooks.capture.fake_te import FusedAdam

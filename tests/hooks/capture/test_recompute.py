@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.capture import recompute as steps
+from deadpool_megatron.hooks.capture import recompute
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.recompute import StepKeeper
 from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
@@ -169,7 +171,7 @@ def test_a_rehearsal_for_which_there_is_no_memory_ends_nothing_but_steps(
     def rehearse(*_args: Any) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
 
-    monkeypatch.setattr(steps, "rehearse", rehearse)
+    monkeypatch.setattr(recompute, "rehearse", rehearse)
     rig = Rig()
     rig.seal(g(0))
     assert set(rig.step(1).values()) == {0}
@@ -259,3 +261,19 @@ def test_preceding_is_waiting_where_there_is_no_device(seconds: float) -> None:
     while not copy.precede(seconds):
         pass
     assert into.tolist() == [1, 1, 1]
+
+
+def test_no_other_scheme_loads_it() -> None:
+    """Neither a member nor one of Megatron-LM's own scripts, as far as imports go."""
+    program = (
+        "import sys\n"
+        "from deadpool_megatron.platform import select_platform\n"
+        "select_platform().install()\n"
+        "import deadpool_megatron.hooks.pretraining.attach\n"
+        "print(*(name for name in sys.modules if '.hooks.capture.' in name))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "deadpool_megatron.hooks.capture.protection" in done.stdout.split()
+    assert recompute.__name__ not in done.stdout.split()

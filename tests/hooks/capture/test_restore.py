@@ -16,10 +16,7 @@ from megatron.core.optimizer.qk_clip import clip_qk
 from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.capture.hashing import state_digests
 from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
-from deadpool_megatron.hooks.dimensions.data import DataHook
-from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
-from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
-from deadpool_megatron.hooks.dimensions.tensor import TensorHook
+from deadpool_megatron.hooks.dimensions import DataHook, PeerMismatch, PipelineHook, TensorHook
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.state.extras import decode, encode
 from tests.state.loading import load
