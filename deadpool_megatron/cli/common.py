@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, address_in
-from deadpool_megatron.preflight import offered
+from deadpool_megatron.preflight import host
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
@@ -103,9 +103,9 @@ def ignore_notices() -> None:
 def check_platform() -> None:
     """This host offers what any run takes, or CommandError says what is missing; one line more
     where what a run has in memory may be removed."""
-    if why := offered.missing():
+    if why := host.missing():
         raise CommandError(why)
-    if why := offered.memory_may_go(os.geteuid()):
+    if why := host.memory_may_go(os.geteuid()):
         print(why, file=sys.stderr, flush=True)
 
 

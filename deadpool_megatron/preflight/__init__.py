@@ -1,1 +1,5 @@
-"""Is a node fit for a run? Its facts, the links between nodes, and the judgement. No torch."""
+"""Judgement of nodes: which are fit for a run? No torch.
+
+facts: of a node, plain data. host: reads those of the host at hand. health: words on it of the
+site's command and of the kernel log. gpus: who sees which. judge: facts and links -> standing.
+"""

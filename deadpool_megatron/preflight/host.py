@@ -1,8 +1,11 @@
-"""The host at hand: its facts from files, limits and package metadata."""
+"""The host at hand: its facts from files, limits and package metadata, and what it offers to any
+run, which is asked before anything starts and named where it is missing."""
 
 from __future__ import annotations
 
 import os
+import pwd
+import re
 import resource
 import shutil
 import socket
@@ -23,6 +26,8 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "numpy")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 _IFF_UP = 1
+_FIRST_USER = 1000
+_REMOVES = re.compile(r"^\s*RemoveIPC\s*=\s*(\w+)", re.MULTILINE)
 
 
 def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> HostFacts:
@@ -64,6 +69,55 @@ def versions() -> dict[str, str]:
     return found
 
 
+def available_memory() -> int | None:
+    """Returns the bytes that can be had without swapping, by the host and by the own cgroup."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":") for line in lines)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    group = cgroup_memory()
+    return free if group is None else min(free, group.left_bytes)
+
+
+def missing() -> str:
+    """Why no run can be on this host; empty where one can."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return (
+            f"pidfd_open is not offered here ({error.strerror}), by which a node hears of the end"
+            " of its processes: it takes a kernel from 5.3 on and, in a container, a seccomp"
+            " profile that lets it pass"
+        )
+    return ""
+
+
+def memory_may_go(user: int, root: Path = Path("/")) -> str:
+    """Why what this user has in shared memory may be removed under a run; empty where nothing says
+    so. As logind judges: below the users of the system nobody, and nobody who lingers."""
+    if user < _FIRST_USER or not (root / "run/systemd/system").is_dir():
+        return ""
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = str(user)
+    if (root / "var/lib/systemd/linger" / name).exists():
+        return ""
+    removes = "yes"
+    etc = root / "etc/systemd"
+    settings = [etc / "logind.conf", *sorted(etc.glob("logind.conf.d/*.conf"))]
+    for path in filter(Path.is_file, settings):
+        removes = (_REMOVES.findall(path.read_text(errors="replace")) or [removes])[-1]
+    if removes.lower() not in ("yes", "true", "on", "1"):
+        return ""
+    return (
+        f"systemd-logind has RemoveIPC={removes}: it removes what user {name} has in /dev/shm when"
+        f" the last login of {name} on this host ends: 'loginctl enable-linger {name}' keeps it"
+    )
+
+
 def _package_version(name: str) -> str:
     try:
         return metadata.version(name)
@@ -88,18 +142,6 @@ def _driver_version() -> str:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return ""
-
-
-def available_memory() -> int | None:
-    """Returns the bytes that can be had without swapping, by the host and by the own cgroup."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":") for line in lines)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    group = cgroup_memory()
-    return free if group is None else min(free, group.left_bytes)
 
 
 def _is_up(interface: str) -> bool:

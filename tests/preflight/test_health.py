@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli.prepare import gpu_health as command
-from deadpool_megatron.preflight import xids
+from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.facts import HostFacts, Needs
-from deadpool_megatron.preflight.health import Answer, Health, ask
+from deadpool_megatron.preflight.health import Answer, Health, LogLine, ask
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.preflight.judge import Standing, problems
-from deadpool_megatron.preflight.xids import LogLine
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 WRAPPERS = Path(__file__).parents[2] / "configs" / "health"
@@ -129,14 +128,14 @@ def test_gpucm_itself_knows_the_checks() -> None:
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 94, 95, 999])
 def test_only_a_fault_of_the_device_takes_its_node_out(number: int) -> None:
-    found = xids.newest_bad([LogLine(1.0, f"NVRM: Xid (0000:03:00): {number}, it says")], 0.0)
+    found = health.newest_bad([LogLine(1.0, f"NVRM: Xid (0000:03:00): {number}, it says")], 0.0)
     assert (found is not None) == (number in {48, 63, 64, 74, 79, 94, 95})
 
 
 def test_the_command_answers_as_a_health_command_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xids, "boot_seconds", lambda: 10_000.0)
+    monkeypatch.setattr(health, "boot_seconds", lambda: 10_000.0)
     log = [LogLine(9_000.0, _DEVICE), LogLine(9_990.0, _PROGRAM), LogLine(9_999.0, "Xid 79")]
     assert command.run(argparse.Namespace(hours=1.0), lambda: log) == 2
     assert capsys.readouterr().out == "Xid 79 of GPU 0000:c1:00, 1000 s ago\n"
@@ -164,4 +163,4 @@ def test_records_are_read_to_their_end_and_lost_ones_are_passed_over() -> None:
             raise one
         return one
 
-    assert list(xids._lines(read)) == [LogLine(9.0, _DEVICE), LogLine(9.5, _PROGRAM)]
+    assert list(health._lines(read)) == [LogLine(9.0, _DEVICE), LogLine(9.5, _PROGRAM)]

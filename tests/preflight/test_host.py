@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.preflight import gpus, host, offered
+from deadpool_megatron.preflight import gpus, host
 from deadpool_megatron.preflight.facts import HostFacts
 
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
@@ -173,11 +173,11 @@ LINGER, LOGIND, BESIDE = (
 def test_memory_that_logind_removes_is_told(
     tmp_path: Path, user: int, files: dict[str, str], told: bool
 ) -> None:
-    assert not offered.memory_may_go(user, tmp_path), "there is no systemd"
+    assert not host.memory_may_go(user, tmp_path), "there is no systemd"
     for name, text in {"run/systemd/system/x": "", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert ("enable-linger" in offered.memory_may_go(user, tmp_path)) is told
+    assert ("enable-linger" in host.memory_may_go(user, tmp_path)) is told
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])

@@ -16,12 +16,14 @@ from deadpool_megatron.preflight.judge import (
     Speed,
     Standing,
     clocks,
+    first_pairs,
     judge,
     problems,
+    rounds,
+    second_look,
     slow_or_unknown,
     speeds,
 )
-from deadpool_megatron.preflight.schedule import first_pairs, rounds, second_look
 
 FACTS = HostFacts(
     hostname="",

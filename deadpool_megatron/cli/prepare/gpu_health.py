@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from deadpool_megatron.preflight import xids
+from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.health import Health
 
 _DESCRIPTION = """\
@@ -38,12 +38,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(
     args: argparse.Namespace,
-    read_log: Callable[[], Iterable[xids.LogLine]] = xids.read_kernel_log,
+    read_log: Callable[[], Iterable[health.LogLine]] = health.read_kernel_log,
 ) -> int:
     """Answer as a health command does, in one line."""
-    now = xids.boot_seconds()
+    now = health.boot_seconds()
     try:
-        bad = xids.newest_bad(read_log(), now - args.hours * 3600)
+        bad = health.newest_bad(read_log(), now - args.hours * 3600)
     except OSError as error:
         print(f"kernel log not asked: {error}")
         return Health.GOOD

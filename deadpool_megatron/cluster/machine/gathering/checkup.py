@@ -25,11 +25,10 @@ from deadpool_megatron.cluster.machine.state.phases import Gathering, Phase
 from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.preflight import judge, schedule
+from deadpool_megatron.preflight import judge
 from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport
 from deadpool_megatron.preflight.health import Health
-from deadpool_megatron.preflight.judge import Judgement, Standing
-from deadpool_megatron.preflight.schedule import Checkup, Pair
+from deadpool_megatron.preflight.judge import Checkup, Judgement, Pair, Standing
 
 EXIT_NOT_GOOD = 1
 # Nothing is wrong with the training: another job, on other nodes, goes on.
@@ -203,10 +202,10 @@ def _go_on(turn: Turn, gathering: Gathering, checkup: Checkup) -> None:
     if turn.now < checkup.until and any(node in nodes for node in checkup.awaited):
         return
     if not checkup.planned:
-        checkup = replace(_with_turns(checkup, schedule.first_pairs(nodes)), planned=True)
+        checkup = replace(_with_turns(checkup, judge.first_pairs(nodes)), planned=True)
     if not checkup.turns and checkup.looks < _MORE_LOOKS:
         found = judge.speeds(_reports(turn.state, checkup.links))
-        again = schedule.second_look(judge.slow_or_unknown(found), found, checkup.measured)
+        again = judge.second_look(judge.slow_or_unknown(found), found, checkup.measured)
         checkup = replace(_with_turns(checkup, again), looks=checkup.looks + 1)
     if not checkup.turns:
         turn.enter(replace(gathering, checkup=None))
@@ -231,7 +230,7 @@ def _with_turns(checkup: Checkup, pairs: list[Pair]) -> Checkup:
         (node, link.peer) for node, found in checkup.links.items() for link in found if link.error
     }
     whole = [(a, b) for a, b in pairs if not {(a, b), (b, a)} & broken]
-    turns = tuple(tuple(one) for one in schedule.rounds(whole))
+    turns = tuple(tuple(one) for one in judge.rounds(whole))
     return replace(checkup, turns=turns, measured=(*checkup.measured, *pairs))
 
 

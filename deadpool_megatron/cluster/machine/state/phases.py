@@ -13,7 +13,7 @@ from typing import ClassVar
 from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from deadpool_megatron.preflight.schedule import Checkup
+from deadpool_megatron.preflight.judge import Checkup
 
 
 class Phase(StrEnum):

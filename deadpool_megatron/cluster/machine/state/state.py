@@ -16,8 +16,7 @@ from deadpool_megatron.cluster.machine.state.memory import Memory
 from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.layout.seats import SeatTable
-from deadpool_megatron.preflight.judge import Agreed
-from deadpool_megatron.preflight.schedule import Checkup
+from deadpool_megatron.preflight.judge import Agreed, Checkup
 from deadpool_megatron.settings import Settings
 
 INITIAL = Restore("initial", Generation(0, 0))
