@@ -43,7 +43,7 @@ COMMANDS = {
     "clean": "storage.clean",
     "patch": "prepare.patch",
     "plan": "prepare.plan",
-    "examples": "prepare.examples",
+    "examples": "examples",
     "check": "prepare.check",
     "bad-nodes": "prepare.bad_nodes",
     "gpu-health": "prepare.gpu_health",

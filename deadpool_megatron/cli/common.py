@@ -1,13 +1,17 @@
-"""What several sub-commands need: the error with exit status 2, and talking to a coordinator."""
+"""Things that several sub-commands need: the error with exit status 2, warnings, the size of a run,
+talking to its coordinator, addresses, and text in aligned columns, which reads the same on a
+terminal, in a log and in a bug report.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +21,19 @@ from deadpool_megatron import ownership
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, address_in
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+    address_in,
+    segment_root,
+)
+from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.preflight import host
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.tls import TlsError
 
 EXIT_BAD_INPUT = 2
 _ASK_SECONDS = 10.0
@@ -66,52 +78,44 @@ def system_error_line(error: OSError | RecursionError) -> str:
     return why if error.filename is None else f"{error.filename}: {why}"
 
 
-def shown(text: str) -> str:
-    """What others have written, for a terminal: no character of it does anything there."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
-
-
-def warn_in_the_clear(host: str, settings: Settings) -> None:
-    """Say in one line that what passes can be read, where it leaves this host without TLS."""
-    leaves = host != "localhost" and not host.startswith("127.")
-    if leaves and not settings.tls_certificate:
-        print(
-            f"listens on {host} without TLS: states and records can be read on the way"
-            " (docs/security.md)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
-    """Say in a line each that somebody else could put another directory in place of this one, or of
-    those that checkpoints of the run go to."""
-    paths = [path]
-    if info is not None:
-        words = (*info.command, "")
-        saves = [after for word, after in pairwise(words) if word == "--save"]
-        paths += [Path(name) for name in (info.settings.persist_directory, *saves) if name]
-    for why in filter(None, map(ownership.danger_above, paths)):
-        print(f"{why} (docs/security.md)", file=sys.stderr, flush=True)
-
-
-def ignore_notices() -> None:
-    """A scheduler's notice before a time limit ends neither this process nor any that it starts."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def check_platform() -> None:
-    """This host offers what any run takes, or CommandError says what is missing; one line more
-    where what a run has in memory may be removed."""
-    if why := host.missing():
-        raise CommandError(why)
-    if why := host.memory_may_go(os.geteuid()):
-        print(why, file=sys.stderr, flush=True)
-
-
 def add_run_directory(parser: argparse.ArgumentParser) -> None:
     """The positional argument that names a run."""
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory (--run-dir)")
+
+
+def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """``--nodes``, ``--spares``, ``--nproc-per-node``."""
+    parser.add_argument(
+        "--nodes", type=int, required=required, metavar="N", help="nodes that train"
+    )
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="S", help="nodes that wait, warm (default: 0)"
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        required=required,
+        metavar="P",
+        help="training processes on each node; there are N x P roles",
+    )
+
+
+def make_info(
+    args: argparse.Namespace, settings: Settings, restore: Mapping[str, Any] | None = None
+) -> RunInfo:
+    """The facts of a new run, with a fresh run id."""
+    run_id = secrets.token_hex(4)
+    return RunInfo(
+        run_id=run_id,
+        world_size=args.nodes * args.nproc_per_node,
+        nodes=args.nodes,
+        spares=args.spares,
+        nproc_per_node=args.nproc_per_node,
+        command=tuple(args.command),
+        settings=settings,
+        segment_root=str(segment_root(run_id)),
+        restore={} if restore is None else restore,
+    )
 
 
 def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
@@ -178,6 +182,31 @@ def ask_at(
     return answer
 
 
+class Asker:
+    """Asks again and again what a run does, for whoever only looks. Not thread-safe."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._said = ""
+
+    def status(self) -> dict[str, Any] | None:
+        """What ``deadpool status --json`` says; None where nobody answers, and once the run has its
+        result. Why the coordinator cannot be asked at all is said once, on standard error.
+        """
+        if self._run.final.exists():
+            return None
+        try:
+            status: dict[str, Any] = ask(self._run, {"command": "status"}, LOOK_SECONDS)["status"]
+        except CommandError:
+            return None
+        except (RunDirectoryError, OwnershipError, WireError, TlsError) as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                print(f"the coordinator cannot be asked: {error}", file=sys.stderr, flush=True)
+            return None
+        return status if "roles" in status else None
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """``HOST:PORT``, the host resolved to a number now, as later nothing may block."""
     host, colon, port = text.rpartition(":")
@@ -190,6 +219,19 @@ def parse_address(text: str) -> tuple[str, int]:
         raise CommandError(f"host {host!r} cannot be resolved: {why}") from error
     address = found[0][4]
     return str(address[0]), int(address[1])
+
+
+def listen_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
+    """Return host and port of ``--listen ADDR:PORT``; raise CommandError for anything else."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or not least_port <= int(port) <= 65535:
+        raise CommandError(f"--listen {text}: give ADDRESS:PORT, like 127.0.0.1:9478")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def shown_host(host: str) -> str:
+    """Return the host as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
 
 
 def check_port(port: int, flag: str = "--port") -> None:
@@ -216,3 +258,81 @@ def listen(
             f" {flags[1]}"
         ) from error
     return listener
+
+
+def shown(text: str) -> str:
+    """What others have written, for a terminal: no character of it does anything there."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 2) -> list[str]:
+    """Lines of a table: first column left-aligned, the others right-aligned, a rule under the
+    header."""
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return (" " * indent + "  ".join(padded)).rstrip()
+
+    rule = " " * indent + "  ".join("-" * width for width in widths)
+    return [line(header), rule, *(line(row) for row in rows)]
+
+
+def seconds(value: float | None) -> str:
+    """Three decimals, or a dash."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def size(count: float) -> str:
+    """Bytes for people: 12.3 MB (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def count(number: object, noun: str) -> str:
+    """``1 step``, ``2 steps``; a question mark for None."""
+    shown = "?" if number is None else number
+    return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
+
+
+def warn_in_the_clear(host: str, settings: Settings) -> None:
+    """Say in one line that what passes can be read, where it leaves this host without TLS."""
+    leaves = host != "localhost" and not host.startswith("127.")
+    if leaves and not settings.tls_certificate:
+        print(
+            f"listens on {host} without TLS: states and records can be read on the way"
+            " (docs/security.md)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:
+    """Say in a line each that somebody else could put another directory in place of this one, or of
+    those that checkpoints of the run go to."""
+    paths = [path]
+    if info is not None:
+        words = (*info.command, "")
+        saves = [after for word, after in pairwise(words) if word == "--save"]
+        paths += [Path(name) for name in (info.settings.persist_directory, *saves) if name]
+    for why in filter(None, map(ownership.danger_above, paths)):
+        print(f"{why} (docs/security.md)", file=sys.stderr, flush=True)
+
+
+def ignore_notices() -> None:
+    """A scheduler's notice before a time limit ends neither this process nor any that it starts."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def check_platform() -> None:
+    """This host offers what any run takes, or CommandError says what is missing; one line more
+    where what a run has in memory may be removed."""
+    if why := host.missing():
+        raise CommandError(why)
+    if why := host.memory_may_go(os.geteuid()):
+        print(why, file=sys.stderr, flush=True)

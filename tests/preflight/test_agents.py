@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli.prepare import check_table
+from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cluster.run_directory.bad_nodes import (
     BadNode,
     add_bad_node,
@@ -104,7 +104,7 @@ def test_only_a_check(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
-    check_table.show(found["nodes"], found["reason"], 2)
+    check.show(found["nodes"], found["reason"], 2)
     lines = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert lines[0].split()[:3] == ["node", "host", "rack"]
     assert lines[1].split()[:2] == ["0", "host0"]

@@ -12,10 +12,10 @@ from deadpool_megatron.cli.common import (
     RunNotReachable,
     add_run_directory,
     ask,
+    count,
     shown,
 )
 from deadpool_megatron.cli.control.asking import add_wait, final_line, refused, request
-from deadpool_megatron.cli.tables import count
 from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal.requests import Request, Verb

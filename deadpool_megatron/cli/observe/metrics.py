@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import CommandError, add_run_directory
-from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
-from deadpool_megatron.cli.observe.asking import Asker
+from deadpool_megatron.cli.common import (
+    Asker,
+    CommandError,
+    add_run_directory,
+    listen_address,
+    shown_host,
+)
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 

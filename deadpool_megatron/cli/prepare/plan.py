@@ -1,4 +1,5 @@
-"""``deadpool plan FILE``: will it hold? Memory, traffic, risk, spares and goodput before a run."""
+"""``deadpool plan FILE``: will it hold? Memory, traffic, risk, spares and goodput before a run;
+with --compare one table of all schemes of protection."""
 
 from __future__ import annotations
 
@@ -8,9 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.prepare import plan_compare
-from deadpool_megatron.cli.tables import count, size, table
+from deadpool_megatron.cli.common import CommandError, count, size, table
 from deadpool_megatron.planning.assess import (
     Assessment,
     assess,
@@ -19,7 +18,7 @@ from deadpool_megatron.planning.assess import (
     lost_steps,
     verdict,
 )
-from deadpool_megatron.planning.compare import compare
+from deadpool_megatron.planning.compare import Row, compare
 from deadpool_megatron.planning.file import read_plan
 from deadpool_megatron.planning.keys import SECTIONS, Plan, PlanError
 
@@ -54,6 +53,26 @@ examples:
 exit status: 0 holds and reaches goal.goodput; 1 holds, but does not reach it; 2 refused
 """
 _MISSES_GOAL = 1
+_NODE_ROWS = (
+    ("unique state", "unique_bytes"),
+    ("own slots", "own_slots_bytes"),
+    ("copies for others", "copies_bytes"),
+    ("slots and copies", "memory_bytes"),
+    ("out per step", "out_bytes_per_step"),
+    ("in per step", "in_bytes_per_step"),
+)
+_HEADER = (
+    "scheme",
+    "memory",
+    "sent per step",
+    "of window",
+    "1 node",
+    "2 nodes",
+    "3 nodes",
+    "domains",
+    "RPO",
+    "goodput",
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -99,18 +118,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.reaches_goal else _MISSES_GOAL
 
 
-def _compare(args: argparse.Namespace, plan: Plan) -> int:
-    rows = compare(plan)
-    if not any(row.found for row in rows):
-        raise PlanError(f"{args.file}: no scheme can hold; {rows[0].scheme}: {rows[0].refusal}")
-    if args.json:
-        schemes = [row.facts() for row in rows]
-        print(json.dumps({"ok": True, "file": str(args.file), "schemes": schemes}))
-    else:
-        print("\n".join(plan_compare.describe(str(args.file), rows)))
-    return 0
-
-
 def describe(name: str, found: Assessment) -> list[str]:
     """The answer as text."""
     return [
@@ -130,6 +137,33 @@ def describe(name: str, found: Assessment) -> list[str]:
         "",
         f"verdict: {verdict(found)}",
     ]
+
+
+def describe_schemes(name: str, rows: list[Row]) -> list[str]:
+    """The table, and a line for each scheme that cannot hold."""
+    held = [row for row in rows if row.found is not None]
+    lines = [f"{name}: the schemes side by side", ""]
+    if held:
+        lines += table(_HEADER, [_cells(row.facts()) for row in held])
+        lines += [
+            "  memory, sent: of the fullest and of the busiest node; 1 to 3 nodes: chance that"
+            " losing them loses state;",
+            "  domains: those whose loss loses state; RPO: steps computed again after a loss, at"
+            " most",
+        ]
+    return lines + [f"  {row.scheme} cannot be: {row.refusal}" for row in rows if row.refusal]
+
+
+def _compare(args: argparse.Namespace, plan: Plan) -> int:
+    rows = compare(plan)
+    if not any(row.found for row in rows):
+        raise PlanError(f"{args.file}: no scheme can hold; {rows[0].scheme}: {rows[0].refusal}")
+    if args.json:
+        schemes = [row.facts() for row in rows]
+        print(json.dumps({"ok": True, "file": str(args.file), "schemes": schemes}))
+    else:
+        print("\n".join(describe_schemes(str(args.file), rows)))
+    return 0
 
 
 def _headline(name: str, found: Assessment) -> str:
@@ -154,16 +188,6 @@ def _protection(found: Assessment) -> str:
         return count(protection.replicas, "replica") + cadence
     survived = f" for {protection.survived}" if protection.survived else ""
     return f"{protection.name}{survived}{cadence}"
-
-
-_NODE_ROWS = (
-    ("unique state", "unique_bytes"),
-    ("own slots", "own_slots_bytes"),
-    ("copies for others", "copies_bytes"),
-    ("slots and copies", "memory_bytes"),
-    ("out per step", "out_bytes_per_step"),
-    ("in per step", "in_bytes_per_step"),
-)
 
 
 def _node_table(found: Assessment) -> list[str]:
@@ -267,3 +291,17 @@ def _keys() -> list[str]:
             shown = f" (default: {str(default).lower()})" if given else ""
             lines.append(f"    {entry.name:<26} {entry.metadata['help']}{shown}")
     return lines
+
+
+def _cells(known: dict[str, Any]) -> tuple[str, ...]:
+    chances = ["0" if p == 0 else f"{p:.3g}" for p in known["loss_probability"]]
+    return (
+        known["scheme"],
+        size(known["memory_bytes"]),
+        size(known["sent_bytes_per_step"]),
+        f"{known['commit_of_window']:.0%}",
+        *chances,
+        f"{known['fatal_domains']} of {known['domains']}",
+        f"{known['most_lost_steps']} ({known['most_lost_seconds']:.3g} s)",
+        f"{known['goodput']:.4f}",
+    )

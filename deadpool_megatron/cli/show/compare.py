@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import shown
+from deadpool_megatron.cli.common import count, shown
 from deadpool_megatron.cli.show.numbers import Numbers, Step
 from deadpool_megatron.cli.show.run_result import ResultError, RunResult, read_result
-from deadpool_megatron.cli.tables import count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 
 # How many differences are listed; a run that went astray differs everywhere afterwards.

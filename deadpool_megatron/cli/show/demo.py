@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from deadpool_megatron.cli.shipped import find_shipped
+from deadpool_megatron.cli.common import table
+from deadpool_megatron.cli.examples import find_shipped
 from deadpool_megatron.cli.show import plot
 from deadpool_megatron.cli.show.compare import Comparison, compare_results, describe
 from deadpool_megatron.cli.show.live import Display, RunFailedError, make_display, watch_run
@@ -33,7 +34,6 @@ from deadpool_megatron.cli.show.run_result import (
     read_result,
 )
 from deadpool_megatron.cli.show.story import Story
-from deadpool_megatron.cli.tables import table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.preflight.gpus import VISIBLE

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cli.tables import count, table
+from deadpool_megatron.cli.common import count, table
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import in_short

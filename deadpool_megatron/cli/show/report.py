@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import shown
+from deadpool_megatron.cli.common import count, seconds, shown, size, table
 from deadpool_megatron.cli.show.advice import advice_for
 from deadpool_megatron.cli.show.narration import (
     describe_cause,
@@ -31,7 +31,6 @@ from deadpool_megatron.cli.show.run_result import (
     read_result,
 )
 from deadpool_megatron.cli.show.story import Interruption, Story, summary
-from deadpool_megatron.cli.tables import count, seconds, size, table
 from deadpool_megatron.cluster.run_directory.cleanup import is_here
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, event_files, take_events

@@ -16,18 +16,20 @@ from typing import Any
 from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli.common import (
     CommandError,
+    add_size,
     ask_at,
     check_platform,
     check_port,
     coordinator_address,
     ignore_notices,
     listen,
+    make_info,
     parse_address,
     refusing_system_errors,
     warn_in_the_clear,
     warn_of_danger_above,
 )
-from deadpool_megatron.cli.prepare import check_table
+from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cli.slurm_environment import (
     INTERFACE_VARIABLE,
     SlurmNode,
@@ -39,6 +41,7 @@ from deadpool_megatron.cli.slurm_environment import (
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.checks import (
     check_address,
+    check_agreed,
     check_can_be_made,
     check_command,
     check_domains,
@@ -47,12 +50,7 @@ from deadpool_megatron.cli.start.checks import (
     check_shared_memory,
     check_sizes,
     check_vault_cpus,
-)
-from deadpool_megatron.cli.start.gpus import check_agreed, decided
-from deadpool_megatron.cli.start.preloading import (
-    DEFAULT_PRELOAD,
-    keep_single_threaded,
-    preload_modules,
+    decided,
 )
 from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
@@ -61,8 +59,12 @@ from deadpool_megatron.cli.start.resuming import (
     resume_point,
     write_what_is_left,
 )
+from deadpool_megatron.cli.start.scripts import (
+    DEFAULT_PRELOAD,
+    keep_single_threaded,
+    preload_modules,
+)
 from deadpool_megatron.cli.start.serving import Place, serve
-from deadpool_megatron.cli.start.sizes import add_size, make_info
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
 from deadpool_megatron.cluster.journal.terms import newest_term
@@ -331,13 +333,13 @@ def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:
 
 def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> None:
     final = run.read_final()
-    nodes = check_table.judged_nodes(read_events(run.events))
+    nodes = check.judged_nodes(read_events(run.events))
     if args.json:
         ok = int(final["exit_status"]) == 0
         answer = {"ok": ok, "reason": final["reason"], "nodes": nodes}
         print(json.dumps(answer, allow_nan=False))
     else:
-        check_table.show(nodes, str(final["reason"]), info.nodes)
+        check.show(nodes, str(final["reason"]), info.nodes)
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:

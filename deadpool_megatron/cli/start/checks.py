@@ -1,16 +1,20 @@
 """Everything that can be wrong before a run starts, found before anything is started.
 
-Each check raises CommandError with one line that says what is wrong and what to do.
+Each check raises CommandError with one line that says what is wrong and what to do. The GPUs of the
+host make of a run what it is, NCCL or gloo, once for all of its processes: who sees GPUs and cannot
+use them is sent away, and does not train on CPUs instead.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
@@ -20,6 +24,7 @@ from deadpool_megatron.cluster.coordinator.reporting.notices import (
 )
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.process.exit_words import last_words
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -33,7 +38,9 @@ from deadpool_megatron.layout.places.domains import parse_domains
 from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.schemes import Kind, losses_survived
+from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
 from deadpool_megatron.preflight.host import available_memory
+from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.memory.limits import cgroup_memory
 from deadpool_megatron.vault.shm.affinity import choose_cpus
@@ -43,6 +50,10 @@ _MIB = 1 << 20
 PROCESS_BYTES = 100 * _MIB
 # Header pages and the smallest useful slots of one role's generations, per copy.
 COPY_BYTES = 1 * _MIB
+#: asks torch for its own words, which a process that is forked from must not
+_PROBE = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
+_PROBE_SECONDS = 120.0
+_CPUS = f"'{VISIBLE}=' in front of the command trains on CPUs"
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -79,20 +90,6 @@ def check_notify(settings: Settings) -> None:
         raise CommandError(f"--deadpool-notify: {complaint}")
 
 
-def _check_main_module(name: str) -> None:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        raise CommandError(f"command not found: module {name!r} ({error})") from error
-    if spec is None:
-        raise CommandError(f"command not found: there is no module {name!r}")
-    places = spec.submodule_search_locations
-    if places is not None and not any((Path(p) / "__main__.py").is_file() for p in places):
-        raise CommandError(f"{name!r} is a package without __main__: name a module in it")
-
-
 def check_sizes(info: RunInfo) -> None:
     """Counts are sensible, and there are enough nodes for the wanted copies."""
     for name, value, least in (
@@ -110,30 +107,6 @@ def check_sizes(info: RunInfo) -> None:
         )
     if info.settings.protection == Kind.PARITY:
         _check_group(info)
-
-
-def _check_group(info: RunInfo) -> None:
-    """The members of a group and the holders of its blocks are all on different nodes."""
-    total, blocks = info.nodes + info.spares, info.settings.replicas
-    group = min(info.settings.parity_group, info.nodes)
-    if group + blocks > total:
-        other = total - blocks
-        advice = f"set --deadpool-parity-group {other}" if other > 1 else "use buddy"
-        raise CommandError(
-            f"--deadpool-protection parity with groups of {group} and {blocks}"
-            f" block{'' if blocks == 1 else 's'} each needs {group + blocks} nodes (spares count),"
-            f" there are {total}: {advice}"
-        )
-    if info.settings.parity_group + blocks > MOST_BLOCKS:
-        raise CommandError(
-            f"--deadpool-parity-group and --deadpool-replicas may be {MOST_BLOCKS} together,"
-            f" got {info.settings.parity_group} + {blocks}"
-        )
-    if importlib.util.find_spec("zfec") is None and blocks > 1:
-        raise CommandError(
-            f"--deadpool-replicas {blocks} with --deadpool-protection parity needs the package"
-            f" zfec, which is missing in {sys.executable}: pip install 'deadpool-megatron[parity]'"
-        )
 
 
 def check_domains(info: RunInfo) -> None:
@@ -159,31 +132,11 @@ def check_run_directory(run: RunDirectory) -> None:
     check_can_be_made(path)
 
 
-def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:
-    """Whether a launcher that was refused, or that found the disk full, has left it."""
-    if entry.name in SUB_DIRECTORIES:
-        return entry.is_dir() and not any(entry.iterdir())
-    return entry in (run.launcher_lock, run.path / "secret")
-
-
 def check_can_be_made(path: Path) -> None:
     """A run directory, where it does not exist, and files in it."""
     parent = path if path.exists() else next(p for p in path.parents if p.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise CommandError(f"--run-dir {path} cannot be made: {parent} is not writable")
-
-
-def _why_occupied(run: RunDirectory) -> str:
-    try:
-        info = run.read_run()
-    except RunDirectoryError:
-        return f"--run-dir {run.path} is not empty: choose another"
-    if run_processes(run, info.run_id):
-        return f"--run-dir {run.path} is in use by run {info.run_id}, which is alive"
-    return (
-        f"--run-dir {run.path} holds an earlier run: choose another one"
-        f" (to continue that run: --resume {run.path} --run-dir NEW)"
-    )
 
 
 def check_modules(modules: Sequence[str]) -> None:
@@ -259,6 +212,124 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
         )
 
 
+def check_memory(info: RunInfo) -> None:
+    """There is memory for the processes themselves."""
+    free = available_memory()
+    processes = (info.nodes + info.spares) * (info.nproc_per_node + 2)
+    needed = processes * PROCESS_BYTES
+    if free is not None and free < needed:
+        raise CommandError(
+            f"{free // _MIB} MiB of memory are free, {processes} processes need at least"
+            f" {needed // _MIB} MiB: use fewer nodes or processes"
+        )
+
+
+def decided(communicator: str, nodes_here: int, nproc: int, environment: Mapping[str, str]) -> str:
+    """Returns the communicator of a run, of which ``nodes_here`` nodes of ``nproc`` processes are
+    on this host: NCCL for "auto" where GPUs are visible. Raises CommandError where they are too
+    few, or torch cannot use them.
+    """
+    if communicator not in ("nccl", "auto"):
+        return communicator
+    seen, needed = visible_gpus(environment), max(1, nodes_here * nproc)
+    if communicator == "auto" and not seen:
+        return communicator  # that is gloo, and every node is asked whether it sees none
+    if len(seen) < needed:
+        fits = len(seen) // nodes_here
+        raise CommandError(
+            f"NCCL needs a GPU for each process, there are {nodes_here}"
+            f" {'node' if nodes_here == 1 else 'nodes'} x {nproc} processes here (spares count),"
+            f" and {len(seen)} visible {'GPU' if len(seen) == 1 else 'GPUs'}: "
+            + (f"start fewer, as with --nproc-per-node {fits}; {_CPUS}" if fits else _CPUS)
+        )
+    if problem := _problem_of_torch(seen[:needed], tuple(environment.items())):
+        raise CommandError(
+            f"{len(seen)} GPUs are visible, and torch cannot use {needed} of them: {problem};"
+            f" './scripts/setup.sh --gpu' installs a torch with CUDA; {_CPUS}"
+        )
+    return "nccl"
+
+
+def check_agreed(info: RunInfo, environment: Mapping[str, str]) -> None:
+    """Look at the GPUs of one node of a run. Raises CommandError where it can have no part in it:
+    see :func:`decided`; or one that sees GPUs, in a run that was made where none was seen.
+    """
+    communicator = info.settings.communicator
+    if decided(communicator, 1, info.nproc_per_node, environment) != communicator:
+        raise CommandError(
+            f"the run trains on CPUs, as the node that made it saw no GPU, and this one sees"
+            f" {len(visible_gpus(environment))}: look at nvidia-smi there; or start all with"
+            " --deadpool-communicator nccl, or gloo"
+        )
+
+
+def gpus_to_share(
+    info: RunInfo, nodes_here: int, environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Returns the GPUs that there are for ``nodes_here`` nodes; none where they do not suffice, as
+    processes may share them with gloo."""
+    seen = visible_gpus(environment)
+    return seen if len(seen) >= nodes_here * info.nproc_per_node else ()
+
+
+def _check_main_module(name: str) -> None:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise CommandError(f"command not found: module {name!r} ({error})") from error
+    if spec is None:
+        raise CommandError(f"command not found: there is no module {name!r}")
+    places = spec.submodule_search_locations
+    if places is not None and not any((Path(p) / "__main__.py").is_file() for p in places):
+        raise CommandError(f"{name!r} is a package without __main__: name a module in it")
+
+
+def _check_group(info: RunInfo) -> None:
+    """The members of a group and the holders of its blocks are all on different nodes."""
+    total, blocks = info.nodes + info.spares, info.settings.replicas
+    group = min(info.settings.parity_group, info.nodes)
+    if group + blocks > total:
+        other = total - blocks
+        advice = f"set --deadpool-parity-group {other}" if other > 1 else "use buddy"
+        raise CommandError(
+            f"--deadpool-protection parity with groups of {group} and {blocks}"
+            f" block{'' if blocks == 1 else 's'} each needs {group + blocks} nodes (spares count),"
+            f" there are {total}: {advice}"
+        )
+    if info.settings.parity_group + blocks > MOST_BLOCKS:
+        raise CommandError(
+            f"--deadpool-parity-group and --deadpool-replicas may be {MOST_BLOCKS} together,"
+            f" got {info.settings.parity_group} + {blocks}"
+        )
+    if importlib.util.find_spec("zfec") is None and blocks > 1:
+        raise CommandError(
+            f"--deadpool-replicas {blocks} with --deadpool-protection parity needs the package"
+            f" zfec, which is missing in {sys.executable}: pip install 'deadpool-megatron[parity]'"
+        )
+
+
+def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:
+    """Whether a launcher that was refused, or that found the disk full, has left it."""
+    if entry.name in SUB_DIRECTORIES:
+        return entry.is_dir() and not any(entry.iterdir())
+    return entry in (run.launcher_lock, run.path / "secret")
+
+
+def _why_occupied(run: RunDirectory) -> str:
+    try:
+        info = run.read_run()
+    except RunDirectoryError:
+        return f"--run-dir {run.path} is not empty: choose another"
+    if run_processes(run, info.run_id):
+        return f"--run-dir {run.path} is in use by run {info.run_id}, which is alive"
+    return (
+        f"--run-dir {run.path} holds an earlier run: choose another one"
+        f" (to continue that run: --resume {run.path} --run-dir NEW)"
+    )
+
+
 def _check_limit(info: RunInfo, nodes_here: int, needed: int, free: int) -> None:
     limit, flag = info.settings.memory_bytes, f"--deadpool-memory-gb {info.settings.memory_gb:g}"
     if not limit:
@@ -283,13 +354,22 @@ def _check_limit(info: RunInfo, nodes_here: int, needed: int, free: int) -> None
             )
 
 
-def check_memory(info: RunInfo) -> None:
-    """There is memory for the processes themselves."""
-    free = available_memory()
-    processes = (info.nodes + info.spares) * (info.nproc_per_node + 2)
-    needed = processes * PROCESS_BYTES
-    if free is not None and free < needed:
-        raise CommandError(
-            f"{free // _MIB} MiB of memory are free, {processes} processes need at least"
-            f" {needed // _MIB} MiB: use fewer nodes or processes"
+@functools.cache
+def _problem_of_torch(gpus: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> str:
+    """Returns why torch cannot use all of these GPUs, in its own words; empty if it can."""
+    try:
+        asked = subprocess.run(
+            interpreter("-c", _PROBE),
+            env={**dict(environment), VISIBLE: ",".join(gpus)},
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
         )
+    except subprocess.TimeoutExpired:
+        return ""  # as from a cold file system; the members will say it
+    if asked.returncode:
+        return last_words(asked.stderr) or f"it ended with {asked.returncode}"
+    # Of MIG devices a process is shown one, whatever it asks for.
+    wanted, found = 1 if gpus[0].startswith("MIG") else len(gpus), int(asked.stdout.split()[-1])
+    return "" if found >= wanted else f"it finds {found}"

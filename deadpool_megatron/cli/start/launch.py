@@ -22,7 +22,7 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import EXIT_BAD_INPUT, ignore_notices, refusing_system_errors
 from deadpool_megatron.cli.slurm_environment import local_address
-from deadpool_megatron.cli.start.preloading import preload_modules
+from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError

@@ -11,8 +11,10 @@ from typing import Any
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli.common import (
     CommandError,
+    add_size,
     check_platform,
     listen,
+    make_info,
     refusing_system_errors,
     warn_in_the_clear,
     warn_of_danger_above,
@@ -20,12 +22,11 @@ from deadpool_megatron.cli.common import (
 from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
-from deadpool_megatron.cli.start.gpus import decided, gpus_to_share
+from deadpool_megatron.cli.start.checks import decided, gpus_to_share
 from deadpool_megatron.cli.start.launch import EXIT_INTERRUPTED, Launcher, LaunchOptions
-from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
-from deadpool_megatron.cli.start.sizes import add_size, make_info
+from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.wire import tls

@@ -1,26 +1,37 @@
-"""A script of Megatron-LM with ``--deadpool`` on its command line, as the command of a run."""
+"""The program of a run: a script of Megatron-LM with ``--deadpool`` on its command line becomes its
+command, and what all training processes need is imported once, in the process they are forked from.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
+import os
 import sys
+import warnings
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.refusals.refused import REFUSED
 from deadpool_megatron.refusals.rows import complaint
 from deadpool_megatron.refusals.unreviewed import let_through, unreviewed
-from deadpool_megatron.settings import flag_name
+from deadpool_megatron.settings import Settings, flag_name
 
 #: runs the script with the hooks in it
 MODULE = "deadpool_megatron.megatron_lm"
 PRELOAD = f"{MODULE}.preload"
 #: names the script to what is preloaded
 VARIABLE = "DEADPOOL_SCRIPT"
+DEFAULT_PRELOAD = (
+    "deadpool_megatron.platform.preload,deadpool_megatron.trainer.loop,deadpool_megatron.hooks"
+)
 
 
 def member_command(command: Sequence[str]) -> tuple[str, ...]:
@@ -58,6 +69,54 @@ def adopt(args: argparse.Namespace) -> None:
     args.command = list(command)
 
 
+def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
+    """What is imported ahead: as ``given`` by the user, else what fits the member's command."""
+    if given is None:
+        given = default if script_of(command) is None else PRELOAD
+    return tuple(name for name in given.split(",") if name)
+
+
+def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    """Name the script to what is preloaded from now on; see :data:`VARIABLE`."""
+    script = script_of(command)
+    if script is None:
+        environment.pop(VARIABLE, None)
+    else:
+        environment[VARIABLE] = str(Path(script).absolute())
+
+
+def keep_single_threaded() -> None:
+    """To be called before anything may import numpy: its OpenBLAS would start a thread for each
+    core at import, and a fork needs there be none.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def preload_modules(settings: Settings, modules: Sequence[str]) -> None:
+    """Import what all members need, once, before they are forked.
+
+    Raises CommandError when a module is broken or starts threads. Does nothing for ``exec``.
+    """
+    if choose_method(settings.start_method) != "fork":
+        return
+    keep_single_threaded()
+    for name in modules:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+        except ImportError as error:
+            raise CommandError(f"Python module {name!r} cannot be imported: {error}") from error
+        if posix.thread_count() != 1:
+            raise CommandError(
+                f"importing {name!r} starts threads, a fork is not safe then: use"
+                " --deadpool-start-method exec"
+            )
+    # Shared pages stay shared: the collector would write into each object.
+    gc.collect()
+    gc.freeze()
+
+
 def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> dict[str, Any]:
     try:
         own, _ = arguments.given_in(own_options, script=False)
@@ -74,19 +133,3 @@ def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> di
                 " arguments: give it once"
             )
     return found
-
-
-def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
-    """What is imported ahead: as ``given`` by the user, else what fits the member's command."""
-    if given is None:
-        given = default if script_of(command) is None else PRELOAD
-    return tuple(name for name in given.split(",") if name)
-
-
-def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Name the script to what is preloaded from now on; see :data:`VARIABLE`."""
-    script = script_of(command)
-    if script is None:
-        environment.pop(VARIABLE, None)
-    else:
-        environment[VARIABLE] = str(Path(script).absolute())

@@ -12,9 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.common import CommandError, size, table
 from deadpool_megatron.cli.storage import checkpoint_files
-from deadpool_megatron.cli.tables import size, table
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events

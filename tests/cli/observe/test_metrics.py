@@ -25,8 +25,8 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli.observe import metrics, serve
 from deadpool_megatron.cli.observe.metrics import Watched
-from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.observe.samples import Samples
+from deadpool_megatron.cli.observe.serve import PageState
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import claim_term

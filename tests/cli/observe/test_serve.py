@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.observe import serve
-from deadpool_megatron.cli.observe.page_state import PageState
+from deadpool_megatron.cli.observe.serve import PageState
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.running import Run, environment, send
 from tests.common.waiting import wait_for

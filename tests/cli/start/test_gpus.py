@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import gpus as start_gpus
-from deadpool_megatron.cli.start import launch
-from deadpool_megatron.cli.start.gpus import check_agreed, decided, gpus_to_share
+from deadpool_megatron.cli.start import checks, launch
+from deadpool_megatron.cli.start.checks import check_agreed, decided, gpus_to_share
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.preflight import gpus
 from deadpool_megatron.settings import Settings
@@ -33,8 +32,8 @@ OLD_DRIVER = "raise RuntimeError('The NVIDIA driver is too old (found version 1)
 @pytest.fixture(autouse=True)
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "listed_gpus", lambda: FOUR)
-    start_gpus._problem_of_torch.cache_clear()
-    monkeypatch.setattr(start_gpus, "_PROBE", WORKS)
+    checks._problem_of_torch.cache_clear()
+    monkeypatch.setattr(checks, "_PROBE", WORKS)
 
 
 @pytest.mark.parametrize("communicator", ["auto", "nccl"])
@@ -91,7 +90,7 @@ def test_too_few_are_refused_with_what_fits(
 def test_gpus_that_torch_cannot_use_are_refused_in_its_own_words(
     monkeypatch: pytest.MonkeyPatch, communicator: str, torch: str, said: str
 ) -> None:
-    monkeypatch.setattr(start_gpus, "_PROBE", torch)
+    monkeypatch.setattr(checks, "_PROBE", torch)
     with pytest.raises(CommandError) as refused:
         decided(communicator, 2, 1, {})
     assert f"4 GPUs are visible, and torch cannot use 2 of them: {said}" in str(refused.value)
@@ -101,7 +100,7 @@ def test_gpus_that_torch_cannot_use_are_refused_in_its_own_words(
 
 def test_of_mig_devices_a_process_sees_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "listed_gpus", lambda: ("MIG-a", "MIG-b"))
-    monkeypatch.setattr(start_gpus, "_PROBE", "print(1)")
+    monkeypatch.setattr(checks, "_PROBE", "print(1)")
     assert decided("auto", 2, 1, {}) == "nccl"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import launch, preloading, scripts
+from deadpool_megatron.cli.start import launch, scripts
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.megatron_lm import importing
 from tests.cli.told import Complain
@@ -166,7 +166,7 @@ def test_run_of_something_else(
     directory = str(tmp_path / "run")
     assert cli.main(["run", *SIZE, "--run-dir", directory, "--quiet", "--", script]) == 0
     assert started[0].info.command == (script,)
-    assert ",".join(started[0].modules) == preloading.DEFAULT_PRELOAD
+    assert ",".join(started[0].modules) == scripts.DEFAULT_PRELOAD
     assert importing.script_of_this_run() is None
 
 

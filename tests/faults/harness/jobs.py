@@ -26,7 +26,7 @@ from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.run_result import read_result
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cli.start import scripts
-from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD
+from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.events import Event, read_events
 from tests.common import forks

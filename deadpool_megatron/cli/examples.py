@@ -1,14 +1,18 @@
-"""``deadpool examples``: the argument files, plans and batch scripts that come with the package."""
+"""``deadpool examples``: argument files, plans and batch scripts that come with the package, and
+where an installation has such files, which are no modules (patch sets are others)."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
+import site
+import sys
+import sysconfig
 from pathlib import Path
 
+import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.shipped import find_shipped, shipped_roots
 
 _DESCRIPTION = """\
 Copies configs/ (models for `deadpool plan`, arguments for the embedded trainer and for
@@ -63,6 +67,26 @@ def run(args: argparse.Namespace) -> int:
     if not new:
         print("everything is there already")
     return 0
+
+
+def shipped_roots() -> list[Path]:
+    """Return where such files can be, under their names in the repository.
+
+    First beside the package (a checkout, or an editable installation), then where pip puts data.
+    """
+    beside = Path(deadpool_megatron.__file__).parents[1]
+    prefixes = [
+        beside,
+        Path(sys.prefix),
+        Path(sysconfig.get_path("data")),
+        Path(site.getuserbase()),
+    ]
+    return list(dict.fromkeys([beside, *(p / "share" / "deadpool_megatron" for p in prefixes)]))
+
+
+def find_shipped(name: str) -> Path | None:
+    """Return the first file of that name, like ``configs/tiny.args``; None if there is none."""
+    return next((root / name for root in shipped_roots() if (root / name).is_file()), None)
 
 
 def _files() -> dict[str, Path]:
