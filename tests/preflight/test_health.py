@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.prepare import gpu_health as command
+from deadpool_megatron.cli.prepare.nodes import gpu_health
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.facts import HostFacts, Needs
 from deadpool_megatron.preflight.health import Answer, Health, LogLine, ask
@@ -137,15 +137,15 @@ def test_the_command_answers_as_a_health_command_does(
 ) -> None:
     monkeypatch.setattr(health, "boot_seconds", lambda: 10_000.0)
     log = [LogLine(9_000.0, _DEVICE), LogLine(9_990.0, _PROGRAM), LogLine(9_999.0, "Xid 79")]
-    assert command.run(argparse.Namespace(hours=1.0), lambda: log) == 2
+    assert gpu_health(argparse.Namespace(hours=1.0), lambda: log) == 2
     assert capsys.readouterr().out == "Xid 79 of GPU 0000:c1:00, 1000 s ago\n"
-    assert command.run(argparse.Namespace(hours=0.1), lambda: log) == 0
+    assert gpu_health(argparse.Namespace(hours=0.1), lambda: log) == 0
 
     def closed() -> Iterator[LogLine]:
         raise PermissionError("Operation not permitted")
         yield
 
-    assert command.run(argparse.Namespace(hours=1.0), closed) == 0
+    assert gpu_health(argparse.Namespace(hours=1.0), closed) == 0
     assert "kernel log not asked: Operation" in capsys.readouterr().out
 
 

@@ -1,1 +1,4 @@
-"""What is asked of a run that goes on: its status, and requests that change it."""
+"""The questions to a run that goes on.
+
+status: what it does. asking: requests that change it. follow_slurm: drains that follow Slurm's.
+"""

@@ -1,4 +1,5 @@
-"""Requests to a run: sent until a coordinator has taken them, and waited for with ``--wait``.
+"""``deadpool drain``, ``protect``, ``kill``, ``stop``, ``persist``: requests to a run, sent until a
+coordinator has taken them, and waited for with ``--wait``.
 
 Exit status: 0 done (without ``--wait``: taken), 1 refused, 2 bad input or no coordinator that can
 take it, 3 not done within the seconds of ``--wait``.
@@ -13,9 +14,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, NotNow, Refused, RunNotReachable, ask, shown
+from deadpool_megatron.cli.common import (
+    CommandError,
+    NotNow,
+    Refused,
+    RunNotReachable,
+    add_run_directory,
+    ask,
+    shown,
+)
+from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -28,26 +39,101 @@ _REPEAT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
 # A coordinator that has just died is followed by another one within this, by default settings.
 _TAKEOVER_SECONDS = 10.0
+_KILL_EXAMPLES = """\
+examples:
+  deadpool kill RUN --node 1                 SIGKILL everything on node 1, agent first
+  deadpool kill RUN --role 3                 SIGKILL the process that plays role 3
+  deadpool kill RUN --role 0 --signal STOP   freeze it instead
+  deadpool kill RUN --vault 2                SIGKILL a vault
+
+It is an order, sent once: one that crosses a takeover of the coordinator may be lost.
+"""
+_PROTECT_DESCRIPTION = """\
+Training pauses after a protected iteration, goes on in a new epoch with the new protection, and
+computes nothing again. What is not given stays as it is. Refused with the reason where it cannot
+hold. 'deadpool status' shows what is in force, and what a failure would cost (RPO). mixed
+is a rule for the start of a run: here buddy, or parity with --group, are asked for themselves.
+"""
+_PERSIST_EXAMPLES = """\
+examples:
+  deadpool persist RUN                        into --deadpool-persist-directory, or RUN/exports
+  deadpool persist RUN /shared/before-update --wait 600
+"""
 
 
-def add_wait(parser: argparse.ArgumentParser) -> None:
-    """The option of every request."""
-    parser.add_argument(
-        "--wait",
-        type=_seconds,
-        nargs="?",
-        const=math.inf,
-        metavar="SECONDS",
-        help="until it is done, and exit with 0 if it was, 1 if it was refused, 3 if it was not"
-        " done by then (without SECONDS: as long as it takes)",
+def add_parser(subparsers: Any) -> None:
+    """Add the five sub-commands."""
+    drain = subparsers.add_parser("drain", help="move a node's roles to a spare, then let it go")
+    add_run_directory(drain)
+    drain.add_argument("--node", type=int, required=True, metavar="N")
+    _add_wait(drain)
+
+    protect = subparsers.add_parser(
+        "protect",
+        help="change how a running job is protected",
+        description=_PROTECT_DESCRIPTION,
     )
+    add_run_directory(protect)
+    protect.add_argument(
+        "--scheme", choices=("buddy", "parity", "local", "local-twice", "recompute")
+    )
+    protect.add_argument("--group", type=int, metavar="K", help="parity: roles that share blocks")
+    protect.add_argument("--every", type=int, metavar="N", help="protect each N-th iteration only")
+    _add_wait(protect)
+
+    kill = subparsers.add_parser(
+        "kill", help="hurt a run, to see it recover", epilog=_KILL_EXAMPLES
+    )
+    add_run_directory(kill)
+    target = kill.add_mutually_exclusive_group(required=True)
+    target.add_argument("--node", type=int, metavar="N", help="all processes of a node")
+    target.add_argument("--role", type=int, metavar="R", help="the process that plays a role")
+    target.add_argument("--vault", type=int, metavar="N", help="the vault of a node")
+    target.add_argument("--agent", type=int, metavar="N", help="the agent of a node")
+    target.add_argument("--coordinator", action="store_true", help="the coordinator")
+    kill.add_argument("--signal", choices=SIGNALS, default="KILL")
+
+    stop = subparsers.add_parser("stop", help="end a run in order (exit status 130)")
+    add_run_directory(stop)
+    stop.add_argument(
+        "--dump",
+        action="store_true",
+        help="save the state first, for --resume (exit status 75 of the run)",
+    )
+    stop.add_argument(
+        "--within",
+        type=float,
+        metavar="SECONDS",
+        help="with --dump: how long the run has until something ends it; where exports are"
+        " configured it trains on and writes a last checkpoint before the dump, for half that time"
+        " at most",
+    )
+    _add_wait(stop)
+
+    persist = subparsers.add_parser(
+        "persist",
+        help="write a standard checkpoint in the background",
+        description="Write one of the next iterations as a torch_dist checkpoint that Megatron"
+        " loads with --load. Training is not held; --deadpool-persist-keep does not remove it.",
+        epilog=_PERSIST_EXAMPLES,
+    )
+    add_run_directory(persist)
+    persist.add_argument(
+        "directory", type=Path, nargs="?", metavar="TO", help="a directory that all nodes share"
+    )
+    _add_wait(persist)
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return seconds
+def run(args: argparse.Namespace) -> int:
+    """Carry out the sub-command."""
+    commands = {
+        "drain": _drain,
+        "protect": _protect,
+        "kill": _kill,
+        "stop": _stop,
+        "persist": _persist,
+    }
+    return commands[args.subcommand](args)
 
 
 def request(
@@ -76,7 +162,7 @@ def request(
         try:
             known = Request.from_dict(ask(run, message)["request"])
         except Refused as error:
-            return refused(verb, str(error))
+            return _refused(verb, str(error))
         except RunNotReachable as error:
             # Where nobody has taken it, and nobody waits; else a standby takes over, which may not
             # have heard of it.
@@ -91,10 +177,10 @@ def request(
             failure = error
         if known is not None and args.wait is None:
             print(taken(known))
-            return refused(verb, known.why) if known.stage is Stage.REFUSED else 0
+            return _refused(verb, known.why) if known.stage is Stage.REFUSED else 0
         if known is not None and not known.is_open and verb is not Verb.STOP:
             if known.stage is Stage.REFUSED:
-                return refused(verb, known.why)
+                return _refused(verb, known.why)
             print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
             return 0
         again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
@@ -105,6 +191,82 @@ def request(
             return _over(run, verb)
         if time.monotonic() >= limit and (known is not None or args.wait is not None):
             return _not_yet(args, verb, known, failure)
+
+
+def final_line(final: dict[str, Any]) -> str:
+    """How a run ended, in one line."""
+    why = f": {final['reason']}" if final["reason"] else ""
+    return shown(f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations")
+
+
+def _drain(args: argparse.Namespace) -> int:
+    told = f"node {args.node} leaves as soon as a spare can take its roles"
+    return request(args, Verb.DRAIN, lambda _: told, node=args.node)
+
+
+def _protect(args: argparse.Namespace) -> int:
+    if args.scheme is None and args.every is None:
+        raise CommandError("nothing to change: give --scheme, --every or both")
+    if args.group is not None and args.scheme != "parity":
+        raise CommandError("--group belongs to --scheme parity")
+
+    def taken(known: Request) -> str:
+        return f"from the next protected iteration on: {known.what['words']}"
+
+    wish = {"scheme": args.scheme, "group": args.group, "every": args.every}
+    return request(args, Verb.PROTECT, taken, **wish)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    if args.within is not None and not (args.dump and args.within > 0):
+        raise CommandError("--within needs --dump, and seconds above 0")
+    how = "deadpool stop --dump" if args.dump else "deadpool stop"
+    what = {"dump": args.dump, "reason": f"stopped by '{how}'"}
+    return request(args, Verb.STOP, lambda _: "the run ends", within=args.within, **what)
+
+
+def _kill(args: argparse.Namespace) -> int:
+    numbers = {part: getattr(args, part) for part in PARTS if part != "coordinator"}
+    given = {part: number for part, number in numbers.items() if number is not None}
+    part, number = next(iter(given.items()), ("coordinator", None))
+    what = {"part": part, "number": number, "signal": args.signal}
+    try:
+        ask(RunDirectory(args.run_dir), {"command": "kill", **what})
+    except Refused as error:
+        return _refused("kill", str(error))
+    whom = part if number is None else f"{part} {number}"
+    print(f"SIG{args.signal} to {whom} (give it again if the coordinator was just replaced)")
+    return 0
+
+
+def _persist(args: argparse.Namespace) -> int:
+    wanted = "" if args.directory is None else str(args.directory.absolute())
+
+    def taken(known: Request) -> str:
+        where = known.what["directory"]
+        return f"a checkpoint will be written to {where}: see 'deadpool status'"
+
+    return request(args, Verb.PERSIST, taken, directory=wanted)
+
+
+def _add_wait(parser: argparse.ArgumentParser) -> None:
+    """The option of every request."""
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        nargs="?",
+        const=math.inf,
+        metavar="SECONDS",
+        help="until it is done, and exit with 0 if it was, 1 if it was refused, 3 if it was not"
+        " done by then (without SECONDS: as long as it takes)",
+    )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return seconds
 
 
 def _is_in_vain(
@@ -132,7 +294,7 @@ def _may_be_alive(run: RunDirectory) -> bool:
     return False
 
 
-def refused(command: str, why: str) -> int:
+def _refused(command: str, why: str) -> int:
     """Print it; returns the exit status."""
     print(f"deadpool {command}: refused: {why}", file=sys.stderr)
     return EXIT_REFUSED
@@ -156,10 +318,4 @@ def _over(run: RunDirectory, verb: Verb) -> int:
     if verb is Verb.STOP:
         print(line)
         return 0
-    return refused(verb, f"the run is {line}")
-
-
-def final_line(final: dict[str, Any]) -> str:
-    """How a run ended, in one line."""
-    why = f": {final['reason']}" if final["reason"] else ""
-    return shown(f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations")
+    return _refused(verb, f"the run is {line}")

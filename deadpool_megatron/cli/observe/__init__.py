@@ -1,1 +1,4 @@
-"""What others see of a run: metrics, the account of its time. Fed by events and status alone."""
+"""Views of a run for others, fed by events and status alone.
+
+metrics, samples: for Prometheus. traces: for OpenTelemetry. serve: the page.
+"""

@@ -1,1 +1,5 @@
-"""What comes before a run: will it hold, is this host fit, is Megatron-LM patched?"""
+"""Questions before a run.
+
+plan: will it hold? check: is this host fit? nodes: which hosts were bad? patch: is Megatron-LM
+marked?
+"""

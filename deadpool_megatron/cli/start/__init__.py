@@ -1,1 +1,6 @@
-"""What starts a run, a node of it, or a standby: `deadpool run`, `agent`, `standby`."""
+"""The start of a run, of a node of it, and of a standby.
+
+run, agent, standby: the commands. checks: what is looked at before. scripts: the program, and what
+is imported ahead. launch: all nodes of a run on one host. serving: the life of one agent.
+restarting, resuming: going on in the same directory, and from an earlier run's.
+"""

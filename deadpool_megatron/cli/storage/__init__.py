@@ -1,1 +1,1 @@
-"""What runs leave in memory and on disk: verified, or removed."""
+"""Bytes that runs leave in memory and on disk: verify (checkpoint_files: torch's), clean."""

@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import NotNow, Refused, RunNotReachable
-from deadpool_megatron.cli.control import asking, commands
+from deadpool_megatron.cli.control import asking
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -197,16 +197,11 @@ def test_a_run_that_ends_meanwhile(command: Any, tmp_path: Path) -> None:
     ],
 )
 def test_every_part_can_be_killed(
-    command: Any,
-    arguments: tuple[str, ...],
-    part: str,
-    number: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], part: str, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(commands, "ask", lambda _run, message: asked.append(message))
-    status, _ = command(Coordinator(UNDER_WAY), "kill", *arguments, "--signal", "STOP")
-    assert status == 0
+    monkeypatch.setattr(asking, "ask", lambda _run, message: asked.append(message))
+    assert cli.main(["kill", "run", *arguments, "--signal", "STOP"]) == 0
     assert asked == [{"command": "kill", "part": part, "number": number, "signal": "STOP"}]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from immutables import Map
 
-from deadpool_megatron.cli.control.commands import _rpo_line
+from deadpool_megatron.cli.control.status import _rpo_line
 from deadpool_megatron.cli.show.narration import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal.requests import Verb

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import deadpool_megatron
-from deadpool_megatron.cli.control import commands
+from deadpool_megatron.cli.control import status
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -102,8 +102,8 @@ def test_a_status_of_another_version_is_told_in_a_line(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, complain: Complain, carry_out: CarryOut
 ) -> None:
     """The package was renewed under a run that goes on."""
-    status = {"phase": "running", "waiting_for": "", "epoch": 3}
-    monkeypatch.setattr(commands, "ask", lambda *_: {"status": status})
+    known = {"phase": "running", "waiting_for": "", "epoch": 3}
+    monkeypatch.setattr(status, "ask", lambda *_: {"status": known})
     assert "another version" in complain("status", run.path)
     answer, out, _ = carry_out("status", run.path, "--json")
-    assert (answer, json.loads(out)) == (0, status)
+    assert (answer, json.loads(out)) == (0, known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from deadpool_megatron.megatron_lm import importing
 from tests.cli.told import Complain
 
 DEFAULT = "a.module,another"
+SIZE = ("--nodes", "2", "--nproc-per-node", "1")
+THREADS = "OPENBLAS_NUM_THREADS"
 
 
 @pytest.fixture
@@ -140,11 +143,6 @@ def test_the_script_is_named_to_what_is_preloaded() -> None:
     assert importing.SCRIPT_VARIABLE == scripts.VARIABLE
 
 
-# The whole commands, up to the point where something would start.
-
-SIZE = ("--nodes", "2", "--nproc-per-node", "1")
-
-
 def test_run(script: str, tmp_path: Path, started: list[launch.LaunchOptions]) -> None:
     directory = str(tmp_path / "run")
     own = ("run", *SIZE, "--run-dir", directory, "--deadpool-max-lag", "1", "--quiet")
@@ -190,3 +188,25 @@ def test_agent(
     (tmp_path / "run" / "coordinator.json").write_text('{"host": "127.0.0.1", "port": 1}')
     Path(script).unlink()
     assert "there is no script" in complain(*agent)
+
+
+@pytest.mark.parametrize("subcommand", ["run", "agent"])
+def test_looking_for_the_users_module_starts_no_threads(
+    subcommand: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complain: Complain
+) -> None:
+    """Its package may import numpy, whose OpenBLAS asks this variable, at once and never again."""
+    package = tmp_path / "users_package"
+    package.mkdir()
+    (package / "train.py").touch()
+    (package / "__init__.py").write_text(
+        f"import os\nraise ImportError('threads: ' + os.environ.get({THREADS!r}, 'of every core'))"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv(THREADS, "of every core")  # so that it is as before afterwards
+    monkeypatch.delenv(THREADS)
+    which = ("--node-id", "0") if subcommand == "agent" else ()
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-start-method", "fork")
+    where = ("--run-dir", str(tmp_path / "run"))
+    command = ("-m", "users_package.train")
+    line = complain(subcommand, *which, *size, *where, "--", *command)
+    assert line.endswith("(threads: 1)")

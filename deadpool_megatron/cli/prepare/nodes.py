@@ -1,9 +1,11 @@
-"""``deadpool bad-nodes``: hosts that earlier runs have put aside, to be left out of the next."""
+"""``deadpool bad-nodes`` and ``gpu-health``: hosts that earlier runs have put aside, and a health
+command that asks the kernel log for broken GPUs."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import (
     read_bad_nodes,
     recent_hosts,
 )
+from deadpool_megatron.preflight import health
+from deadpool_megatron.preflight.health import Health
 
-_DESCRIPTION = """\
+_BAD_NODES = """\
 Shows the hosts that runs in the directory RUNS have put aside, oldest first, with the kind of
 failure and the evidence. They stand in RUNS/bad-nodes.json. The next runs there leave these hosts
 out: a host that was repaired has to be forgotten, or to wait until its entry is too old.
 """
-_EXAMPLES = """\
+_BAD_NODES_EXAMPLES = """\
 examples:
   deadpool bad-nodes runs
   deadpool bad-nodes --forget node17 runs
@@ -30,35 +34,80 @@ examples:
 exit status: 0 shown or forgotten, none included; 2 the file is damaged, or others could have
 written it
 """
+_GPU_HEALTH = """\
+Looks in the kernel log of this host for Xids, by which NVIDIA's driver tells of faults. Made for
+--deadpool-health-command. An Xid of a broken device (48, 63, 64, 74, 79, 94, 95) takes the node
+out; those of a program (13, 31, 43, 45) and all others cost nothing. For what a device counts ask
+DCGM, NHC or gpucm (docs/health.md).
+"""
+_GPU_HEALTH_EXAMPLES = """\
+examples:
+  deadpool run --deadpool-health-command "deadpool gpu-health" ...
+
+exit status: 0 good, or the log is closed to this user; 2 a device is broken
+"""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
+    """Add the two sub-commands."""
+    bad_nodes = subparsers.add_parser(
         "bad-nodes",
         help="show the hosts that earlier runs have put aside",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        description=_BAD_NODES,
+        epilog=_BAD_NODES_EXAMPLES,
     )
-    parser.add_argument("runs", type=Path, metavar="RUNS", help="directory that holds the runs")
-    parser.add_argument(
+    bad_nodes.add_argument("runs", type=Path, metavar="RUNS", help="directory that holds the runs")
+    bad_nodes.add_argument(
         "--hours",
         type=float,
         default=RECENT_HOURS,
         help=f"leave older ones out (default: {RECENT_HOURS:g}, as runs do)",
     )
-    parser.add_argument(
+    bad_nodes.add_argument(
         "--at-most",
         type=int,
         default=MOST_LEFT_OUT,
         help=f"so many hosts, the newest (default: {MOST_LEFT_OUT}, as runs do)",
     )
-    what = parser.add_mutually_exclusive_group()
+    what = bad_nodes.add_mutually_exclusive_group()
     what.add_argument("--names", action="store_true", help="only their names, with commas")
     what.add_argument("--forget", metavar="HOST", help="it was repaired: remove its entries")
 
+    gpu_health = subparsers.add_parser(
+        "gpu-health",
+        help="health command: does the kernel log tell of a broken GPU?",
+        description=_GPU_HEALTH,
+        epilog=_GPU_HEALTH_EXAMPLES,
+    )
+    gpu_health.add_argument(
+        "--hours", type=float, default=24.0, help="leave older Xids out (default: 24)"
+    )
+
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out the sub-command."""
+    return _bad_nodes(args) if args.subcommand == "bad-nodes" else gpu_health(args)
+
+
+def gpu_health(
+    args: argparse.Namespace,
+    read_log: Callable[[], Iterable[health.LogLine]] = health.read_kernel_log,
+) -> int:
+    """Answer as a health command does, in one line."""
+    now = health.boot_seconds()
+    try:
+        bad = health.newest_bad(read_log(), now - args.hours * 3600)
+    except OSError as error:
+        print(f"kernel log not asked: {error}")
+        return Health.GOOD
+    if bad is None:
+        print("no Xid of a broken device")
+        return Health.GOOD
+    print(f"Xid {bad.number} of GPU {bad.device}, {now - bad.boot_seconds:.0f} s ago")
+    return Health.OUT
+
+
+def _bad_nodes(args: argparse.Namespace) -> int:
     """Print them, or forget one."""
     try:
         if args.forget is not None:
