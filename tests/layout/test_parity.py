@@ -32,7 +32,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     is_parity_role,
 )
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme, in_words
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 
 
 def plan(size: int) -> ProtectionPlan:
@@ -234,13 +234,3 @@ def test_a_large_cluster_is_decided_at_once() -> None:
     found = record([f"rack{node // 16}" for node in range(4160)], 64, 8, 4, 2)
     groups = parity_groups(found)
     assert len(groups) == 8192
-
-
-def test_a_plan_in_words() -> None:
-    assert in_words(ProtectionPlan(), 1) == "buddy (1 copy)"
-    assert in_words(plan(4), 2) == "parity (2 blocks for up to 4 roles)"
-    assert in_words(ProtectionPlan(Scheme(Kind.LOCAL), 2), 0) == (
-        "local (no node may be lost), every 2 iterations"
-    )
-    recompute = ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=8))
-    assert in_words(recompute, 1) == "recompute (whole every 8 iterations, gradients in between)"
