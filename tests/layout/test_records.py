@@ -1,13 +1,28 @@
-"""What a record says, its next reader hears, whatever it says."""
+"""A record, its seats, inventories and names of groups come back as they went in."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from deadpool_megatron.layout import records as rec
+from deadpool_megatron.layout.group_names import group_name, roles_in
 from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.inventories import pack_inventory, unpack_inventory
+from deadpool_megatron.layout.records import (
+    Generation,
+    Holding,
+    Inventory,
+    PartInfo,
+    RoleLayout,
+    Seat,
+)
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.layout.seats import SeatTable
 
 G = rec.Generation(2, 7)
 PLACES = {"shard": (rec.Source(1, 0),)}
@@ -27,6 +42,39 @@ RECORD = rec.EpochRecord(
     history=History(kept={2: 7}, recoveries=4),
 )
 LAYOUT = rec.RoleLayout(3, (rec.PartInfo("shard", 8, (3,)),), (3, 4), 3, "hash", meaning="first")
+roles = st.integers(0, 40)
+names = st.sampled_from(["main", "expert", "extras@step"])
+groups = st.one_of(
+    st.lists(roles).map(tuple),
+    st.builds(
+        lambda first, count, step: tuple(range(first, first + count * step, step)),
+        roles,
+        st.integers(1, 8),
+        st.integers(1, 5),
+    ),
+)
+layouts = st.builds(
+    RoleLayout,
+    role=roles,
+    parts=st.lists(st.builds(PartInfo, names, st.integers(0, 9), groups), max_size=3).map(tuple),
+    peers=groups,
+    slots=st.integers(2, 4),
+    layout_hash=st.sampled_from("ab"),
+    meaning=st.sampled_from(["", "last"]),
+)
+holdings = st.builds(
+    Holding,
+    roles,
+    st.builds(Generation, st.integers(0, 3), st.integers(0, 9)),
+    st.frozensets(names),
+)
+inventories = st.builds(
+    Inventory,
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.lists(holdings, max_size=5).map(tuple),
+    st.lists(layouts, max_size=3).map(tuple),
+)
 
 
 def test_nothing_of_a_record_is_lost_on_its_way() -> None:
@@ -46,3 +94,72 @@ def test_an_older_record_keeps_a_line_in_memory_only() -> None:
 def test_slots_are_as_large_as_copies_and_replicas_make_them() -> None:
     shared = (replace(LAYOUT.parts[0], replicas=(3, 4)),)
     assert replace(LAYOUT, parts=shared).shape != LAYOUT.shape
+
+
+def test_a_seat_is_found_by_its_very_process_only() -> None:
+    table = SeatTable({0: Seat(4, 0, 2), 1: Seat(4, 1, 0), 2: Seat(5, 0, 0)})
+    assert table.role_of(4, 0, 2) == 0
+    assert table.role_of(4, 0, 1) is None
+    assert table.role_of(6, 0, 0) is None
+    assert table.role_by_place == {(4, 0): 0, (4, 1): 1, (5, 0): 2}
+    assert table.nodes == {4, 5}
+    assert table == {0: Seat(4, 0, 2), 1: Seat(4, 1, 0), 2: Seat(5, 0, 0)}
+
+
+def test_a_table_does_not_follow_what_it_was_made_of() -> None:
+    seats = {0: Seat(4, 0, 2)}
+    table = SeatTable(seats)
+    seats[0] = Seat(5, 0, 0)
+    assert table[0] == Seat(4, 0, 2)
+
+
+@settings(max_examples=50)
+@given(inventory=inventories)
+def test_round_trip(inventory: Inventory) -> None:
+    assert unpack_inventory(json.loads(json.dumps(pack_inventory(inventory)))) == inventory
+
+
+def test_a_known_layout_of_the_same_hash_is_not_made_again() -> None:
+    layout = RoleLayout(3, (PartInfo("main", 8, (3,)),), (1, 3, 5, 7), 2, "hash")
+    other = RoleLayout(4, (PartInfo("main", 8, (4,)),), (0, 2, 4, 6), 2, "hash")
+    packed = pack_inventory(Inventory(0, 1, (), (layout, other)))
+    same = RoleLayout(4, other.parts, other.peers, 2, "another hash")
+    found = unpack_inventory(packed, {3: layout, 4: same}).layouts
+    assert found[0] is layout
+    assert found[1] == other
+
+
+def test_another_version_is_refused() -> None:
+    packed = {**pack_inventory(Inventory(0, 1)), "version": 4}
+    with pytest.raises(ValueError, match="inventory of version 4, known is 3"):
+        unpack_inventory(packed)
+
+
+@pytest.mark.parametrize(
+    ("roles", "name"),
+    [
+        (range(512), "WORLD(0-511)"),
+        (range(1, 512, 8), "WORLD(1-505:8)"),
+        ((0, 1), "WORLD(0,1)"),
+        ((0, 1, 2, 3, 8, 9, 10, 11), "WORLD(0-3,8-11)"),
+        ((5, 2, 1), "WORLD(5,2,1)"),
+    ],
+)
+def test_a_large_group_has_a_short_name(roles: tuple[int, ...], name: str) -> None:
+    assert group_name("WORLD", roles) == name
+
+
+@given(st.lists(st.integers(0, 40), unique=True, min_size=1))
+def test_a_name_tells_the_roles(roles: list[int]) -> None:
+    assert roles_in(group_name("TP (of experts)", roles), range(41)) == tuple(roles)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("world", "world()", "world(a)", "world(0-999999999999)", "world(0-8:0)", "(", "w(1-)"),
+        f"world(0-{10**30})",
+    ],
+)
+def test_a_name_that_tells_no_roles_costs_nothing(name: str) -> None:
+    assert roles_in(name, range(8)) == ()

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import mutate  # noqa: E402
 
 FILE = "deadpool_megatron/layout/group_names.py"
-TESTS = "tests/layout/test_group_names.py"
+TESTS = "tests/layout/test_records.py"
 NUMBER, COMMENT = "_SHORTEST_RUN = 3", "# So many at equal distances"
 # What is there, what is put there, the tests, and what becomes of it.
 TRIALS = {
