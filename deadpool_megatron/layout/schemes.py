@@ -15,6 +15,8 @@ from typing import Any
 
 from deadpool_megatron.settings import Settings
 
+MOST_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
+
 
 class Kind(StrEnum):
     """What is done with the bytes of a part."""

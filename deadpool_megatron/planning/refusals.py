@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, NoReturn
 
-from deadpool_megatron.layout.places.parity import MOST_BLOCKS
+from deadpool_megatron.layout.schemes import MOST_BLOCKS
 from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.model import step_seconds
 from deadpool_megatron.planning.roles import Placement

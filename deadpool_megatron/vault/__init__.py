@@ -8,8 +8,9 @@ The rooms; each uses only those below it::
     server      what other vaults may ask
     role        a role that is seated here: its seals, its restore, the dialogue with its member
     disk        dumps of a run that has to end, and generations set aside for exports
-    copies      whole copies on other nodes        parity    coded blocks on other nodes
-    core        what all threads share: the gate, what is owed and committed, pace, room
+    schemes     who is owed what: an object for each way to protect state, copies by default
+    replicate   bringing sealed parts to where they are owed
+    core        what all threads share: the gate, what is committed, pace, room
     member      what a training process uses       net       connections of vaults, links of a node
     shm         slots: files, their headers, the table of all that a node holds
     memory      how much generations may take, take, and would take

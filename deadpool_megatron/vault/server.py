@@ -20,15 +20,13 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
-from deadpool_megatron.vault.copies.intake import Intake
 from deadpool_megatron.vault.core import room
+from deadpool_megatron.vault.core.intake import Intake
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.core.steps import lacks_base
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
-from deadpool_megatron.vault.parity.maker import Makers
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
@@ -51,7 +49,6 @@ class Server:
     def __init__(self, state: VaultState, transport: Transport) -> None:
         self._state = state
         self._transport = transport
-        self._makers = Makers(state, transport)
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -75,7 +72,6 @@ class Server:
         with self._lock:
             for channel in self._channels:
                 channel.shutdown()
-        self._makers.cut()
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
@@ -152,7 +148,7 @@ class Server:
             if not self._admit(channel):
                 self._state.reports.refuse("too many connections")
                 return
-            connection = _Connection(self._state, channel, self._makers)
+            connection = _Connection(self._state, self._transport, channel)
             while not self._stopping.is_set():
                 if not channel.readable(1.0):
                     continue
@@ -201,10 +197,10 @@ class _Offer:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(self, state: VaultState, channel: Channel, makers: Makers) -> None:
+    def __init__(self, state: VaultState, transport: Transport, channel: Channel) -> None:
         self._state = state
         self._channel = channel
-        self._makers = makers
+        self._transport = transport
         self._layout: RoleLayout | None = None
         self._intake = Intake(state, channel)
 
@@ -241,7 +237,8 @@ class _Connection:
     def _put(self, message: Mapping[str, Any]) -> None:
         offer, state = self._offer(message), self._state
         with state.lock:
-            if lacks_base(state.table.sealed(offer.role), message.get("follows"), offer.names):
+            held, follows = state.table.sealed(offer.role), message.get("follows")
+            if state.scheme(offer.epoch).lacks_base(held, follows, offer.names):
                 raise Refused(Refusal.NO_BASE)
             needed = [
                 (name, size, digest)
@@ -291,9 +288,10 @@ class _Connection:
 
     def _contribute(self, message: Mapping[str, Any]) -> None:
         """A role has sealed what is to go into a parity block that this node holds."""
-        offer, number = self._offer(message), int(message["block"])
-        maker = self._makers.of(number, offer.role, offer.epoch)
-        maker.announced(offer.layout, offer.generation, offer.parts)
+        offer, block, state = self._offer(message), int(message["block"]), self._state
+        state.scheme(offer.epoch).announced(
+            state, self._transport, block, offer.layout, offer.generation, offer.parts
+        )
         self._channel.send({"t": "sealed", "parts": offer.names})
 
     def _superseded(self, segment: Segment, generation: Generation) -> bool:

@@ -21,14 +21,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import ownership
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
-from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
@@ -40,7 +38,6 @@ from deadpool_megatron.vault.net.links import Link, LinkServer
 from deadpool_megatron.vault.net.probe import probe
 from deadpool_megatron.vault.net.threads import begin_thread
 from deadpool_megatron.vault.net.transport import Transport
-from deadpool_megatron.vault.parity.decoder import load_code
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.server import Server
@@ -242,8 +239,6 @@ class Vault:
             self._members.set_workers(self._workers)
             for worker in self._workers.values():
                 worker.start()
-        if record.protection.kind is schemes.Kind.PARITY:
-            begin_thread("load-code", partial(load_code, record.replicas))
 
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""
@@ -318,3 +313,6 @@ class Vault:
         for worker in self._workers.values():
             worker.cut()
         self._server.cut()
+        with self._state.lock:
+            if self._state.ledger is not None:
+                self._state.ledger.scheme.cut()

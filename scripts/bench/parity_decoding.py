@@ -26,11 +26,11 @@ from common.machine import ROOT, machine_facts
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Restore, Seat, Source
-from deadpool_megatron.vault.parity.erasure import Coder
+from deadpool_megatron.vault.schemes.parity_code import Coder
 
 sys.path.insert(0, str(ROOT))  # the vaults are driven as in the tests
 from tests.vault.harness import Cluster, Member
-from tests.vault.parity.coded import CodedGroup
+from tests.vault.schemes.coded import CodedGroup
 
 
 class NoiseGroup(CodedGroup):

@@ -35,7 +35,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
 )
 from deadpool_megatron.layout.places.domains import parse_domains
-from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.schemes import Kind, losses_survived
 from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus

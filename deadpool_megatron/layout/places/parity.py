@@ -34,7 +34,6 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
 
 _PARITY_END = 1 << 52  # below it numbers survive any JSON reader
-MOST_BLOCKS = 256  # k + m, a limit of codes over bytes
 # The part of a parity role that says what has been combined into its blocks.
 MEMBERS = "members"
 _STAGE = "parity"

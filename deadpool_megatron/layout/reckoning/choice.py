@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.layout.reckoning.demand import Scene, memory_needs
 from deadpool_megatron.layout.schemes import (
+    MOST_BLOCKS,
     Kind,
     ProtectionPlan,
     Scheme,

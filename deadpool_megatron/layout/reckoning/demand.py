@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
-from deadpool_megatron.layout.places.parity import ParityPlacement
 from deadpool_megatron.layout.reckoning.footprint import (
     block_bytes,
     chain_bytes,
@@ -93,6 +92,8 @@ class _Reckoning:
         self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, survived)
         self._parity = None
         if plan.kind is Kind.PARITY:
+            from deadpool_megatron.layout.places.parity import ParityPlacement
+
             self._parity = ParityPlacement(
                 scene.seats, scene.domains, scene.spares, plan, scene.survived
             )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.part_kinds import PartKind, kind_of
-from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, is_parity_role
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, VaultError
@@ -132,7 +132,7 @@ def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
 
 
 def own_come_first(state: VaultState) -> bool:
-    """Whether memory is limited, and a member has yet to get its slots: it ends if there is no
+    """True when memory is limited, and a member has yet to get its slots: it ends if there is no
     room for them, while a copy that comes too early comes again."""
     with state.lock:
         return bool(state.settings.memory_bytes) and any(
@@ -175,9 +175,7 @@ def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
     ledger = state.ledger
     if ledger is None:
         return {part.name for part in layout.parts}
-    if is_parity_role(layout.role):
-        return {part.name for part in layout.parts} if ledger.keeps(layout, state.node) else ()
-    return {name for name, nodes in ledger.owed(layout).items() if state.node in nodes}
+    return ledger.scheme.keeps(layout, state.node)
 
 
 def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: bool) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from deadpool_megatron import failpoints
@@ -27,11 +27,11 @@ from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.reports import Reports
-from deadpool_megatron.vault.core.steps import Steps
 from deadpool_megatron.vault.core.traffic import Traffic
-from deadpool_megatron.vault.errors import Refusal, VaultError
+from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.net.interface import Interface
+from deadpool_megatron.vault.schemes.base import Scheme, Target, scheme_of
 from deadpool_megatron.vault.shm.names import copy_name, steps_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 from deadpool_megatron.vault.shm.table import Place, Table
@@ -63,7 +63,8 @@ class VaultState:
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None
         self.ledger: Ledger | None = None
-        self.steps = Steps()
+        # Roles whose members have shown that a replay gives the very bytes of an update.
+        self.rehearsed: set[int] = set()
         self.open_epoch = 0
         self.closed_epoch = 0
         self.reports = Reports(node, emit, lambda: self.open_epoch)
@@ -87,6 +88,13 @@ class VaultState:
                 return None
             newest = max(self.open_epoch, self.closed_epoch)
             return Refusal.EARLY if epoch > newest else Refusal.STALE
+
+    def scheme(self, epoch: int) -> Scheme:
+        """The scheme of an open epoch. Raises Refused for any other one."""
+        with self.lock:
+            if not self.is_open(epoch) or self.ledger is None:
+                raise Refused(Refusal.STALE)
+            return self.ledger.scheme
 
     def is_open(self, epoch: int) -> bool:
         """True while things of this epoch may be sealed."""
@@ -124,7 +132,9 @@ class VaultState:
                 raise VaultError(f"epoch {record.epoch} is over on node {self.node}")
             restore = record.restore
             self.table.adopt(restore.generation, restore.boundary, record.epoch, record.seats)
-            self.record, self.ledger = record, Ledger(record, self.steps)
+            if self.ledger is not None:
+                self.ledger.scheme.cut()
+            self.record, self.ledger = record, Ledger(scheme_of(record, self.rehearsed))
             self.committed = {}
             self._newest = restore.generation
             self.traffic.begin()
@@ -212,7 +222,7 @@ class VaultState:
         slot: int,
         generation: Generation,
         epoch: int,
-        digests: Mapping[str, int],
+        digests: dict[str, int],
     ) -> bool:
         """Seal the FILLED parts of a member's slot that were check-summed; False when too late."""
         role = segment.layout.role
@@ -226,11 +236,11 @@ class VaultState:
                 return False
             if segment.generation(slot) != generation:
                 return False
+            self.scheme(epoch).sealing(segment, slot, digests)
             for name, digest in digests.items():
                 entry = segment.entry(slot, name)
                 segment.seal_part(slot, name, entry.nbytes, digest, epoch)
             self.fail_point_corrupt("vault.sealed", segment, slot, digests)
-            self.steps.sealed(segment, slot, digests)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
                 segment.set_state(slot, SlotState.SEALED)
                 self.traffic.sealed(role, generation)
@@ -314,16 +324,15 @@ class VaultState:
         return sorted(g for g in found if g == restored or g.lineage == self.open_epoch)
 
     def shipment(
-        self, layout: RoleLayout, node: int, epoch: int, *, coded: bool = False
+        self, layout: RoleLayout, target: Target, epoch: int
     ) -> tuple[Generation, list[Place]] | None:
-        """The oldest generation of which ``node`` is owed parts that it has not acknowledged;
-        ``coded``: as in :meth:`Ledger.missing`."""
+        """The oldest generation of which a target is owed parts that it has not acknowledged."""
         with self.lock:
             if not self.is_open(epoch) or self.ledger is None:
                 return None
             for generation in self.tracked(layout.role):
                 sealed = self.table.parts(layout.role, generation)
-                missing = self.ledger.missing(layout, generation, sealed, node, coded=coded)
+                missing = self.ledger.missing(layout, generation, sealed, target)
                 # Its member may have begun to overwrite the slot since: what a vault that was
                 # restarted has yet to learn to be committed is free to be overwritten.
                 found = (self.table.find(layout.role, generation, name) for name in missing)
@@ -334,7 +343,7 @@ class VaultState:
     def elsewhere(self, layout: RoleLayout, generation: Generation) -> list[tuple[str, int, int]]:
         """Name, bytes and checksum of the own parts that are not shipped, as peers hold them."""
         with self.lock:
-            names = () if self.ledger is None else self.ledger.elsewhere(layout)
+            names = () if self.ledger is None else self.ledger.scheme.elsewhere(layout)
             found = (self.table.find(layout.role, generation, name) for name in names)
             return [(there[0].name, there[0].nbytes, there[0].checksum) for there in found if there]
 
@@ -389,7 +398,7 @@ class VaultState:
             if role in self.committed and generation < self.committed[role][0]:
                 continue
             self.committed[role] = generation, boundary
-            released = self.ledger.released(layout)
+            released = self.ledger.released(layout, generation)
             self._report_commit(role, generation, boundary, released)
         self.changed.notify_all()
 
@@ -418,7 +427,7 @@ class VaultState:
         role = segment.layout.role
         if segment.seat is not None:
             return record.seats.get(role) == segment.seat
-        return self.ledger is not None and self.ledger.keeps(segment.layout, self.node)
+        return bool(self.ledger and self.ledger.scheme.keeps(segment.layout, self.node))
 
     def _remove_unneeded_at_adopt(self, record: EpochRecord) -> None:
         kept = record.restore.generation

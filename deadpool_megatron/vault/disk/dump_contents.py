@@ -1,66 +1,22 @@
-"""What the files of a dump give beyond whole parts: coded blocks and chains, to make parts of."""
+"""The parts that the files of a dump hold, and chains of them to make others of."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from deadpool_megatron.layout.meanings import difference
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
-from deadpool_megatron.layout.places.parity import MEMBERS, combines, parity_numbers
 from deadpool_megatron.layout.records import (
-    Decoding,
     Generation,
     RoleLayout,
-    Source,
-    is_parity_role,
 )
 from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.taken import Taken
-from deadpool_megatron.vault.errors import SegmentError, VaultError, is_shortage
-from deadpool_megatron.vault.parity.blocks import FileSupply, Supplier
-from deadpool_megatron.vault.shm.names import dump_name, parse_name
+from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
-
-log = logging.getLogger(__name__)
-
-
-def supplier(directory: Path) -> Supplier:
-    """Blocks from the files in ``directory``; the node of a source is the one that wrote it."""
-    return lambda source, part: FileSupply(directory / dump_name(source.role, source.node), part)
-
-
-def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> list[Decoding]:
-    """How a part can be computed from the files, the way with the most blocks first.
-
-    The generation may have had another lineage in the run that wrote them. Reads descriptions and
-    headers only: whether the bytes are intact turns out when they are used.
-    """
-    found: dict[tuple[tuple[int, ...], int, tuple[str, ...]], dict[int, tuple[Source, ...]]] = {}
-    for dumped in _parity_files(directory, role):
-        if _holds(dumped, part, iteration) and _holds(dumped, MEMBERS, iteration):
-            layout = dumped.layout
-            files = [one for other in layout.peers for one in dump_files(directory, other)]
-            if not combines(layout, {one.layout.role: one.layout for one in files}):
-                continue
-            number, parities = parity_numbers(layout)
-            key = layout.peers, parities, tuple(one.name for one in layout.parts)
-            places = found.setdefault(key, {})
-            block = len(layout.peers) + number
-            places[block] = (*places.get(block, ()), _source(dumped))
-    decodings = []
-    for (group, parities, _), places in found.items():
-        for number, other in enumerate(group):
-            files = list(dump_files(directory, other)) if other != role else []
-            held = tuple(_source(one) for one in files if _holds(one, part, iteration))
-            if held or any(part not in one.layout.shard_parts for one in files):
-                places[number] = held
-        if len(places) >= len(group):
-            decodings.append(Decoding(group, parities, dict(sorted(places.items()))))
-    return sorted(decodings, key=lambda one: (-len(one.blocks), one.group))
 
 
 def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Generation, set[str]]:
@@ -98,7 +54,7 @@ def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: 
         for other in sorted(set(infos[name].replicas) - {role}):
             others = dump_files(directory, other)
             found += (one for one in others if one.layout.has(infos[name]))
-        held = next((one for one in found if _holds(one, name, generation.iteration)), None)
+        held = next((one for one in found if holds(one, name, generation.iteration)), None)
         if held is None:
             raise VaultError(
                 f"part {name} of role {role} does not lie in {directory} as bytes: a run that goes"
@@ -144,30 +100,11 @@ def recomputed_from(
     return found
 
 
-def _parity_files(directory: Path, role: int) -> list[Segment]:
-    """Readable files of parity blocks of any group of ``role``."""
-    found = []
-    for path in sorted(directory.glob("dump-*-*.seg")):
-        try:
-            if is_parity_role(parse_name(path.name)[0]):
-                dumped = Segment.open(path, writable=False)
-                if role in dumped.layout.peers:
-                    found.append(dumped)
-        except (SegmentError, OSError) as error:
-            if is_shortage(error):
-                raise
-            log.warning("dump: %s", error)
-    return found
-
-
-def _holds(dumped: Segment, part: str, iteration: int) -> bool:
+def holds(dumped: Segment, part: str, iteration: int) -> bool:
+    """True when a file has the part, sealed, of this iteration."""
     names = {one.name for one in dumped.layout.parts}
     return (
         part in names
         and dumped.generation(0).iteration == iteration
         and dumped.entry(0, part).state is PartState.SEALED
     )
-
-
-def _source(dumped: Segment) -> Source:
-    return Source(int(dumped.path.stem.rsplit("-", 1)[1]), dumped.layout.role)

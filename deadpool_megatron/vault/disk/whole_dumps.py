@@ -10,11 +10,7 @@ from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.dump_contents import (
-    dumped_decodings,
-    dumped_parts,
-    recomputed_from,
-)
+from deadpool_megatron.vault.disk.dump_contents import dumped_parts, recomputed_from
 from deadpool_megatron.vault.shm.segment import PartState
 
 _NAME = re.compile(r"(\d+)-(\d+)")
@@ -75,7 +71,7 @@ def last_boundary(
             held = any(part.name in parts[other] for other in (role, *same))
             if part.name not in shards or held:
                 continue
-            if part.name in chains or dumped_decodings(directory, role, part.name, iteration):
+            if part.name in chains or _is_coded(directory, role, part.name, iteration):
                 continue
             return None, f"part {part.name} of role {role}"
     lacking = ""
@@ -86,6 +82,12 @@ def last_boundary(
             return boundary, ""
         lacking = f"part {name} of role {without[0]}"
     return None, lacking
+
+
+def _is_coded(directory: Path, role: int, part: str, iteration: int) -> bool:
+    from deadpool_megatron.vault.disk.dumped_blocks import dumped_decodings  # most have no blocks
+
+    return bool(dumped_decodings(directory, role, part, iteration))
 
 
 def _files(directory: Path, role: int) -> Iterator[tuple[RoleLayout, set[str]]]:

@@ -147,15 +147,16 @@ class MemberDialogue:
                 return
             committed = state.committed.get(self.role)
             if committed is not None and state.ledger is not None:
-                self.push_committed(*committed, state.ledger.released(self.layout))
+                self.push_committed(*committed, state.ledger.released(self.layout, committed[0]))
         worker = self._members.worker(self.role)
         if worker is not None:
             worker.poke()
 
     def _trust(self, matched: bool) -> None:
-        """Whether a replay by this very process has given the bytes of its own update."""
+        """A replay by this very process has given the bytes of its own update, or others."""
         with self._state.lock:
-            self._state.steps.trust(self.role, matched)
+            rehearsed = self._state.rehearsed
+            (rehearsed.add if matched else rehearsed.discard)(self.role)
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")

@@ -2,8 +2,8 @@
 
 For each part the sources of the record are tried in order. A source that lacks the part or gives
 damaged bytes is not asked again; one that cannot be reached, or has not heard of the epoch yet, is
-asked again until the deadline. After the last one the part is decoded (parity/decoder.py), if the
-record says from what. All of it lies in one slot of the member's own segment then, as what the
+asked again until the deadline. After the last one the part is decoded (schemes.parity_decode), if
+the record says from what. All of it lies in one slot of the member's own segment then, as what the
 member has written itself does.
 
 For parts that the member recomputes it is the parts of a chain instead (layout.replaying). They are
@@ -19,29 +19,25 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Source
 from deadpool_megatron.layout.replaying import key
-from deadpool_megatron.vault.copies.intake import receive_part
 from deadpool_megatron.vault.core import room
+from deadpool_megatron.vault.core.intake import receive_part
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.dump_contents import (
-    dumped_decodings,
-    dumped_parts,
-    recomputed_from,
-    slots_of,
-    supplier,
-)
+from deadpool_megatron.vault.disk.dump_contents import dumped_parts, recomputed_from, slots_of
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
 from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
-from deadpool_megatron.vault.parity.blocks import Supply, VaultSupply
-from deadpool_megatron.vault.parity.decoder import Decoder
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
+
+if TYPE_CHECKING:
+    from deadpool_megatron.vault.schemes.parity_blocks import Supplier
+    from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
@@ -80,7 +76,7 @@ class Obtainer:
         self._silent: set[int] = set()
         # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
         self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
-        self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
+        self._decoder: Decoder | None = None
 
     def describe(self) -> RoleLayout | None:
         """Ask the sources what the role consists of, so that fetching need not wait for it."""
@@ -172,7 +168,8 @@ class Obtainer:
         """Break all connections, from any thread: the epoch is over."""
         for channel in list(self._channels.values()):
             channel.shutdown()
-        self._decoder.cut()
+        if self._decoder is not None:
+            self._decoder.cut()
 
     def close(self) -> None:
         """Close connections."""
@@ -208,7 +205,21 @@ class Obtainer:
         decoding = recipe.decodings.get(text) if recipe is not None else None
         if decoding is None:
             raise RestoreUnavailable(text, tuple(tried))
+        if self._decoder is None:
+            from deadpool_megatron.vault.schemes.parity_blocks import VaultSupply
+
+            self._decoder = self._decoder_of(
+                lambda source, part: VaultSupply(
+                    self._state, self._record, self._dial, source, part
+                )
+            )
         return self._decoder.obtain(layout, text, decoding, tried, deadline)
+
+    def _decoder_of(self, supplier: Supplier) -> Decoder:
+        # Imported where something has to be decoded: most runs keep no blocks.
+        from deadpool_megatron.vault.schemes.parity_decode import Decoder
+
+        return Decoder(self._state, self._record, self._role, supplier, self._target, self._seal)
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
@@ -313,10 +324,10 @@ class Obtainer:
                 tried.append((node, role, why))
         if wanted.generation != restored:
             raise RestoreUnavailable(text, tuple(tried))
+        from deadpool_megatron.vault.disk.dumped_blocks import dumped_decodings, supplier
+
         for decoding in dumped_decodings(directory, self._role, wanted.name, restored.iteration):
-            self._decoder = Decoder(
-                self._state, self._record, self._role, supplier(directory), self._target, self._seal
-            )
+            self._decoder = self._decoder_of(supplier(directory))
             with contextlib.suppress(RestoreUnavailable):
                 return self._decoder.obtain(layout, wanted.name, decoding, tried, deadline)
         raise RestoreUnavailable(text, tuple(tried))
@@ -418,9 +429,6 @@ class Obtainer:
             yield segment, slot
         finally:
             self._state.release(segment, slot)
-
-    def _supply(self, source: Source, part: str) -> Supply:
-        return VaultSupply(self._state, self._record, self._dial, source, part)
 
     def _dial(self, node: int) -> Channel:
         """A new connection. Raises OSError, WireError, or VaultError for a node that is gone."""

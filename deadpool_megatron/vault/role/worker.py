@@ -14,15 +14,11 @@ from collections.abc import Callable
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.part_kinds import SUMS_PART
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
-from deadpool_megatron.layout.replaying import key, unpack_sums
-from deadpool_megatron.vault.copies.doubler import Doubler
-from deadpool_megatron.vault.copies.shipper import Shipper
-from deadpool_megatron.vault.core.sender import Sender
+from deadpool_megatron.layout.replaying import key
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.core.steps import write_sums
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import Refused, VaultError
 from deadpool_megatron.vault.net.transport import Transport
-from deadpool_megatron.vault.parity.announcer import Announcer
+from deadpool_megatron.vault.replicate import Sender
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.shm.barriers import settle
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
@@ -118,24 +114,14 @@ class RoleWorker(threading.Thread):
             log.warning("role %d: nobody brings its copies yet: %s", self._role, error)
 
     def _senders(self, layout: RoleLayout) -> list[Sender]:
-        with self._state.lock:
-            if not self._state.is_open(self.epoch) or self._state.ledger is None:
-                return []
-            nodes = self._state.ledger.buddies(layout)
-            blocks = self._state.ledger.holders(self._role)
-        return [
-            *(self._copier(layout, node) for node in nodes),
-            *(
-                Announcer(self._state, self._transport, layout, block, node, self.epoch)
-                for block, node in blocks.items()
-            ),
-        ]
-
-    def _copier(self, layout: RoleLayout, node: int) -> Sender:
-        """Who brings copies of the role to a node, be it the own one."""
-        if node == self._state.node:
-            return Doubler(self._state, self._transport, layout, self.epoch)
-        return Shipper(self._state, self._transport, layout, node, self.epoch)
+        state = self._state
+        try:
+            with state.lock:
+                scheme = state.scheme(self.epoch)
+                targets = scheme.owed(layout, self._record.restore.generation).names
+        except Refused:
+            return []
+        return [scheme.sender(state, self._transport, layout, target) for target in targets]
 
     # Restoring.
 
@@ -234,11 +220,8 @@ class RoleWorker(threading.Thread):
                     # Not after a close: the slot may be that of the next epoch's worker by now.
                     if not self._state.is_open(self.epoch):
                         return
-                    if generation == self._record.restore.generation:
-                        if not self._is_replayed_well(segment, slot, digests):
-                            continue
-                    else:
-                        write_sums(segment, slot, digests, self.epoch)
+                    if not self._is_replayed_well(segment, slot, digests):
+                        continue
                 self._state.seal_own(segment, slot, generation, self.epoch, digests)
 
     def _is_as_sealed(self, segment: Segment, slot: int, name: str, found: int) -> bool:
@@ -253,31 +236,28 @@ class RoleWorker(threading.Thread):
 
     @property
     def _may_replay(self) -> bool:
-        """Whether the member of this role recomputes the generation that the epoch begins with; of
-        a dump nobody knows before its files have been read."""
+        """True when the member of this role recomputes the generation that the epoch begins with;
+        of a dump nobody knows before its files have been read."""
         if self._record.restore.kind == "dump" and not isinstance(self._outcome, dict):
             return True
         recipe = self._record.restore.recipes.get(self._role)
         return recipe is not None and recipe.replay is not None
 
     def _is_replayed_well(self, segment: Segment, slot: int, digests: dict[str, int]) -> bool:
-        """Whether what the member has recomputed is what the owner had; else it is given up.
-
-        The member has compared before; nothing is sealed on its word alone (rule 4).
-        """
-        shards = {n: d for n, d in digests.items() if n in segment.layout.shard_parts}
-        if not shards:
-            return True  # extras that were appended
+        """False when the member has recomputed something else than the owner had."""
         generation = self._record.restore.generation
+        if segment.generation(slot) != generation:
+            return True
+        if not any(name in digests for name in segment.layout.shard_parts):
+            return True  # extras that were appended
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
         place = outcome.get(key(generation, SUMS_PART))
         if place is None:  # nothing was recomputed, or what it has to be like is not here yet
             return not self._may_replay
-        sums = unpack_sums(place.view)
-        wrong = [name for name, digest in shards.items() if sums.get(name, (0, -1))[1] != digest]
-        for name in wrong:
-            segment.invalidate_part(slot, name, PartState.BAD)
-        if wrong:
+        # Whatever the plan is now: the recipe may be of an epoch before.
+        from deadpool_megatron.vault.schemes.recompute import replayed_otherwise
+
+        if wrong := replayed_otherwise(segment, slot, digests, place):
             self._state.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
             self._state.on_bad(self.epoch, self._role, generation, wrong[0])
         return not wrong

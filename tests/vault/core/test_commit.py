@@ -7,6 +7,7 @@ from dataclasses import replace
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.vault.core.commit import Ledger
+from deadpool_megatron.vault.schemes.base import Target, scheme_of
 from tests.vault.harness import make_layout, record_of
 
 G = Generation(1, 4)
@@ -19,17 +20,32 @@ def record(
     return record_of(1, range(roles), nodes, replicas=replicas, fewer_copies=fewer)
 
 
+def ledger_of(record: EpochRecord) -> Ledger:
+    return Ledger(scheme_of(record, ()))
+
+
+def targets(ledger: Ledger, layout: RoleLayout) -> tuple[list[Target], list[Target]]:
+    """Buddies, and holders of parity blocks."""
+    found = [*ledger.scheme.owed(layout, G).names]
+    buddies = [one for one in found if one.block is None]
+    return buddies, [one for one in found if one not in buddies]
+
+
+def is_exposed(ledger: Ledger, layout: RoleLayout) -> bool:
+    return ledger.scheme.owed(layout, G).is_short
+
+
 def acknowledge(ledger: Ledger, layout: RoleLayout, names: list[str]) -> None:
-    for node in ledger.buddies(layout):
-        ledger.acknowledge(layout.role, G, node, names)
+    for target in targets(ledger, layout)[0]:
+        ledger.acknowledge(layout.role, G, target.node, names)
 
 
 def test_committed_when_sealed_here_and_at_the_buddy() -> None:
-    ledger, layout = Ledger(record(3, 3)), make_layout(0)
-    (buddy,) = ledger.buddies(layout)
-    assert buddy != 0
+    ledger, layout = ledger_of(record(3, 3)), make_layout(0)
+    ((buddy,), _) = targets(ledger, layout)
+    assert buddy.node != 0
     assert ledger.missing(layout, G, SHARD, buddy) == SHARD
-    assert ledger.missing(layout, G, SHARD, 3 - buddy) == []
+    assert ledger.missing(layout, G, SHARD, Target(3 - buddy.node)) == []
     acknowledge(ledger, layout, SHARD[:2])
     assert ledger.boundary(layout, G, SHARD) is None
     acknowledge(ledger, layout, SHARD[2:])
@@ -39,7 +55,7 @@ def test_committed_when_sealed_here_and_at_the_buddy() -> None:
 
 
 def test_boundaries_commit_in_order() -> None:
-    ledger, layout = Ledger(record(2, 2)), make_layout(0)
+    ledger, layout = ledger_of(record(2, 2)), make_layout(0)
     sealed = [*SHARD, "extras@evaluation", "extras@save"]
     acknowledge(ledger, layout, [*SHARD, "extras@save"])
     assert ledger.boundary(layout, G, sealed) == "step"
@@ -50,8 +66,8 @@ def test_boundaries_commit_in_order() -> None:
 
 
 def test_every_replica_is_owed() -> None:
-    ledger, layout = Ledger(record(3, 3, replicas=2)), make_layout(0)
-    assert set(ledger.buddies(layout)) == {1, 2}
+    ledger, layout = ledger_of(record(3, 3, replicas=2)), make_layout(0)
+    assert set(targets(ledger, layout)[0]) == {Target(1), Target(2)}
     ledger.acknowledge(0, G, 1, SHARD)
     assert ledger.boundary(layout, G, SHARD) is None
     ledger.acknowledge(0, G, 2, SHARD)
@@ -60,25 +76,25 @@ def test_every_replica_is_owed() -> None:
 
 def test_too_few_nodes_hold_the_gate_until_the_record_releases_it() -> None:
     layout = make_layout(0)
-    assert Ledger(record(2, 2, replicas=2)).exposed(layout), "one of two"
-    closed = Ledger(record(1, 1))
-    assert closed.exposed(layout)
+    assert is_exposed(ledger_of(record(2, 2, replicas=2)), layout), "one of two"
+    closed = ledger_of(record(1, 1))
+    assert is_exposed(closed, layout)
     assert closed.boundary(layout, G, SHARD) is None
-    released = Ledger(record(1, 1, fewer=frozenset({0})))
-    assert released.released(layout)
+    released = ledger_of(record(1, 1, fewer=frozenset({0})))
+    assert released.released(layout, G)
     assert released.boundary(layout, G, SHARD) == "step"
-    some = Ledger(record(2, 2, replicas=2, fewer=frozenset({0})))
+    some = ledger_of(record(2, 2, replicas=2, fewer=frozenset({0})))
     assert some.boundary(layout, G, SHARD) is None  # the one buddy that lives is owed its copy
     acknowledge(some, layout, SHARD)
     assert some.boundary(layout, G, SHARD) == "step"
-    assert not Ledger(record(2, 2, fewer=frozenset({0}))).released(layout)
+    assert not ledger_of(record(2, 2, fewer=frozenset({0}))).released(layout, G)
 
 
 def test_covered_parts_are_not_shipped() -> None:
-    ledger, layout = Ledger(record(2, 2)), make_layout(0, replicas=(0, 1))
-    (buddy,) = ledger.buddies(layout)
+    ledger, layout = ledger_of(record(2, 2)), make_layout(0, replicas=(0, 1))
+    ((buddy,), _) = targets(ledger, layout)
     assert ledger.missing(layout, G, SHARD, buddy) == ["extras@step"]
-    ledger.acknowledge(0, G, buddy, ["extras@step"])
+    acknowledge(ledger, layout, ["extras@step"])
     assert ledger.boundary(layout, G, SHARD) == "step"
 
 
@@ -88,63 +104,64 @@ def planned(base: EpochRecord, scheme: Scheme) -> EpochRecord:
 
 def test_parity_owes_shards_to_the_holders_and_extras_to_buddies() -> None:
     layout = make_layout(0)
-    ledger = Ledger(planned(record(4, 3), Scheme(Kind.PARITY, group=3)))
-    ((block, holder),) = ledger.holders(0).items()
-    assert holder == 3
-    (buddy,) = ledger.buddies(layout)
-    assert buddy != 0
+    ledger = ledger_of(planned(record(4, 3), Scheme(Kind.PARITY, group=3)))
+    ((buddy,), (holder,)) = targets(ledger, layout)
+    assert holder.node == 3
+    assert holder.block is not None
+    assert buddy.node != 0
     everything = ["shard", "tail", "extras@step"]
-    assert ledger.missing(layout, G, everything, holder, coded=True) == ["shard", "tail"]
+    assert ledger.missing(layout, G, everything, holder) == ["shard", "tail"]
     assert ledger.missing(layout, G, everything, buddy) == ["extras@step"]
-    assert ledger.missing(layout, G, everything, buddy, coded=True) == []
-    ledger.acknowledge(0, G, buddy, ["extras@step"])
+    assert ledger.missing(layout, G, everything, Target(buddy.node, holder.block)) == []
+    ledger.acknowledge(0, G, buddy.node, ["extras@step"])
     assert ledger.boundary(layout, G, everything) is None
-    ledger.acknowledge(0, G, holder, ["shard", "tail"])
+    ledger.acknowledge(0, G, holder.node, ["shard", "tail"])
     assert ledger.boundary(layout, G, everything) == "step"
-    assert ledger.keeps(replace(layout, role=block), 3)
-    assert not ledger.keeps(replace(layout, role=block), 2)
-    assert not ledger.keeps(replace(layout, role=block + 1), 3)
+    block, scheme = replace(layout, role=holder.block), ledger.scheme
+    assert scheme.keeps(block, 3)
+    assert not scheme.keeps(block, 2)
+    assert not scheme.keeps(replace(layout, role=holder.block + 1), 3)
 
 
 def test_parity_of_two_blocks_waits_for_both() -> None:
     layout = make_layout(0)
     base = record(4, 2, replicas=2)
-    ledger = Ledger(planned(base, Scheme(Kind.PARITY, group=2)))
-    holders = ledger.holders(0).values()
-    assert set(holders) == {2, 3}
-    for node in ledger.buddies(layout):
-        ledger.acknowledge(0, G, node, ["extras@step"])
-    for node in holders:
+    ledger = ledger_of(planned(base, Scheme(Kind.PARITY, group=2)))
+    holders = targets(ledger, layout)[1]
+    assert {one.node for one in holders} == {2, 3}
+    acknowledge(ledger, layout, ["extras@step"])
+    for holder in holders:
         assert ledger.boundary(layout, G, SHARD) is None
-        ledger.acknowledge(0, G, node, ["shard", "tail"])
+        ledger.acknowledge(0, G, holder.node, ["shard", "tail"])
     assert ledger.boundary(layout, G, SHARD) == "step"
 
 
 def test_parity_without_a_holder_waits_for_a_release() -> None:
     layout = make_layout(0)
     scheme = Scheme(Kind.PARITY, group=2)
-    assert Ledger(planned(record(1, 1), scheme)).exposed(layout)
-    released = Ledger(planned(record(1, 1, fewer=frozenset({0})), scheme))
-    assert released.released(layout)
+    assert is_exposed(ledger_of(planned(record(1, 1), scheme)), layout)
+    released = ledger_of(planned(record(1, 1, fewer=frozenset({0})), scheme))
+    assert released.released(layout, G)
     assert released.boundary(layout, G, SHARD) == "step"
 
 
 def test_local_owes_nothing_to_anybody() -> None:
     layout = make_layout(0)
-    ledger = Ledger(planned(record(3, 3, replicas=0), Scheme(Kind.LOCAL)))
-    assert not ledger.exposed(layout)
-    assert not any(ledger.owed(layout).values())
+    ledger = ledger_of(planned(record(3, 3, replicas=0), Scheme(Kind.LOCAL)))
+    assert not is_exposed(ledger, layout)
+    assert not ledger.scheme.owed(layout, G).names
     assert ledger.boundary(layout, G, SHARD) == "step"
-    assert not ledger.keeps(layout, 1)
+    assert not ledger.scheme.keeps(layout, 1)
 
 
 def test_kept_twice_the_own_node_is_owed_whatever_peers_hold() -> None:
     layout = make_layout(0, replicas=(0, 1, 2))
-    ledger = Ledger(planned(record(3, 3, replicas=0), Scheme(Kind.LOCAL_TWICE)))
-    assert not ledger.exposed(layout)
-    assert set(ledger.owed(layout).values()) == {(0,)}
-    assert (ledger.keeps(layout, 0), ledger.keeps(layout, 1)) == (True, False)
-    assert ledger.missing(layout, G, SHARD, 0) == SHARD
+    ledger = ledger_of(planned(record(3, 3, replicas=0), Scheme(Kind.LOCAL_TWICE)))
+    assert not is_exposed(ledger, layout)
+    assert targets(ledger, layout) == ([Target(0)], [])
+    assert {*SHARD} <= {*ledger.scheme.keeps(layout, 0)}
+    assert not ledger.scheme.keeps(layout, 1)
+    assert ledger.missing(layout, G, SHARD, Target(0)) == SHARD
     assert ledger.boundary(layout, G, SHARD) is None
     acknowledge(ledger, layout, SHARD)
     assert ledger.boundary(layout, G, SHARD) == "step"

@@ -63,7 +63,7 @@ class Keeper:
 
 def owes(keeper: Keeper, layout: RoleLayout) -> bool:
     assert keeper.state.ledger is not None
-    return 2 in keeper.state.ledger.buddies(layout)
+    return bool(keeper.state.ledger.scheme.keeps(layout, 2))
 
 
 def test_older_copies_make_room_for_the_first_one_of_the_new_epoch(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from deadpool_megatron.vault.errors import Frozen, Refusal, RestoreUnavailable, 
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.role.worker import RoleWorker
+from deadpool_megatron.vault.schemes.base import Target
 from deadpool_megatron.vault.shm.names import own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
@@ -65,7 +66,7 @@ def test_a_slot_that_is_overwritten_meanwhile_is_not_shipped_and_stops_nobody(
         return found(role, generation, name)
 
     monkeypatch.setattr(table, "find", find)
-    work = state.shipment(LAYOUT, 1, 1)
+    work = state.shipment(LAYOUT, Target(1), 1)
     assert work is not None
     assert work[0] == Generation(1, 5)
     assert [place.name for place in work[1]] == NAMES

@@ -18,9 +18,9 @@ from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.places.copies import CopyPlacement
-from deadpool_megatron.layout.places.parity import parity_groups
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Source
 
 
@@ -177,8 +177,11 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
         return True
     if not state.is_restored and any(source.node == node for source in _sources(record.restore)):
         return True
-    if any(node in group.holders for group in parity_groups(record)):
-        return True
+    if record.protection.kind is schemes.Kind.PARITY:
+        from deadpool_megatron.layout.places.parity import parity_groups
+
+        if any(node in group.holders for group in parity_groups(record)):
+            return True
     taken_over = state.is_restored or isinstance(state.doing, phases.Rejoining)
     if taken_over and len(state.memory.layouts) < len(record.seats):
         return node in record.nodes  # it is not known yet whose copies it owes

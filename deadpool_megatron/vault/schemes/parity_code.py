@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from deadpool_megatron.layout.places.parity import MOST_BLOCKS
+from deadpool_megatron.layout.schemes import MOST_BLOCKS
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _ALL_BYTES = bytes(range(256))

@@ -32,10 +32,11 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.core.steps import Steps, lacks_base
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
+from deadpool_megatron.vault.schemes.base import Target, scheme_of
+from deadpool_megatron.vault.schemes.recompute import Recompute
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from tests.vault.fake_network import FakeNetwork
@@ -67,18 +68,15 @@ def record(every: int = EVERY, **more: Any) -> EpochRecord:
     return record_of(1, range(2), protection=plan, **more)
 
 
-def ways(chains: Steps, layout: RoleLayout, count: int, first: int = 0) -> list[bool]:
+def ways(chains: Recompute, layout: RoleLayout, count: int, first: int = 0) -> list[bool]:
     """For each generation in turn: does it travel as a step?"""
     for iteration in range(first, first + count):
         chains.decide(layout, g(iteration), has_step=True)
     return [chains.follows(0, g(it)) is not None for it in range(first, first + count)]
 
 
-def begun(**options: Any) -> Steps:
-    chains = Steps()
-    chains.begin(record(**options))
-    chains.trust(0, True)
-    return chains
+def begun(trusted: tuple[int, ...] = (0,), **options: Any) -> Recompute:
+    return Recompute(record(**options), trusted)
 
 
 def test_a_whole_one_and_then_steps() -> None:
@@ -87,18 +85,12 @@ def test_a_whole_one_and_then_steps() -> None:
     chains = begun()
     assert ways(chains, layout, 7) == [whole, step, step, step, whole, step, step]
     assert ways(chains, layout, 90, first=7)[-1] is whole
-    assert len(chains._ways[0].steps) <= layout.slots, "how long it runs costs no memory"
+    assert len(chains._chains[0].steps) <= layout.slots, "how long it runs costs no memory"
     restored = Restore("memory", g(3))
     assert ways(begun(restore=restored), layout, 5, first=4) == [step, step, step, whole, step]
-    anew = begun()
-    assert ways(anew, layout, 3)[-1] is step
-    anew.begin(record(restore=Restore("durable", g(2))))
+    anew = begun(restore=Restore("durable", g(2)))
     assert ways(anew, layout, 2, first=3) == [whole, step], "no step leads from what is not held"
-    untrusted = begun()
-    untrusted.trust(0, False)
-    assert ways(untrusted, layout, 3) == [whole] * 3
-    plain = replace(layout, parts=(layout.parts[0], layout.parts[-1]))
-    assert ways(begun(), plain, 3) == [whole] * 3
+    assert ways(begun(trusted=()), layout, 3) == [whole] * 3
 
 
 def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one() -> None:
@@ -118,13 +110,12 @@ def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one() 
 
 
 def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None:
-    chains, layout = Steps(), make_layout()
-    ledger = Ledger(record(), chains)
-    chains.trust(0, True)
+    chains, layout, buddy = begun(), make_layout(), Target(1)
+    ledger = Ledger(chains)
     chains.decide(layout, g(0), has_step=True)
     chains.decide(layout, g(1), has_step=True)
-    assert ledger.missing(layout, g(0), ALL, 1) == WHOLE
-    assert ledger.missing(layout, g(1), ALL, 1) == STEP
+    assert ledger.missing(layout, g(0), ALL, buddy) == WHOLE
+    assert ledger.missing(layout, g(1), ALL, buddy) == STEP
     ledger.acknowledge(0, g(1), 1, STEP[:-2])
     assert ledger.boundary(layout, g(1), ALL) is None
     ledger.acknowledge(0, g(1), 1, STEP)
@@ -132,35 +123,27 @@ def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None
     assert ledger.boundary(layout, g(1), STEP) is None, "the own slot lacks the shard"
     assert ledger.boundary(layout, g(1), [*WHOLE, UPDATE_PART]) is None
     chains.make_whole(0, g(1))
-    assert ledger.missing(layout, g(1), ALL, 1) == ["shard0"]
+    assert ledger.missing(layout, g(1), ALL, buddy) == ["shard0"]
     assert ledger.boundary(layout, g(1), ALL) is None
 
 
 def test_what_peers_hold_anyway_needs_no_gradients() -> None:
-    chains, layout = Steps(), make_layout(covered=True)
-    ledger = Ledger(record(), chains)
-    chains.trust(0, True)
+    chains, layout, buddy = begun(), make_layout(covered=True), Target(1)
+    ledger = Ledger(chains)
     for iteration in (0, 1):
         chains.decide(layout, g(iteration), has_step=True)
-    assert ledger.missing(layout, g(1), ALL, 1) == [UPDATE_PART, SUMS_PART, EXTRAS]
+    assert ledger.missing(layout, g(1), ALL, buddy) == [UPDATE_PART, SUMS_PART, EXTRAS]
 
 
 def test_steps_never_go_into_parity_blocks() -> None:
     """Slots have room for steps whatever the plan is now."""
-    layout, chains = make_layout(), Steps()
-    plan = ProtectionPlan(Scheme(Kind.PARITY, group=2))
-    ledger = Ledger(record_of(1, range(2), 3, protection=plan), chains)
-    chains.trust(0, True)
-    for iteration in (0, 1):
-        chains.decide(layout, g(iteration), has_step=True)
-    assert set(ledger.coded(layout)) == {"shard0"}
-    (buddy,), (holder,) = ledger.buddies(layout), ledger.holders(0).values()
-    assert ledger.missing(layout, g(1), ALL, holder, coded=True) == ["shard0"]
-    assert ledger.missing(layout, g(1), ALL, buddy) == [EXTRAS]
-    ledger.acknowledge(0, g(1), holder, ["shard0"])
-    assert ledger.boundary(layout, g(1), ALL) is None
-    ledger.acknowledge(0, g(1), buddy, [EXTRAS])
-    assert ledger.boundary(layout, g(1), ALL) == "step"
+    plan, layout = ProtectionPlan(Scheme(Kind.PARITY, group=2)), make_layout()
+    scheme = scheme_of(record_of(1, range(2), 3, protection=plan), (0,))
+    owed = scheme.owed(layout, g(1)).names
+    assert {target.block is None: set(names) for target, names in owed.items()} == {
+        False: {"shard0"},
+        True: {EXTRAS},
+    }
 
 
 def test_sums_come_back() -> None:
@@ -249,7 +232,7 @@ def test_steps_laid_out_for_longer_chains_are_not_taken_for_shorter_ones(tmp_pat
 
 def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> None:
     """All that may still be asked for can be produced, and the steps go round in their slots."""
-    layout, state = make_layout(nbytes=1 << 20), opened(tmp_path)
+    layout, state, chains = make_layout(nbytes=1 << 20), opened(tmp_path), begun()
     taken = []
     for iteration in range(25):
         put(state, layout, g(iteration), STEP if iteration % EVERY else WHOLE)
@@ -258,12 +241,12 @@ def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> N
             assert chain(held, g(one), "shard0"), (iteration, one)
         taken.append(blocks(tmp_path))
     assert taken[9] == taken[-1] < (2 * 3 + 6 + 1) << 20
-    assert not lacks_base(state.table.sealed(0), [1, 24], [gradients_part("shard0")])
-    assert lacks_base(state.table.sealed(0), [1, 17], [gradients_part("shard0")])
+    assert not chains.lacks_base(state.table.sealed(0), [1, 24], [gradients_part("shard0")])
+    assert chains.lacks_base(state.table.sealed(0), [1, 17], [gradients_part("shard0")])
     two = [gradients_part("shard0"), gradients_part("shard1")]  # dense and expert, say
-    assert lacks_base(state.table.sealed(0), [1, 24], two), "of one it has the base"
-    assert lacks_base(state.table.sealed(0), None, [gradients_part("shard0")])
-    assert not lacks_base(state.table.sealed(0), None, ["shard0"])
+    assert chains.lacks_base(state.table.sealed(0), [1, 24], two), "of one it has the base"
+    assert chains.lacks_base(state.table.sealed(0), None, [gradients_part("shard0")])
+    assert not chains.lacks_base(state.table.sealed(0), None, ["shard0"])
 
 
 def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_path: Path) -> None:
@@ -326,7 +309,7 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(
             good = [one for one in recent if chain(before, one, "shard0")]
             follows = chains.follows(0, new)
             shown = None if follows is None else follows.to_list()
-            if follows and lacks_base(table.sealed(0), shown, [gradients_part("shard0")]):
+            if follows and chains.lacks_base(table.sealed(0), shown, [gradients_part("shard0")]):
                 chains.make_whole(0, new)
             step = chains.follows(0, new) is not None
             put(state, layout, new, STEP if step else WHOLE)

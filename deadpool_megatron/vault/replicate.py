@@ -1,8 +1,12 @@
-"""What every thread has in common that has sealed parts of a role held once more, by the vault of
-another node or by its own.
+"""Bringing sealed parts of a role to where they are owed: a thread for each target.
 
 Nothing is queued: what is owed follows from the table and the ledger. So a broken connection, a
 stopped or restarted vault at the other end and a restart of this one all resume by looking again.
+Each of several buddies is sent its own copy, by a thread of its own: none waits for another.
+
+One put: ``put`` with the parts on offer and the checksums of those that peers hold anyway,
+``need`` with those the buddy lacks, their raw bytes in that order, ``sealed``. The bytes go from
+the mapped slot to the socket without a copy in Python.
 """
 
 from __future__ import annotations
@@ -10,14 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Flow
+from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
+from deadpool_megatron.vault.schemes.base import Target
 from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import WireError
@@ -32,35 +38,35 @@ Work = tuple[Generation, list[Place]]
 
 
 class Sender(threading.Thread, ABC):
-    """Thread that brings one role's generations of one epoch to one node.
+    """Thread that brings one role's generations of one epoch to one target.
 
     A kind of sender does what is to be done next; what, when, how often and over which connection
-    is decided here. ``coded``: parts for a parity block, not for a copy.
+    is decided here.
     """
 
-    coded: ClassVar[bool] = False
+    verb = "ship"
 
     def __init__(
         self,
         state: VaultState,
         transport: Transport,
         layout: RoleLayout,
-        node: int,
+        target: Target,
         epoch: int,
-        verb: str,
     ) -> None:
-        super().__init__(name=f"{verb}-{layout.role}-to-{node}", daemon=True)
+        super().__init__(name=f"{self.verb}-{layout.role}-to-{target.node}", daemon=True)
         self._state = state
         self._transport = transport
         self._layout = layout
-        self._node = node
+        self._target = target
+        self._node = target.node
         self._epoch = epoch
         self._channel: Channel | None = None
 
     def _next(self) -> Work | None:
         """What is to be brought there; None, after a wait for news, when there is nothing."""
         with self._state.changed:
-            work = self._state.shipment(self._layout, self._node, self._epoch, coded=self.coded)
+            work = self._state.shipment(self._layout, self._target, self._epoch)
             if work is None and self._going():
                 self._state.changed.wait(_LOOK_SECONDS)
             return work
@@ -158,3 +164,60 @@ class Sender(threading.Thread, ABC):
         found = checksum(place.view)
         if found != place.checksum:
             self._state.mark_bad(place, found)
+
+
+class Shipper(Sender):
+    """Thread that brings copies to one buddy."""
+
+    def _bring(self, work: Work) -> bool:
+        """True when the buddy has the parts; False to try again after a pause."""
+        generation, places = work
+        failpoints.hit(
+            "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
+        )
+        channel = self._connect()
+        base = self._follows(generation)
+        follows = None if base is None else base.to_list()
+        elsewhere = self._state.elsewhere(self._layout, generation)
+        channel.send(self._offered("put", work, follows=follows, elsewhere=elsewhere))
+        answer = channel.receive()
+        if refused := Refused.in_answer(answer):
+            return self._refused(refused, generation, places)
+        wanted = set(answer["parts"])
+        nbytes = sum(place.nbytes for place in places if place.name in wanted)
+        role, traffic = self._layout.role, self._state.traffic
+        with traffic.flow(role, generation, nbytes, self._epoch, channel.sent) as flow:
+            for place in places:
+                if place.name in wanted:
+                    self._send_paced(channel, flow, place, place.view)
+            answer = channel.receive()
+            if refused := Refused.in_answer(answer):
+                return self._refused(refused, generation, places)
+            flow.end(self._node)
+        sealed = set(answer["parts"])
+        names = [place.name for place in places if place.name in sealed]
+        self._state.shipped(self._layout.role, nbytes, self._epoch)
+        self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
+        damaged = [place for place in places if place.name not in sealed]
+        for place in damaged:
+            self._examine(place)
+        return not damaged
+
+    def _follows(self, generation: Generation) -> Generation | None:
+        """The generation that a step leads from; None for one that travels whole."""
+        return None
+
+    def _make_whole(self, generation: Generation) -> None:
+        """What the step to a generation begins from was lost at this buddy."""
+
+    def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
+        if refused.why is Refusal.SUPERSEDED:
+            names = [place.name for place in places]
+            self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
+            return True
+        if refused.why is Refusal.NO_BASE:
+            self._make_whole(generation)
+            return True
+        if refused.why is not Refusal.EARLY:
+            self._state.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
+        return False

@@ -1,10 +1,10 @@
 """Making the parity blocks that this node holds, each by a thread that fetches what goes into it.
 
-Encoding is decoding (parity/decoder.py): of k + m blocks any k give every other one; here the k are
-the owners' own slots, and the wanted one is ours. An owner's vault announces a sealed generation
-(parity/announcer.py). Once all k have, their parts are fetched, in step and in pieces, and combined
-straight into the slot. An owner's slot stays as it is meanwhile: its member does not pass the gate
-before the block is sealed. Nobody is acknowledged before that.
+Encoding is decoding (:mod:`.parity_decode`): of k + m blocks any k give every other one; here the k
+are the owners' own slots, and the wanted one is ours. An owner's vault announces a sealed
+generation (:mod:`.parity`). Once all k have, their parts are fetched, in step and in pieces, and
+combined straight into the slot. An owner's slot stays as it is meanwhile: its member does not pass
+the gate before the block is sealed. Nobody is acknowledged before that.
 
 Whatever fails, the block is begun again from nothing, with what it can still be made of. Owners who
 do not announce, as they take the block for sealed or have nothing to put into it, are asked.
@@ -12,28 +12,31 @@ do not announce, as they take the block for sealed or have nothing to put into i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Source
 from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
-from deadpool_megatron.vault.net.transport import Transport
-from deadpool_megatron.vault.parity.blocks import BlockError
-from deadpool_megatron.vault.parity.decoder import combine
-from deadpool_megatron.vault.parity.owners import Owners, Parts
+from deadpool_megatron.vault.net import fetch
+from deadpool_megatron.vault.net.transport import Channel, Transport
+from deadpool_megatron.vault.schemes.base import Parts
+from deadpool_megatron.vault.schemes.parity_blocks import Arrival, BlockError
+from deadpool_megatron.vault.schemes.parity_decode import combine
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 
 if TYPE_CHECKING:
-    from deadpool_megatron.vault.parity.erasure import Coder
+    from deadpool_megatron.vault.schemes.parity import Parity
+    from deadpool_megatron.vault.schemes.parity_code import Coder
 
 log = logging.getLogger(__name__)
 # How long an announcement is kept waiting, which blocks nobody but its own next one, and how long
@@ -41,51 +44,13 @@ log = logging.getLogger(__name__)
 _WAIT_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
+# Owners send at paces of their own. Who is ahead waits for as long as the slowest one takes for a
+# piece: not so long that he takes the connection for dead.
+_MOST_PIECE_BYTES = 1 << 20
 
 
 class _NotYet(Exception):
     """There is no slot for it, or the epoch is over."""
-
-
-class Makers:
-    """All parity blocks that are made on this node. Thread-safe."""
-
-    def __init__(self, state: VaultState, transport: Transport) -> None:
-        self._state = state
-        self._transport = transport
-        self._makers: dict[int, BlockMaker] = {}
-
-    def of(self, number: int, role: int, epoch: int) -> BlockMaker:
-        """Who makes parity role ``number``, which ``role`` is part of. Raises Refused when nobody
-        does, here and in this epoch, or while the host has no thread for it."""
-        state = self._state
-        with state.lock:
-            if not state.is_open(epoch) or state.record is None or state.ledger is None:
-                raise Refused(Refusal.STALE)
-            found = state.ledger.parity.block(number) if state.ledger.parity is not None else None
-            if found is None or role not in found[0].roles:
-                raise Refused(Refusal.WRONG_BLOCK)
-            group, index = found
-            if group.holders[index] != state.node:
-                raise Refused(Refusal.WRONG_HOLDER)
-            maker = self._makers.get(number)
-            if maker is None or maker.epoch != epoch:
-                if maker is not None:
-                    maker.cut()
-                maker = BlockMaker(state, self._transport, state.record, state.ledger, group, index)
-                try:
-                    maker.start()
-                except RuntimeError as error:
-                    raise Refused(Refusal.EARLY, str(error)) from error
-                self._makers[number] = maker
-            return maker
-
-    def cut(self) -> None:
-        """The epoch was closed: unfinished blocks are given up."""
-        with self._state.lock:
-            makers, self._makers = self._makers, {}
-        for maker in makers.values():
-            maker.cut()
 
 
 class BlockMaker(threading.Thread):
@@ -98,22 +63,20 @@ class BlockMaker(threading.Thread):
         self,
         state: VaultState,
         transport: Transport,
-        record: EpochRecord,
-        ledger: Ledger,
-        group: ParityGroup,
-        index: int,
+        scheme: Parity,
+        number: int,
     ) -> None:
-        super().__init__(name=f"block-{group.blocks[index]}", daemon=True)
-        assert ledger.parity is not None
-        self.epoch = record.epoch
+        super().__init__(name=f"block-{number}", daemon=True)
+        found = scheme.placement.block(number)
+        assert found is not None, "the number of a block of this plan"
+        record = scheme.record
         self._state = state
-        self._owners = Owners(state, transport, record, group)
+        self._epoch = record.epoch
         self._restored = record.restore.generation
-        self._ledger = ledger
-        self._placement = ledger.parity
-        self._group = group
-        self._index = index
-        self._number = group.blocks[index]
+        self._scheme = scheme
+        self._number = number
+        self._group, self._index = found
+        self._owners = Owners(state, transport, record, self._group)
         self._over = False
         self._wait_seconds = min(_WAIT_SECONDS, state.settings.connect_seconds / 4)
         # Guarded by the vault's lock, as everything below.
@@ -121,7 +84,7 @@ class BlockMaker(threading.Thread):
         self._expected: dict[int, frozenset[str]] = {}  # role -> parts that go into the block
         self._offers: dict[Generation, dict[int, dict[str, tuple[int, int]]]] = {}
         self._sealed_count = 0
-        for role in group.roles:
+        for role in self._group.roles:
             if (known := state.table.layout(role)) is not None:
                 self._learn(known)
 
@@ -131,7 +94,7 @@ class BlockMaker(threading.Thread):
         self._owners.cut()
 
     def _going(self) -> bool:
-        return not self._over and self._state.is_open(self.epoch)
+        return not self._over and self._state.is_open(self._epoch)
 
     # For the threads that serve owners.
 
@@ -170,7 +133,7 @@ class BlockMaker(threading.Thread):
 
     def _learn(self, layout: RoleLayout) -> None:
         self._layouts[layout.role] = layout
-        self._expected[layout.role] = frozenset(self._ledger.coded(layout))
+        self._expected[layout.role] = frozenset(self._scheme.coded(layout))
 
     def _offer(self, role: int, generation: Generation, parts: Parts) -> None:
         self._offers.setdefault(generation, {}).setdefault(role, {}).update(parts)
@@ -289,16 +252,16 @@ class BlockMaker(threading.Thread):
 
     def _make(self, generation: Generation) -> None:
         # Not at the top: most vaults keep no parity and can do without numpy and its threads.
-        from deadpool_megatron.vault.parity.erasure import Coder
+        from deadpool_megatron.vault.schemes.parity_code import Coder
 
         state = self._state
-        coder = Coder(len(self._group.roles), self._placement.parities)
+        coder = Coder(len(self._group.roles), self._scheme.placement.parities)
         if room.own_come_first(state):
             raise _NotYet
         with state.lock:
             if self._absent(generation):  # with another layout than before
                 raise _NotYet
-            layout = self._placement.layout(self._number, self._layouts)
+            layout = self._scheme.placement.layout(self._number, self._layouts)
             offers = self._offers[generation]
             shares = {
                 role: {name: offers[role][name] for name in sorted(self._expected[role])}
@@ -311,14 +274,14 @@ class BlockMaker(threading.Thread):
         # Of the generation that the epoch began with there may be a block that others rely on,
         # though parts are missing which peers held before: it stays until the new one is sealed.
         anew = generation == self._restored
-        slot = state.claim(segment, generation, self.epoch, anew=anew)
+        slot = state.claim(segment, generation, self._epoch, anew=anew)
         if slot is None:
             raise _NotYet
         try:
             names = sorted({name for parts in shares.values() for name in parts})
             room.reserve(state, segment, [MEMBERS, *names], slot, generation)
             for name in (MEMBERS, *names):
-                if not state.open_part(segment, slot, name, self.epoch):
+                if not state.open_part(segment, slot, name, self._epoch):
                     raise _NotYet
             self._fill(coder, segment, slot, shares, names)
         finally:
@@ -344,7 +307,9 @@ class BlockMaker(threading.Thread):
             self._owners.request(role, generation, parts)
         numbers = range(len(self._group.roles))
         wanted = len(numbers) + self._index
-        members = Members(self._group.roles, self._index, self._placement.parities, shares).encode()
+        members = Members(
+            self._group.roles, self._index, self._scheme.placement.parities, shares
+        ).encode()
         segment.data(slot, MEMBERS, len(members))[:] = members
         # First of all, so that a block which counts always says what it is made of.
         sealed = {MEMBERS: (len(members), xxhash.xxh3_64_intdigest(members))}
@@ -366,7 +331,7 @@ class BlockMaker(threading.Thread):
 
         def seal() -> None:
             for name, (nbytes, digest) in parts.items():
-                state.seal_copy(segment, slot, name, nbytes, digest, self.epoch)
+                state.seal_copy(segment, slot, name, nbytes, digest, self._epoch)
 
         with state.changed:
             if not self._going():
@@ -375,3 +340,153 @@ class BlockMaker(threading.Thread):
         state.fail_point_corrupt(
             "vault.received", segment, slot, [name for name in parts if name != MEMBERS]
         )
+
+
+class Owners:
+    """Connections to the vaults of the roles of a group. One thread, but :meth:`cut`.
+
+    Methods raise BlockError, final when asking again is of no use. After one of :meth:`request` or
+    of what came of it bytes are on their way that nobody wants: :meth:`close` puts an end to them.
+    """
+
+    def __init__(
+        self, state: VaultState, transport: Transport, record: EpochRecord, group: ParityGroup
+    ) -> None:
+        self._state = state
+        self._transport = transport
+        self._epoch = record.epoch
+        self.piece_bytes = min(state.settings.chunk_bytes, _MOST_PIECE_BYTES)
+        self._numbers = {role: number for number, role in enumerate(group.roles)}
+        self._sources = {role: Source(record.seats[role].node, role) for role in group.roles}
+        self._channels: dict[int, Channel] = {}
+
+    def cut(self) -> None:
+        """Break all connections, from any thread."""
+        for channel in list(self._channels.values()):
+            channel.shutdown()
+
+    def close(self) -> None:
+        """End all connections. Only for the thread that uses them: a descriptor must not be used
+        again under its feet."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            channel.close()
+
+    def connect(self, role: int) -> None:
+        """Have a connection, so that what follows does not wait for one."""
+        with self._asking(role):
+            pass
+
+    def describe(self, role: int, generation: Generation) -> tuple[RoleLayout | None, Parts]:
+        """What a role consists of, if its vault knows, and what of a generation is there."""
+        with self._asking(role) as channel:
+            asked = {"role": role, "generation": generation.to_list()}
+            channel.send({"t": "describe", **asked})
+            answer = channel.receive()
+            held = {str(name): (int(size), int(sum_)) for name, size, sum_ in answer["parts"]}
+            layout = RoleLayout.from_dict(answer["layout"]) if answer["layout"] else None
+            if (layout and layout.role != role) or any(size < 0 for size, _ in held.values()):
+                raise ValueError("described something else")
+            return layout, held
+
+    def request(self, role: int, generation: Generation, parts: Parts) -> None:
+        """Have parts sent, one after the other, in this order: each when :meth:`arrival` calls for
+        it."""
+        node, source = self._state.node, self._sources[role]
+        with self._asking(role) as channel:
+            found = fetch.ask(
+                channel, node, self._epoch, source, generation, [*parts], protects=True
+            )
+            if found != [*parts.values()]:
+                raise VaultError("holds other bytes than were announced")
+
+    def arrival(
+        self, role: int, generation: Generation, part: str, nbytes: int, expected: int
+    ) -> Arrival:
+        """The next part of those requested, in pieces of ``piece_bytes``."""
+        with self._asking(role) as channel:
+            channel.send({"t": "next"})
+        return _Share(
+            self._state,
+            channel,
+            self._numbers[role],
+            self._sources[role],
+            generation,
+            part,
+            memoryview(bytearray(min(nbytes, self.piece_bytes))),
+            nbytes,
+            expected,
+        )
+
+    def finish(self, role: int) -> None:
+        """All that was requested has come, and its owner has counted it."""
+        with self._asking(role) as channel:
+            if (kind := channel.receive()["t"]) != "end":
+                raise ValueError(f"{kind!r} instead of the end")
+
+    @contextlib.contextmanager
+    def _asking(self, role: int) -> Iterator[Channel]:
+        source = self._sources[role]
+        try:
+            yield self._channel(source)
+        except VaultError as error:
+            raise BlockError(self._numbers[role], source, str(error), final=True) from error
+        except fetch.UNREACHABLE as error:
+            why = f"{type(error).__name__}: {error}"
+            raise BlockError(self._numbers[role], source, why) from error
+
+    def _channel(self, source: Source) -> Channel:
+        channel = self._channels.get(source.role)
+        if channel is None:
+            address = self._state.address(source.node)
+            if address is None:
+                raise ConnectionError("not a live node")
+            channel = self._transport.connect(source.node, address.host, address.vault_port)
+            self._channels[source.role] = channel
+            if not self._state.is_open(self._epoch):
+                raise ConnectionError("the epoch was closed while connecting")
+            channel.give_way(self._state.settings.dscp)
+        return channel
+
+
+class _Share(Arrival):
+    """Read by the thread that makes the block, from the connection to its owner's vault."""
+
+    def __init__(
+        self,
+        state: VaultState,
+        channel: Channel,
+        number: int,
+        source: Source,
+        generation: Generation,
+        part: str,
+        buffer: memoryview,
+        nbytes: int,
+        expected: int,
+    ) -> None:
+        super().__init__(state, number, source, generation, part)
+        self._channel = channel
+        self._buffer = buffer
+        self._left_bytes = nbytes
+        self._expected = expected
+        self._digest = xxhash.xxh3_64()
+
+    def take(self, count: int) -> memoryview:
+        piece = self._buffer[: min(count, self._left_bytes)]
+        if not piece:
+            return piece
+        try:
+            self._channel.receive_bulk(piece, self._digest.update)
+        except fetch.UNREACHABLE as error:
+            raise self._translated(error) from error
+        self._left_bytes -= len(piece)
+        self._state.reports.counters["bytes combined"] += len(piece)
+        role, iteration = self._source.role, self._generation.iteration
+        failpoints.hit("vault.combine", role=role, iteration=iteration, part=self._part)
+        return piece
+
+    def give_back(self) -> None:
+        """The same buffer takes the next piece."""
+
+    def finish(self) -> None:
+        self._check(self._digest.intdigest(), self._expected, f"from node {self._source.node}")

@@ -12,8 +12,8 @@ import zfec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.vault.parity import erasure
-from deadpool_megatron.vault.parity.erasure import Coder
+from deadpool_megatron.vault.schemes import parity_code as erasure
+from deadpool_megatron.vault.schemes.parity_code import Coder
 
 
 def encode(coder: Coder, blocks: list[bytes], chunk: int, chance: random.Random) -> list[bytearray]:

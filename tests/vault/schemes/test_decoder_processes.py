@@ -12,8 +12,8 @@ from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
 from tests.vault.harness import Cluster, Member, cluster, wait_until
-from tests.vault.parity.coded import GENERATION, CodedGroup
-from tests.vault.parity.decoding import plan, seats_of
+from tests.vault.schemes.coded import GENERATION, CodedGroup
+from tests.vault.schemes.decoding import plan, seats_of
 
 
 def begin_processes(

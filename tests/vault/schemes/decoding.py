@@ -16,7 +16,7 @@ from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.harness import record_of
-from tests.vault.parity.coded import EXTRAS, GENERATION, CodedGroup, seal
+from tests.vault.schemes.coded import EXTRAS, GENERATION, CodedGroup, seal
 
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)
 

@@ -30,8 +30,8 @@ from deadpool_megatron.vault.shm.names import copy_name, dump_name
 from deadpool_megatron.vault.shm.segment import Segment
 from tests.common.threads import short_of_threads
 from tests.vault.harness import wait_until
-from tests.vault.parity.coded import GENERATION, CodedGroup, flip
-from tests.vault.parity.decoding import SETTINGS, Vaults, plan, seats_of
+from tests.vault.schemes.coded import GENERATION, CodedGroup, flip
+from tests.vault.schemes.decoding import SETTINGS, Vaults, plan, seats_of
 
 Begin = Callable[..., Vaults]
 

@@ -33,15 +33,16 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Flow, Traffic
 from deadpool_megatron.vault.errors import Refused
-from deadpool_megatron.vault.parity import erasure
-from deadpool_megatron.vault.parity.maker import BlockMaker, Makers
+from deadpool_megatron.vault.schemes import parity_code as erasure
+from deadpool_megatron.vault.schemes.parity import Parity
+from deadpool_megatron.vault.schemes.parity_maker import BlockMaker
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
 from tests.common.threads import short_of_threads
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of, wait_until
-from tests.vault.parity.coded import GENERATION, CodedGroup, seal
+from tests.vault.schemes.coded import GENERATION, CodedGroup, seal
 
 SETTINGS = Settings(connect_seconds=0.8, chunk_bytes=4096)
 OLDER, NEWER = Generation(1, 2), Generation(1, 4)
@@ -75,7 +76,6 @@ class Makings:
             (directory / f"node{node}").mkdir()
             self.states[node] = self._state(node)
         self.state = self.states[self.holder]
-        self.makers = Makers(self.state, self.transports[self.holder])
 
     def _state(self, node: int) -> VaultState:
         return VaultState(node, self.directory / f"node{node}", SETTINGS, self.events.append)
@@ -126,8 +126,9 @@ class Makings:
         """The answer to it."""
         number, parts = block or self.block, self.offer(role) if parts is None else parts
         try:
-            maker = self.makers.of(number, role, epoch)
-            maker.announced(self.layouts[role], generation, parts)
+            transport, layout = self.transports[self.holder], self.layouts[role]
+            scheme = self.state.scheme(epoch)
+            scheme.announced(self.state, transport, number, layout, generation, parts)
         except Refused as refused:
             return str(refused)
         return "sealed"
@@ -146,10 +147,9 @@ class Makings:
 
     def maker(self, record: EpochRecord) -> BlockMaker:
         """One whose thread is the caller's, and to which all have announced GENERATION."""
-        ledger, transport = self.state.ledger, self.transports[self.holder]
-        assert ledger is not None
-        group = ParityPlacement.of_record(record).groups[0]
-        maker = BlockMaker(self.state, transport, record, ledger, group, self.number)
+        scheme, transport = Parity(record), self.transports[self.holder]
+        block = scheme.placement.groups[0].blocks[self.number]
+        maker = BlockMaker(self.state, transport, scheme, block)
         for role, layout in self.layouts.items():
             maker._learn(layout)
             wanted = {n: one for n, one in self.offer(role).items() if n in maker._expected[role]}
@@ -171,7 +171,8 @@ class Makings:
     def stop(self) -> None:
         for state in self.states.values():
             state.close(9)
-        self.makers.cut()
+        if self.state.ledger is not None:
+            self.state.ledger.scheme.cut()
         for server in self.servers:
             server.stop()
         for transport in self.transports:
@@ -297,7 +298,7 @@ def test_a_slot_that_is_given_away_while_its_list_is_read_offends_nobody(
         place.view[:] = bytes(len(place.view))
         return found
 
-    monkeypatch.setattr("deadpool_megatron.vault.parity.maker.checksum", overtaken)
+    monkeypatch.setattr("deadpool_megatron.vault.schemes.parity_maker.checksum", overtaken)
     assert making.announce(0) == "sealed", "it was when it was read"
 
 
@@ -516,7 +517,7 @@ def test_a_vault_that_dies_between_two_blocks_has_one_of_them(
     class Killed(Exception):
         pass
 
-    done = []
+    done: list[str] = []
 
     def seal_part(segment: Segment, slot: int, name: str, *rest: object) -> None:
         if len(done) == sealed:

@@ -1,7 +1,7 @@
-"""Keeping a role's sealed parts a second time in the memory of their own node (REFT's ARC).
+"""Generations that stay on their own node: once, or twice in its memory (REFT's SMP and ARC).
 
-A damaged slot of a process that has died is then repaired without the network: a restore looks at
-every place of a part on its node, and takes the first one whose checksum matches.
+Kept twice, a damaged slot of a process that has died is repaired without the network: a restore
+looks at every place of a part on its node, and takes the first one whose checksum matches.
 
 The second copies lie in ``copy-<role>.seg`` of the own node, on another NUMA node where there are
 several. They are owed and acknowledged like the copy of a buddy, so a generation is committed when
@@ -10,26 +10,51 @@ it is there twice. What a role restores from its second copy comes into its own 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 from deadpool_megatron import failpoints
+from deadpool_megatron.layout.part_kinds import PartKind, kind_of
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.sender import Sender, Work
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.replicate import Sender, Work
+from deadpool_megatron.vault.schemes.base import Scheme, Target
 from deadpool_megatron.vault.shm.affinity import memory_near, other_memory_node
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import WireError
 
 
+class Local(Scheme):
+    """Nothing is owed to anybody."""
+
+    def _ways(
+        self, layout: RoleLayout, kind: PartKind
+    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+        return ()
+
+
+class LocalTwice(Scheme):
+    """All is owed to the own node once more, whatever peers hold: to be there without a network."""
+
+    def _ways(
+        self, layout: RoleLayout, kind: PartKind
+    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+        names = [one.name for one in layout.parts if kind_of(one.name) in (kind, PartKind.EXTRAS)]
+        return [([Target(self._seats[layout.role])], names)]
+
+    def sender(
+        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
+    ) -> Sender:
+        return Doubler(state, transport, layout, target, self.record.epoch)
+
+
 class Doubler(Sender):
     """Thread that doubles one role's generations of one epoch; it never connects to anybody."""
 
-    def __init__(
-        self, state: VaultState, transport: Transport, layout: RoleLayout, epoch: int
-    ) -> None:
-        super().__init__(state, transport, layout, state.node, epoch, "double")
+    verb = "double"
 
     def _bring(self, work: Work) -> bool:
         """True when all parts are there twice; False to try again after a pause."""

@@ -1,6 +1,6 @@
 """Computing a part that nobody holds whole from k coded blocks of other vaults, or of a dump.
 
-Making a parity block (parity/maker.py) is the same thing: :func:`combine` computes any block.
+Making a parity block (:mod:`.parity_maker`) is the same thing: :func:`combine` computes any block.
 
 The blocks arrive at once, a thread and a connection for each, in pieces; each round of pieces is
 decoded straight into the slot while the next one arrives, so the memory needed is that of 2k pieces
@@ -29,12 +29,12 @@ from deadpool_megatron.layout.places.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.parity.blocks import Arrival, Block, BlockError, Supplier
+from deadpool_megatron.vault.schemes.parity_blocks import Arrival, Block, BlockError, Supplier
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 
 if TYPE_CHECKING:
-    from deadpool_megatron.vault.parity.erasure import Coder
+    from deadpool_megatron.vault.schemes.parity_code import Coder
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
@@ -50,7 +50,7 @@ def load_code(parities: int) -> None:
     """Import what decoding needs while nothing is lost: later it would be a part of the recovery,
     of seconds where Python lies on a slow file system. Without the package decoding says so."""
     with contextlib.suppress(ModuleNotFoundError):
-        from deadpool_megatron.vault.parity.erasure import Coder
+        from deadpool_megatron.vault.schemes.parity_code import Coder
 
         Coder(1, max(1, parities))
 
@@ -189,7 +189,7 @@ class Decoder:
         Raises RestoreUnavailable, or VaultError when there is no room or the epoch was closed.
         """
         # Not at the top: where nothing is coded a vault can do without numpy and its threads.
-        from deadpool_megatron.vault.parity.erasure import Coder
+        from deadpool_megatron.vault.schemes.parity_code import Coder
 
         try:
             coder = Coder(len(decoding.group), decoding.parities)

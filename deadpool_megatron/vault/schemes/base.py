@@ -1,0 +1,176 @@
+"""The scheme of an epoch: what has to be where before a generation counts.
+
+One object per epoch and vault, made of the record's protection; a file of another scheme is not
+even imported. It is asked who is owed what (the commit rule, and whoever has it sent there), told
+of what is about to be sealed, and asked what may be given back.
+
+Where a part of a restored generation comes from is not asked here, for it does not depend on the
+plan of the new epoch: blocks and steps that were kept under the one before stand in the record's
+recipes, and in the files of a dump (:mod:`deadpool_megatron.vault.role.restore`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deadpool_megatron.layout.part_kinds import PartKind, kind_of
+from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
+from deadpool_megatron.layout.schemes import Kind
+from deadpool_megatron.vault.errors import Refusal, Refused
+from deadpool_megatron.vault.shm.segment import Segment
+
+if TYPE_CHECKING:
+    from deadpool_megatron.vault.core.state import VaultState
+    from deadpool_megatron.vault.net.transport import Transport
+    from deadpool_megatron.vault.replicate import Sender
+    from deadpool_megatron.vault.shm.table import SealedSlot
+
+# Name -> (bytes, checksum).
+Parts = Mapping[str, tuple[int, int]]
+
+
+class Target(NamedTuple):
+    """Who is owed parts of a role: a node that keeps a copy of them, or the holder of the parity
+    role ``block``, which they are combined into."""
+
+    node: int
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class Owed:
+    """``names``: the parts that each target must have. ``is_short``: fewer nodes are left for some
+    of them than are wanted."""
+
+    names: Mapping[Target, frozenset[str]]
+    is_short: bool
+
+
+class Scheme(ABC):
+    """See the module text. Not thread-safe: the vault's lock guards it."""
+
+    def __init__(self, record: EpochRecord) -> None:
+        self.record = record
+        self._seats = {role: seat.node for role, seat in record.seats.items()}
+        self._domains = {node: address.domain for node, address in record.nodes.items()}
+        self._owed: dict[tuple[int, PartKind], Owed] = {}
+
+    @abstractmethod
+    def _ways(
+        self, layout: RoleLayout, kind: PartKind
+    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+        """Groups of targets with the parts that each of a group is owed. Of ``kind`` and extras
+        only: shard parts, or the steps to them."""
+
+    def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
+        """What of a generation of a role has to be elsewhere before it counts."""
+        return self._reckoned(layout, PartKind.SHARD)
+
+    def keeps(self, layout: RoleLayout, node: int) -> Collection[str]:
+        """Parts that ``node`` goes on receiving into the segment of this layout."""
+        if layout.role not in self._seats:
+            return ()
+        owed = self._reckoned(layout, PartKind.SHARD).names
+        return {name for target, names in owed.items() if target.node == node for name in names}
+
+    def elsewhere(self, layout: RoleLayout) -> list[str]:
+        """Shard parts that reach no other node, as peers hold the same bytes."""
+        return [
+            part.name
+            for part in layout.parts
+            if part.name in layout.shard_parts and self._covered(layout, part.replicas)
+        ]
+
+    def sealing(  # noqa: B027  most add nothing
+        self, segment: Segment, slot: int, digests: dict[str, int]
+    ) -> None:
+        """Own parts with these checksums are about to be sealed; others may be added to them."""
+
+    def sender(
+        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
+    ) -> Sender:
+        """The thread that brings a target what it is owed."""
+        from deadpool_megatron.vault.replicate import Shipper  # which asks the state, which asks us
+
+        return Shipper(state, transport, layout, target, self.record.epoch)
+
+    def lacks_base(self, slots: Iterable[SealedSlot], follows: Any, names: Collection[str]) -> bool:
+        """True when ``slots``, those of a role here, do not hold what offered parts begin from;
+        ``follows``: what is said of that."""
+        return False
+
+    def announced(
+        self,
+        state: VaultState,
+        transport: Transport,
+        block: int,
+        layout: RoleLayout,
+        generation: Generation,
+        parts: Parts,
+    ) -> None:
+        """A role has sealed parts for a block that is made here; returns when it is sealed, too.
+        Raises Refused. The vault's lock is not held."""
+        raise Refused(Refusal.WRONG_BLOCK)
+
+    def cut(self) -> None:  # noqa: B027  most have nothing that goes on
+        """The epoch is over: what goes on by itself ends."""
+
+    def _covered(self, layout: RoleLayout, replicas: tuple[int, ...]) -> bool:
+        return is_covered(replicas, layout.role, self._seats, self._domains, self.record.replicas)
+
+    def _reckoned(self, layout: RoleLayout, kind: PartKind) -> Owed:
+        found = self._owed.get((layout.role, kind))
+        if found is None:
+            ways = [(targets, frozenset(names)) for targets, names in self._ways(layout, kind)]
+            found = self._owed[layout.role, kind] = Owed(
+                {target: names for targets, names in ways if names for target in targets},
+                any(names and len(targets) < self.record.replicas for targets, names in ways),
+            )
+        return found
+
+
+class Copies(Scheme):
+    """Copies of all that an iteration changes, but of what enough peers hold anyway."""
+
+    def __init__(self, record: EpochRecord) -> None:
+        super().__init__(record)
+        self._placement = CopyPlacement.of_record(record)
+
+    def _ways(
+        self, layout: RoleLayout, kind: PartKind
+    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+        return [(self._buddies(layout), self._uncovered(layout, kind, PartKind.EXTRAS))]
+
+    def _buddies(self, layout: RoleLayout) -> list[Target]:
+        return [Target(node) for node in self._placement.buddies(layout.role, layout.peers)]
+
+    def _uncovered(self, layout: RoleLayout, *kinds: PartKind) -> list[str]:
+        return [
+            part.name
+            for part in layout.parts
+            if kind_of(part.name) in kinds and not self._covered(layout, part.replicas)
+        ]
+
+
+def scheme_of(record: EpochRecord, rehearsed: Collection[int]) -> Scheme:
+    """The scheme that a record asks for. ``rehearsed``: roles whose members have shown that a
+    replay gives the very bytes of an update, now and whenever it is looked at."""
+    match record.protection.kind:
+        case Kind.PARITY:
+            from deadpool_megatron.vault.schemes.parity import Parity
+
+            return Parity(record)
+        case Kind.RECOMPUTE:
+            from deadpool_megatron.vault.schemes.recompute import Recompute
+
+            return Recompute(record, rehearsed)
+        case Kind.LOCAL | Kind.LOCAL_TWICE:
+            from deadpool_megatron.vault.schemes.local import Local, LocalTwice
+
+            is_twice = record.protection.kind is Kind.LOCAL_TWICE
+            return LocalTwice(record) if is_twice else Local(record)
+    return Copies(record)

@@ -1,0 +1,155 @@
+"""Recompute: generations travel whole now and then, as steps in between (layout.replaying).
+
+A generation travels as a step if the one before it was made in this epoch (or was restored by it),
+the last whole one is less than ``full_every`` back, the member's rehearsal has shown that a replay
+gives the very bytes, and the member has kept the step. Everything else travels whole; so does a
+generation whose step the buddy cannot use. Nothing is remembered that matters: a vault that was
+restarted begins with a whole generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, PartKind, shard_of
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
+from deadpool_megatron.layout.replaying import chain, pack_sums, unpack_sums
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.replicate import Sender, Shipper
+from deadpool_megatron.vault.schemes.base import Copies, Owed, Target
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.shm.table import Place, SealedSlot
+
+
+@dataclass
+class _Way:
+    """How far a role has come; ``steps``: generation -> the one that it follows."""
+
+    base: Generation
+    newest: Generation
+    steps: dict[Generation, Generation] = field(default_factory=dict)
+
+
+class Recompute(Copies):
+    """What an epoch restores from memory is the base of every role's chain."""
+
+    def __init__(self, record: EpochRecord, rehearsed: Collection[int]) -> None:
+        super().__init__(record)
+        self._rehearsed = rehearsed
+        self._chains: dict[int, _Way] = {}
+        if record.restore.kind in ("memory", "dump"):
+            restored = record.restore.generation
+            self._chains = {role: _Way(restored, restored) for role in record.seats}
+
+    def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
+        is_step = self.follows(layout.role, generation) is not None
+        return self._reckoned(layout, PartKind.STEP if is_step else PartKind.SHARD)
+
+    def sealing(self, segment: Segment, slot: int, digests: dict[str, int]) -> None:
+        """Beside a step that a member has kept: what the shard parts have become by it."""
+        layout, generation = segment.layout, segment.generation(slot)
+        if not set(digests) >= set(layout.shard_parts):
+            return  # extras that were appended
+        has_step = UPDATE_PART in digests and segment.entry(slot, UPDATE_PART).nbytes > 0
+        if UPDATE_PART in digests and generation != self.record.restore.generation:
+            _write_sums(segment, slot, digests, self.record.epoch)
+        self.decide(layout, generation, has_step)
+
+    def sender(
+        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
+    ) -> Sender:
+        return StepShipper(state, transport, layout, target, self.record.epoch, self)
+
+    def lacks_base(self, slots: Iterable[SealedSlot], follows: Any, names: Collection[str]) -> bool:
+        shards = [shard for name in names if (shard := shard_of(name)) is not None]
+        if not shards or follows is None:
+            return bool(shards)
+        held: dict[Generation, set[str]] = {}
+        for slot in slots:
+            held.setdefault(slot.generation, set()).update(slot.parts)
+        before = Generation.from_list(follows)
+        return not all(chain(held, before, shard) for shard in shards)
+
+    def decide(self, layout: RoleLayout, generation: Generation, has_step: bool) -> None:
+        """How a new generation travels; ``has_step``: the member has kept what led to it."""
+        way = self._chains.get(layout.role)
+        if way is None:
+            self._chains[layout.role] = _Way(generation, generation)
+            return
+        oldest = generation.iteration - layout.slots  # no older one is tracked any more
+        way.steps = {g: f for g, f in way.steps.items() if g.iteration > oldest}
+        if (
+            has_step
+            and layout.role in self._rehearsed
+            and way.newest.iteration == generation.iteration - 1
+            and generation.iteration - way.base.iteration < self.record.protection.scheme.full_every
+        ):
+            way.steps[generation] = way.newest
+        else:
+            way.base = generation
+        way.newest = generation
+
+    def follows(self, role: int, generation: Generation) -> Generation | None:
+        """The generation that a step leads from; None for one that travels whole."""
+        way = self._chains.get(role)
+        return None if way is None else way.steps.get(generation)
+
+    def make_whole(self, role: int, generation: Generation) -> None:
+        """A buddy lacks what the step of ``generation`` leads from."""
+        way = self._chains.get(role)
+        if way is not None and way.steps.pop(generation, None) is not None:
+            way.base = max(way.base, generation)
+
+
+class StepShipper(Shipper):
+    """Tells a buddy what a step begins from, and sends a whole copy where it lacks that."""
+
+    def __init__(
+        self,
+        state: VaultState,
+        transport: Transport,
+        layout: RoleLayout,
+        target: Target,
+        epoch: int,
+        scheme: Recompute,
+    ) -> None:
+        super().__init__(state, transport, layout, target, epoch)
+        self._scheme = scheme
+
+    def _follows(self, generation: Generation) -> Generation | None:
+        with self._state.lock:
+            return self._scheme.follows(self._layout.role, generation)
+
+    def _make_whole(self, generation: Generation) -> None:
+        with self._state.changed:
+            self._scheme.make_whole(self._layout.role, generation)
+            self._state.changed.notify_all()
+
+
+def replayed_otherwise(
+    segment: Segment, slot: int, digests: dict[str, int], sums: Place
+) -> list[str]:
+    """Shard parts that a member has recomputed, and that are not what the owner had by ``sums``.
+    They are given up. The member has compared before; nothing is sealed on its word alone (rule 4).
+    """
+    had, shards = unpack_sums(sums.view), segment.layout.shard_parts
+    wrong = [
+        name for name in shards if name in digests and had.get(name, (0, -1))[1] != digests[name]
+    ]
+    for name in wrong:
+        segment.invalidate_part(slot, name, PartState.BAD)
+    return wrong
+
+
+def _write_sums(segment: Segment, slot: int, digests: dict[str, int], epoch: int) -> None:
+    """``digests``: checksums of what is about to be sealed; that of the sums is added."""
+    shards = segment.layout.shard_parts
+    sums = {name: (segment.entry(slot, name).nbytes, digests[name]) for name in shards}
+    payload = pack_sums(sums)
+    view = segment.data(slot, SUMS_PART, len(payload))
+    view[:] = payload
+    segment.fill_part(slot, SUMS_PART, len(payload), epoch)
+    digests[SUMS_PART] = checksum(view)
