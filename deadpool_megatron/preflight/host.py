@@ -17,7 +17,7 @@ import deadpool_megatron
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.preflight.gpus import visible_gpus
-from deadpool_megatron.vault.memory.limits import cgroup_memory, memlock_bytes
+from deadpool_megatron.vault.memory import cgroup_memory, memlock_bytes
 from deadpool_megatron.vault.net.interface import interface_of
 
 _SHM = Path("/dev/shm")

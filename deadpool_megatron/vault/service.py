@@ -41,8 +41,7 @@ from deadpool_megatron.vault.net.transport import Transport
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.server import Server
-from deadpool_megatron.vault.shm.names import parse_name
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.segment import Segment, parse_name
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)

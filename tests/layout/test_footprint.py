@@ -18,10 +18,8 @@ from deadpool_megatron.layout.reckoning.footprint import (
 )
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.replaying import generations_kept, step_parts
-from deadpool_megatron.vault.memory.budget import allocated_bytes
-from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.names import copy_name, steps_name
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.memory import allocated_bytes
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, segment_bytes, steps_name
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
 

@@ -32,8 +32,7 @@ from deadpool_megatron.persist import frozen_file, frozen_folder
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held
-from deadpool_megatron.vault.shm.names import copy_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from tests.persist.harness.exported import exported, saved_at
 
 

@@ -25,7 +25,7 @@ from deadpool_megatron.planning.traffic import (
     timing,
 )
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.memory.needs import node_needs
+from deadpool_megatron.vault.memory import node_needs
 from tests.planning.plans import make
 
 SHARD = 12 * 10**10 // 16  # 16 roles, two on each of 8 nodes

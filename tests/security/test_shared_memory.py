@@ -11,8 +11,7 @@ from deadpool_megatron.cluster.run_directory import cleanup, directory, slots
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.ownership import OwnershipError
-from deadpool_megatron.vault.shm.names import copy_name
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.segment import Segment, copy_name
 from tests.security.test_clean import RUN, make_run
 from tests.security.users import ATTACKER, VICTIM, as_user, needs_root
 

@@ -14,8 +14,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net.links import listening_at
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment
+from deadpool_megatron.vault.shm.segment import PartState, Segment, copy_name, own_name
 from tests.vault.harness import (
     Member,
     cluster,

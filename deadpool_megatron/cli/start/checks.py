@@ -41,7 +41,7 @@ from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
 from deadpool_megatron.preflight.host import available_memory
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.memory.limits import cgroup_memory
+from deadpool_megatron.vault.memory import cgroup_memory
 from deadpool_megatron.vault.shm.affinity import choose_cpus
 
 _MIB = 1 << 20

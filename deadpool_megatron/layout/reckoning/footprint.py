@@ -15,7 +15,7 @@ from deadpool_megatron.layout.replaying import generations_kept
 
 # Of the host; 64 KB on many of aarch64.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-# Of a slot's header: eight words, and four for each part (vault/shm/geometry.py).
+# Of a slot's header: eight words, and four for each part (vault/shm/segment.py).
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 32
 # Of the description in JSON: keys and hashes, each part without its name, each role number.

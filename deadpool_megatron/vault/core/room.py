@@ -24,9 +24,8 @@ from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, VaultError
-from deadpool_megatron.vault.shm.names import own_name, steps_name
 from deadpool_megatron.vault.shm.own_slots import make_own
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name, steps_name
 
 
 def ensure_own(

@@ -29,11 +29,10 @@ from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.reports import Reports
 from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
-from deadpool_megatron.vault.memory.budget import Budget
+from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.schemes.base import Scheme, Target, scheme_of
-from deadpool_megatron.vault.shm.names import copy_name, steps_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
 from deadpool_megatron.vault.shm.table import Place, Table
 
 

@@ -19,9 +19,8 @@ from deadpool_megatron.layout.records import BadPart, Generation, RoleLayout
 from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
-from deadpool_megatron.vault.memory.limits import free_bytes
-from deadpool_megatron.vault.shm.names import dump_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
+from deadpool_megatron.vault.memory import free_bytes
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, dump_name
 from deadpool_megatron.vault.shm.table import Place, Table
 
 log = logging.getLogger(__name__)

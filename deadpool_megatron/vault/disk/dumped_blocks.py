@@ -11,8 +11,7 @@ from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.dump_contents import holds
 from deadpool_megatron.vault.errors import SegmentError, is_shortage
 from deadpool_megatron.vault.schemes.parity_blocks import FileSupply, Supplier
-from deadpool_megatron.vault.shm.names import dump_name, parse_name
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.segment import Segment, dump_name, parse_name
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.shm.names import parse_name
-from deadpool_megatron.vault.shm.segment import Segment, SlotState
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, parse_name
 from deadpool_megatron.vault.shm.table import Table
 
 

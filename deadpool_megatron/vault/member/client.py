@@ -23,10 +23,9 @@ from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Code, Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import PartsWriter, RestoredParts, SlotWriter
 from deadpool_megatron.vault.member.slot_choice import free_slot, slot_of
-from deadpool_megatron.vault.memory.budget import Budget
-from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.shm.own_slots import park, unpark
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
 from deadpool_megatron.wire import framing
 
 __all__ = ["GateAnswer", "RestoredParts", "SlotWriter", "VaultClient"]

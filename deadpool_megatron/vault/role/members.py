@@ -14,7 +14,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Code, Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.worker import RoleWorker
-from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import WireError
 

@@ -20,8 +20,7 @@ from deadpool_megatron.vault.errors import Refused, VaultError
 from deadpool_megatron.vault.net.transport import Transport
 from deadpool_megatron.vault.replicate import Sender
 from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.shm.barriers import settle
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, settle
 from deadpool_megatron.vault.shm.table import Place
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from deadpool_megatron.layout.records import RoleLayout, Seat
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.memory.budget import Budget
+from deadpool_megatron.vault.memory import Budget
 from deadpool_megatron.vault.shm.affinity import memory_near
-from deadpool_megatron.vault.shm.geometry import read_description
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.segment import Segment, read_description
 
 
 def park(

@@ -1,7 +1,8 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
-File: words, the description and the slots (:mod:`.geometry`): as many
-as the layout says, but more where steps are kept (layout.replaying).
+File: words, the description (JSON: layout, seat, slots, page size), then the slots, as many as the
+layout says, but more where steps are kept (layout.replaying). Everything that gets memory, or is
+locked in it, begins and ends with a page of the host that made the file.
 Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
 offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault,
 which puts restored parts there while that member waits for them; ``copy-*`` and ``steps-*`` files
@@ -23,8 +24,13 @@ FROZEN is a count of changes, so that the member sees a freeze that is over by t
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import mmap
 import os
+import platform
+import re
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,26 +40,19 @@ import xxhash
 
 from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.memory.budget import BLOCK_BYTES, Budget
-from deadpool_megatron.vault.shm.geometry import (
-    ENTRIES,
-    ENTRY_WORDS,
-    FIRST_BYTES,
-    MAGIC,
-    W_CHECKSUM,
-    W_FROZEN,
-    W_LENGTH,
-    W_MAGIC,
-    Geometry,
-    read_description,
-)
-from deadpool_megatron.vault.shm.names import parse_name
+from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
+from deadpool_megatron.vault.memory import BLOCK_BYTES, Budget
 
-# Words of a slot header, then entries of four words each.
+MAGIC = 0x3230_4745_5350_4D44  # "DMPSEG02", little endian
+FIRST_BYTES = 4096  # of the file, whatever a page is: the words below; then the description
+W_MAGIC, W_FROZEN, W_LENGTH, W_CHECKSUM = range(4)
+# Of a slot header, in words of 8 bytes: eight, then entries of four each.
+ENTRIES = 8
+ENTRY_WORDS = 4
 _W_STATE, _W_LINEAGE, _W_ITERATION, _W_EPOCH = range(4)
 _E_STATE, _E_NBYTES, _E_CHECKSUM, _E_EPOCH = range(4)
 _HASH_BYTES = 16 << 20
+_NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|(?:copy|steps)-(\d+)|dump-(\d+)-\d+)\.seg")
 
 
 class SlotState(IntEnum):
@@ -455,3 +454,119 @@ class Segment:
     def _store(self, words: memoryview, index: int, value: int) -> None:
         """The only place where a word of a live segment changes (tests cut off after any)."""
         words[index] = value
+
+
+class Geometry:
+    """Derived from the description alone."""
+
+    def __init__(
+        self, layout: RoleLayout, seat: Seat | None, slots: int, page_bytes: int = PAGE_BYTES
+    ) -> None:
+        described = {
+            "layout": layout.to_dict(),
+            "seat": seat.to_list() if seat else None,
+            "slots": slots,
+            "page_bytes": page_bytes,
+        }
+        self.slots = slots
+        self.page_bytes = page_bytes
+        self.description = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
+        self.first = self.pages(FIRST_BYTES + len(self.description))
+        self.header = self.pages(8 * (ENTRIES + ENTRY_WORDS * len(layout.parts)))
+        self.offsets: dict[str, int] = {}
+        self.stride = self.header
+        for part in layout.parts:
+            self.offsets[part.name] = self.stride
+            self.stride += self.pages(part.nbytes)
+        self.nbytes = self.first + self.stride * slots
+
+    def is_laid_out_as(self, other: Geometry) -> bool:
+        """Whether the same parts lie in the same places."""
+        return (self.first, self.stride, self.offsets) == (other.first, other.stride, other.offsets)
+
+    def pages(self, nbytes: int) -> int:
+        """Bytes of the whole pages that so many bytes take."""
+        return -(-nbytes // self.page_bytes) * self.page_bytes
+
+
+def segment_bytes(layout: RoleLayout) -> int:
+    """Memory of an own segment with all its slots, headers included."""
+    return Geometry(layout, None, layout.slots).nbytes
+
+
+def is_torn(path: Path) -> bool:
+    """True for a file that no version has finished: the magic is written last, and never zero."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(8).ljust(8, b"\0"), "little") == 0
+
+
+def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayout, Geometry]:
+    """What an open segment file says of itself. Raises SegmentError, DamagedSegment for one whose
+    bytes are not those that were written."""
+    words = memoryview(os.pread(file, FIRST_BYTES, 0).ljust(FIRST_BYTES, b"\0")).cast("Q")
+    length = min(words[W_LENGTH], 64 << 20)
+    text = os.pread(file, length, FIRST_BYTES)
+    if words[W_MAGIC] != MAGIC:
+        raise SegmentError(f"{path} is no segment of this version")
+    if (digest := xxhash.xxh3_64_intdigest(text)) != words[W_CHECKSUM]:
+        why = f"{path} is not a whole segment: its description is damaged"
+        raise DamagedSegment(why, words[W_CHECKSUM], digest)
+    try:
+        described = json.loads(text)
+        layout = RoleLayout.from_dict(described["layout"])
+        pages = int(described["page_bytes"])
+        return layout, Geometry(layout, seat, int(described["slots"]), pages)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SegmentError(f"{path}: description not understood: {error}") from error
+
+
+def own_name(role: int, seat: Seat) -> str:
+    """File name of the segment that one member incarnation writes."""
+    return f"own-{role}-{seat.node}.{seat.slot}.{seat.incarnation}.seg"
+
+
+def copy_name(role: int) -> str:
+    """File name of the segment in which a vault keeps copies of a role that is seated elsewhere, or
+    the one that a role which is seated here is recomputed from."""
+    return f"copy-{role}.seg"
+
+
+def steps_name(role: int) -> str:
+    """File name of the segment in which a vault keeps the steps that lead on from these copies."""
+    return f"steps-{role}.seg"
+
+
+def dump_name(role: int, node: int) -> str:
+    """File name of what the vault of ``node`` dumped of a role."""
+    return f"dump-{role}-{node}.seg"
+
+
+def parse_name(name: str) -> tuple[int, Seat | None]:
+    """``(role, seat)``; no seat for a copy. Raises SegmentError for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise SegmentError(f"{name!r} is not the name of a segment")
+    if match[1] is None:
+        return int(match[5] or match[6]), None
+    return int(match[1]), Seat(int(match[2]), int(match[3]), int(match[4]))
+
+
+def fence() -> None:
+    """Make every running thread of the host pass a full memory barrier; about 10 ms.
+
+    Where the system call is missing, a pause far longer than any store buffer takes to drain.
+    """
+    number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
+    global_barrier = 1
+    if number is None or ctypes.CDLL(None).syscall(number, global_barrier, 0, 0) != 0:
+        time.sleep(0.01)
+
+
+def settle() -> None:
+    """Before reading bytes that a live member has just declared FILLED.
+
+    x86 shows the stores of one processor in their order. Elsewhere the state word of a slot could
+    be seen before the bytes, when it is seen before the member's message about it has arrived.
+    """
+    if platform.machine() != "x86_64":
+        fence()

@@ -20,11 +20,17 @@ from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.records import Generation, Holding, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
-from deadpool_megatron.vault.memory.budget import Budget
-from deadpool_megatron.vault.shm.barriers import fence
-from deadpool_megatron.vault.shm.geometry import is_torn
-from deadpool_megatron.vault.shm.names import own_name, parse_name
-from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState
+from deadpool_megatron.vault.memory import Budget
+from deadpool_megatron.vault.shm.segment import (
+    PartEntry,
+    PartState,
+    Segment,
+    SlotState,
+    fence,
+    is_torn,
+    own_name,
+    parse_name,
+)
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ import xxhash
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.shm.barriers import fence
-from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState
+from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState, fence
 
 _PIECE_BYTES = 16 << 20
 

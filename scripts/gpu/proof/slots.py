@@ -21,8 +21,7 @@ class Slot:
         from deadpool_megatron.layout.records import Generation, Seat
         from deadpool_megatron.platform import select_platform
         from deadpool_megatron.state.packing import Part
-        from deadpool_megatron.vault.shm.names import own_name
-        from deadpool_megatron.vault.shm.segment import Segment, checksum
+        from deadpool_megatron.vault.shm.segment import Segment, checksum, own_name
 
         self._generation, self._checksum = Generation(1, 1), checksum
         self.platform, self._part = select_platform(), Part("shard", tensors, (0,))

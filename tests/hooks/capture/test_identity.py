@@ -33,8 +33,7 @@ from deadpool_megatron.vault.disk import dump_contents
 from deadpool_megatron.vault.disk.whole_dumps import last_boundary
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.shm.names import copy_name, dump_name, own_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name, own_name
 from tests.cluster.machine.rig import Rig
 from tests.trainer.layouts import BF16, MODEL, MOE, PP2, TP2, make_loop
 

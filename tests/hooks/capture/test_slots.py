@@ -17,7 +17,7 @@ from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.shm.geometry import segment_bytes
+from deadpool_megatron.vault.shm.segment import segment_bytes
 from tests.vault.harness import make_layout
 
 LAYOUT = make_layout(0, nbytes=3 << 20)

@@ -13,8 +13,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.memory.budget import allocated_bytes
-from deadpool_megatron.vault.memory.usable import usable_bytes
+from deadpool_megatron.vault.memory import allocated_bytes, usable_bytes
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.harness import make_layout, record_of

@@ -19,8 +19,7 @@ from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.schemes.base import Target
-from deadpool_megatron.vault.shm.names import own_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Place
 from tests.common.threads import short_of_threads
 from tests.vault.fake_network import FakeNetwork

@@ -16,8 +16,7 @@ from deadpool_megatron.vault.disk.dump import generation_name
 from deadpool_megatron.vault.disk.dump_contents import taken_of_dump
 from deadpool_megatron.vault.disk.whole_dumps import newest_whole
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.shm.names import dump_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum, dump_name
 
 G = Generation
 SHARDS = ("first", "second")

@@ -18,8 +18,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held, generation_name
 from deadpool_megatron.vault.disk.whole_dumps import newest_whole
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.shm.names import copy_name, dump_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name
 
 G = Generation
 ROLES = 2

@@ -14,8 +14,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.shm.names import own_name
-from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of

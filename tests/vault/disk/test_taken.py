@@ -16,8 +16,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk import taken as taking
 from deadpool_megatron.vault.disk.taken import Taken, drop_taken
 from deadpool_megatron.vault.errors import TooLate, VaultError
-from deadpool_megatron.vault.shm.names import copy_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.harness import (
     DEADLINE,

@@ -20,13 +20,17 @@ from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.memory.budget import Budget, allocated_bytes
-from deadpool_megatron.vault.memory.limits import cgroup_memory
-from deadpool_megatron.vault.memory.needs import Room, node_needs, objection, warnings
-from deadpool_megatron.vault.memory.usable import usable_bytes
-from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.memory import (
+    Budget,
+    Room,
+    allocated_bytes,
+    cgroup_memory,
+    node_needs,
+    objection,
+    usable_bytes,
+    warnings,
+)
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name, segment_bytes
 from tests.vault.harness import Generation, cluster, make_layout, wait_until
 from tests.vault.harness import Member as HarnessMember
 
@@ -150,7 +154,7 @@ def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
     first.start()
     assert filling.wait(30)
     create(1)
-    monkeypatch.setattr("deadpool_megatron.vault.memory.budget._LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("deadpool_megatron.vault.memory._LOCK_SECONDS", 0.05)
     with pytest.raises(NoRoom):
         create(2)
     go_on.set()

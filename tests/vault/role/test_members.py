@@ -21,8 +21,7 @@ from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.shm import own_slots
-from deadpool_megatron.vault.shm.names import copy_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
 from tests.vault.harness import make_layout, record_of

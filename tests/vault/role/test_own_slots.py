@@ -15,11 +15,15 @@ from deadpool_megatron.layout.records import Generation, Inventory, Restore, Sea
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.memory.budget import allocated_bytes
+from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.role.worker import RoleWorker
-from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import Segment, SlotState
+from deadpool_megatron.vault.shm.segment import (
+    Segment,
+    SlotState,
+    copy_name,
+    own_name,
+    segment_bytes,
+)
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import (

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.memory.budget import Budget, allocated_bytes
-from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.memory import Budget, allocated_bytes
 from deadpool_megatron.vault.shm.own_slots import make_own, park
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.segment import Segment, own_name
 from tests.vault.harness import Member, cluster, make_layout, train
 
 NBYTES = 3 << 20

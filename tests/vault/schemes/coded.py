@@ -10,8 +10,7 @@ from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup, parity_layout
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.vault.schemes.parity_code import Coder
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, own_name
 from tests.vault.harness import content, make_layout
 
 GENERATION = Generation(1, 3)

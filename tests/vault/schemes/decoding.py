@@ -13,7 +13,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.server import Server
-from deadpool_megatron.vault.shm.names import copy_name, own_name
+from deadpool_megatron.vault.shm.segment import copy_name, own_name
 from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.harness import record_of
 from tests.vault.schemes.coded import EXTRAS, GENERATION, CodedGroup, seal

@@ -26,8 +26,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.shm.names import copy_name, dump_name
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, dump_name
 from tests.common.threads import short_of_threads
 from tests.vault.harness import wait_until
 from tests.vault.schemes.coded import GENERATION, CodedGroup, flip

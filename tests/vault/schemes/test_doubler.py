@@ -11,9 +11,13 @@ from deadpool_megatron.events import Kind as EventKind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    copy_name,
+    own_name,
+    segment_bytes,
+)
 from tests.vault.harness import (
     Cluster,
     Member,

@@ -15,7 +15,7 @@ from pathlib import Path
 import deadpool_megatron.cluster.coordinator.service
 import deadpool_megatron.vault.__main__
 import deadpool_megatron.vault.member.client
-import deadpool_megatron.vault.memory.needs
+import deadpool_megatron.vault.memory
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.settings import Settings

@@ -37,8 +37,7 @@ from deadpool_megatron.vault.schemes import parity_code as erasure
 from deadpool_megatron.vault.schemes.parity import Parity
 from deadpool_megatron.vault.schemes.parity_maker import BlockMaker
 from deadpool_megatron.vault.server import Server
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, copy_name, own_name
 from tests.common.threads import short_of_threads
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of, wait_until

@@ -21,8 +21,7 @@ from deadpool_megatron.layout.records import (
     is_parity_role,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
-from deadpool_megatron.vault.shm.names import copy_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import (
     Cluster,
     cluster,

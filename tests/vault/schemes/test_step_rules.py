@@ -37,8 +37,14 @@ from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.schemes.base import Target, scheme_of
 from deadpool_megatron.vault.schemes.recompute import Recompute
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+)
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import record_of
 

@@ -19,9 +19,16 @@ from deadpool_megatron.vault.disk.found import found_slots
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm import segment as segments
-from deadpool_megatron.vault.shm.geometry import ENTRIES
-from deadpool_megatron.vault.shm.names import copy_name, own_name, parse_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import (
+    ENTRIES,
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+    parse_name,
+)
 from deadpool_megatron.vault.shm.table import Table
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.shm import table as tables
-from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+)
 from deadpool_megatron.vault.shm.table import Place, Table
 from tests.vault.harness import make_layout
 

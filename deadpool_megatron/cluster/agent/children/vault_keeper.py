@@ -30,7 +30,7 @@ from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.memory.usable import usable_bytes
+from deadpool_megatron.vault.memory import usable_bytes
 from deadpool_megatron.vault.net.links import listening_at
 from deadpool_megatron.vault.net.probe import Peer
 

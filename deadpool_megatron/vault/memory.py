@@ -1,0 +1,399 @@
+"""Memory for generations: where it is taken, what limits it, and how much a node will need.
+
+What counts is what the files of the node's directory really occupy, and what is just being put
+behind them, asked of the file system under a lock: there is no book to repair, whoever was killed
+at whatever moment. The lock is held to look, not while memory is filled: gigabytes take seconds.
+
+What the host would let a run have is its /dev/shm and the cgroup of the job: shared memory counts
+in that of whoever touched it first, so a limit there ends processes although /dev/shm has room.
+
+What is needed is reckoned before the first slot is made, when the layout of a role is known: all
+roles are cut from one model, so that one of them stands for the others of its node and for those
+whose copies come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import math
+import os
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from deadpool_megatron.layout.reckoning.choice import largest_group
+from deadpool_megatron.layout.reckoning.footprint import (
+    block_bytes,
+    chain_bytes,
+    copy_bytes,
+    own_bytes,
+)
+from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import NoRoom, VaultError
+
+_LOCK = ".memory.lock"
+# Whoever holds the lock looks at a few files; a stopped one never lets go.
+_LOCK_SECONDS = 60.0
+_PAUSE_SECONDS = 0.005
+# A file without memory, as long as the memory that its process is about to take: .booked.PID.ID
+_BOOKED = ".booked."
+_PIECE_BYTES = 64 << 20
+BLOCK_BYTES = 512  # unit of st_blocks, whatever the file system
+_CGROUPS = Path("/sys/fs/cgroup")
+# Version 1 writes a number near 2^63 where there is no limit.
+_NO_LIMIT = 1 << 60
+
+
+class Budget:
+    """At most ``limit_bytes`` for the files in ``directory``; 0: as much as its file system has.
+
+    Safe for use by any number of threads and processes.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int = 0) -> None:
+        self.directory = directory
+        self.limit_bytes = limit_bytes
+
+    def used_bytes(self) -> int:
+        """Memory behind the files, those that are just being made included."""
+        return allocated_bytes(self.directory)
+
+    def allocate(self, file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+        """Put memory behind (start, count) ranges of an open file now: a full file system must be
+        an error here, not SIGBUS later. Raises NoRoom, and has taken nothing beyond the limit.
+        """
+        if not self.limit_bytes:
+            _allocate(file, path, ranges)
+            return
+        wanted = sum(count for _, count in ranges)
+        known = os.fstat(file)
+        # Of ranges that have their memory already, from before a restart, nothing is taken.
+        wanted = min(wanted, max(0, known.st_size - known.st_blocks * BLOCK_BYTES))
+        if wanted:
+            with self._booked(wanted, path) as booked:
+                for piece in _pieces(ranges):
+                    _allocate(file, path, [piece])
+                    wanted = max(0, wanted - piece[1])
+                    os.truncate(booked, wanted)
+
+    @contextlib.contextmanager
+    def _booked(self, wanted: int, path: Path) -> Iterator[Path]:
+        """Count memory as taken before it is there."""
+        booked = self.directory / f"{_BOOKED}{os.getpid()}.{uuid4().hex}"
+        limit = time.monotonic() + _LOCK_SECONDS
+        while not self._book(booked, wanted, path, is_last=time.monotonic() > limit):
+            time.sleep(_PAUSE_SECONDS)
+        try:
+            yield booked
+        finally:
+            booked.unlink(missing_ok=True)
+
+    def _book(self, booked: Path, wanted: int, path: Path, *, is_last: bool) -> bool:
+        """False: no room as long as others are about to take theirs, of which a piece may count
+        twice. Raises NoRoom if there is none without them, or it ``is_last``."""
+        with self._locked():
+            if self.used_bytes() + wanted > self.limit_bytes:
+                self._remove_unfinished()
+            used, others = self.used_bytes(), any(self.directory.glob(f"{_BOOKED}*"))
+            if used + wanted <= self.limit_bytes:
+                booked.touch(0o600)
+                os.truncate(booked, wanted)
+                return True
+        if others and not is_last:
+            return False
+        raise NoRoom(
+            f"no room for {path.name}: {wanted} bytes needed, {self.limit_bytes - used} of"
+            f" {self.limit_bytes} left in {self.directory}: raise --deadpool-memory-gb"
+        )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(self.directory / _LOCK, flags, 0o600)
+        try:
+            limit = time.monotonic() + _LOCK_SECONDS
+            while not _try_lock(handle):
+                if time.monotonic() > limit:
+                    raise VaultError(
+                        f"waited {_LOCK_SECONDS:g} s for {self.directory / _LOCK}: the process that"
+                        " holds it seems to be stopped"
+                    )
+                time.sleep(_PAUSE_SECONDS)
+            yield
+        finally:
+            os.close(handle)
+
+    def _remove_unfinished(self) -> None:
+        """What processes were making, or about to take, when they were killed."""
+        making = ((path, path.name.rpartition(".")[2]) for path in self.directory.glob(".*.seg.*"))
+        taking = ((path, path.name.split(".")[2]) for path in self.directory.glob(f"{_BOOKED}*"))
+        for path, maker in (*making, *taking):
+            if maker.isdigit() and not Path("/proc", maker).exists():
+                path.unlink(missing_ok=True)
+
+
+def allocated_bytes(directory: Path) -> int:
+    """What the files of a directory occupy, or are about to; those that vanish meanwhile do not
+    count."""
+    total = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    known = entry.stat(follow_symlinks=False)
+                    is_booked = entry.name.startswith(_BOOKED)
+                    total += known.st_size if is_booked else known.st_blocks * BLOCK_BYTES
+    return total
+
+
+def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for start, count in ranges:
+        for done in range(0, count, _PIECE_BYTES):
+            yield start + done, min(_PIECE_BYTES, count - done)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _allocate(file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    try:
+        for start, count in ranges:
+            if count:
+                os.posix_fallocate(file, start, count)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        free = os.statvfs(path.parent)
+        needed = sum(count for _, count in ranges)
+        raise NoRoom(
+            f"no room for {path.name}: {needed} bytes needed on {path.parent}"
+            f" (shared memory, usually /dev/shm), {free.f_bavail * free.f_frsize} free:"
+            " enlarge it (mount -o remount,size=..., docker --shm-size) or use fewer slots"
+        ) from error
+
+
+@dataclass(frozen=True)
+class CgroupMemory:
+    """The tightest memory limit above this process: bytes that are left, and where it is set."""
+
+    left_bytes: int
+    limit_bytes: int
+    path: Path
+
+
+def cgroup_memory(
+    root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")
+) -> CgroupMemory | None:
+    """Of versions 1 and 2, over all levels from the own group up; None without any limit."""
+    found = list(_cgroups(root, own))
+    return min(found, key=lambda one: one.left_bytes, default=None)
+
+
+def _cgroups(root: Path, own: Path) -> Iterator[CgroupMemory]:
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # In a container the path is often that of the host, and the root is the own group.
+        group = top / path.lstrip("/")
+        for level in (group, *group.parents):
+            if level.is_relative_to(top) and (found := _left_in(level, *names)) is not None:
+                yield found
+
+
+def _left_in(group: Path, limit_name: str, usage_name: str) -> CgroupMemory | None:
+    try:
+        text = (group / limit_name).read_text().strip()
+        if text == "max" or (limit := int(text)) >= _NO_LIMIT:
+            return None
+        used = int((group / usage_name).read_text()) - _reclaimable(group)
+    except (OSError, ValueError):
+        return None
+    return CgroupMemory(max(0, limit - used), limit, group)
+
+
+def _reclaimable(group: Path) -> int:
+    """Page cache of files on disk, which the kernel gives up before it ends anybody."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(maxsplit=1) for line in lines)
+    # Not "file" or "cache": those count shared memory as well.
+    names = ("inactive_file", "active_file")
+    if "total_inactive_file" in fields:
+        names = ("total_inactive_file", "total_active_file")
+    return sum(int(fields.get(name, 0)) for name in names)
+
+
+def free_bytes(directory: Path) -> int:
+    """What the file system of a directory has left."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def memlock_bytes() -> int | None:
+    """How much this process may lock in memory; None for any amount."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of one node's generations: ``own`` slots of its roles, and ``kept`` for other nodes
+    (copies, parity blocks). ``slots``: generations of each."""
+
+    roles: int
+    slots: int
+    own: int
+    kept: int
+    scheme: str
+
+    @property
+    def total(self) -> int:
+        """What is in use while training goes on."""
+        return self.own + self.kept
+
+    @property
+    def peak(self) -> int:
+        """While processes are restarted in place: the slots of the ones that died are the source
+        for the new ones, which have made theirs already."""
+        return self.total + self.own
+
+    def in_words(self) -> str:
+        """What takes the memory."""
+        return (
+            f"{_size(self.own)} for own slots ({self.roles} roles x {self.slots} generations)"
+            f" + {_size(self.kept)} {self.scheme}"
+        )
+
+
+@dataclass(frozen=True)
+class Room:
+    """One thing that limits a node's memory: bytes it allows in all, and what to do about it."""
+
+    name: str
+    nbytes: int
+    remedy: str
+
+
+def node_needs(
+    layout: RoleLayout, roles_per_node: int, settings: Settings, nodes: int = 0
+) -> Needs:
+    """Reckoned as for a plan, where all layouts are known (layout.reckoning.demand). ``nodes``: of
+    the run, spares included; where the scheme is chosen by what fits, they say how large parity
+    groups may be, and it is the least that any plan needs which counts here."""
+    shards, replicas = set(layout.shard_parts), settings.replicas
+    # Bytes that enough peers hold anyway are not copied.
+    owed = {
+        p.name: p.nbytes for p in layout.parts if p.name in shards and len(p.replicas) <= replicas
+    }
+    extras = [p.nbytes for p in layout.parts if p.name not in shards]
+    kept = replicas * copy_bytes(layout, [*owed.values(), *extras])
+    scheme = f"for {replicas} copies (--deadpool-replicas {replicas})"
+    group = 0
+    if settings.protection == "local":
+        kept, scheme = 0, "for copies (--deadpool-protection local)"
+    elif settings.protection == "local-twice":
+        kept = copy_bytes(layout, [part.nbytes for part in layout.parts])
+        scheme = "for second copies (--deadpool-protection local-twice)"
+    elif settings.protection == "parity":
+        group = settings.parity_group
+        scheme = f"for parity ({replicas} of {group} roles)"
+    elif settings.protection == "mixed" and (group := largest_group(nodes, replicas)):
+        scheme = f"at least, for parity ({replicas} of {group} roles, --deadpool-protection mixed)"
+    elif settings.protection == "recompute":
+        kept = replicas * chain_bytes(layout, owed, settings.full_every)
+        scheme = f"for {replicas} copies with their steps"
+    if group:
+        blocks = block_bytes(layout.slots, group, owed) if owed else 0
+        kept = replicas * (copy_bytes(layout, extras) + math.ceil(blocks / group))
+    return Needs(
+        roles=roles_per_node,
+        slots=layout.slots,
+        own=own_bytes(layout) * roles_per_node,
+        kept=kept * roles_per_node,
+        scheme=scheme,
+    )
+
+
+def objection(needs: Needs, rooms: Sequence[Room]) -> str:
+    """Why a node with these needs must not start: one line; empty when all is well."""
+    tightest = min(rooms, key=lambda room: room.nbytes, default=None)
+    if tightest is None or needs.total <= tightest.nbytes:
+        return ""
+    return (
+        f"generations need {needs.total} bytes of memory on this node, {tightest.name} allows"
+        f" {tightest.nbytes}: {needs.in_words()}; {tightest.remedy}, or lower --deadpool-replicas"
+        " or --deadpool-max-lag"
+    )
+
+
+def warnings(
+    needs: Needs, rooms: Sequence[Room], memlock_bytes: int | None, *, pinned: bool
+) -> list[str]:
+    """What lets training start but may hurt later. ``pinned``: slots get locked for a device."""
+    found = []
+    tightest = min(rooms, key=lambda room: room.nbytes, default=None)
+    if tightest is not None and needs.total <= tightest.nbytes < needs.peak:
+        found.append(
+            f"memory for generations is tight: {needs.total} bytes in use ({needs.in_words()}),"
+            f" {needs.peak} while processes are restarted in place, {tightest.name} allows"
+            f" {tightest.nbytes}: {tightest.remedy}"
+        )
+    each = needs.own // max(1, needs.roles)
+    if pinned and memlock_bytes is not None and memlock_bytes < each:
+        found.append(
+            f"a process may lock {memlock_bytes} bytes in memory, its slots have {each}: copies"
+            " from the device may be slower; 'ulimit -l unlimited', for Slurm"
+            " LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1"
+        )
+    return found
+
+
+def node_rooms(directory: Path, limit_bytes: int) -> list[Room]:
+    """What limits the node's generations, in all; ``limit_bytes`` is the user's, 0 for none."""
+    used = allocated_bytes(directory)
+    rooms = [
+        Room(
+            f"the file system of {directory} (/dev/shm)",
+            free_bytes(directory) + used,
+            "enlarge it (mount -o remount,size=..., docker --shm-size), 'deadpool clean'",
+        )
+    ]
+    if limit_bytes:
+        rooms.append(Room("--deadpool-memory-gb", limit_bytes, "raise it"))
+    group = cgroup_memory()
+    if group is not None:
+        text = f"the memory limit of cgroup {group.path} ({group.limit_bytes} bytes)"
+        remedy = "ask for more memory (sbatch --mem, docker --memory): shared memory counts in it"
+        rooms.append(Room(text, group.left_bytes + used, remedy))
+    return rooms
+
+
+def usable_bytes(directory: Path, limit_bytes: int) -> int:
+    """What all of it leaves for the node's generations, those that are there included."""
+    return min(room.nbytes for room in node_rooms(directory, limit_bytes))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -1,1 +1,0 @@
-"""How much memory generations may take, take, and would take."""
