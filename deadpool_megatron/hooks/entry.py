@@ -49,7 +49,7 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
-from deadpool_megatron.vault.disk.dump_contents import dump_differs
+from deadpool_megatron.vault.disk.sources import dump_differs
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.wire.framing import readable

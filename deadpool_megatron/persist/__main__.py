@@ -31,7 +31,7 @@ from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
 from deadpool_megatron.persist.writing import Source, WritingError, filled, write_role
 from deadpool_megatron.process_names import set_process_name
-from deadpool_megatron.vault.disk.dump_contents import taken_of_dump
+from deadpool_megatron.vault.disk.sources import taken_of_dump
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
 

@@ -29,7 +29,7 @@ from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.persist import frozen_folder
-from deadpool_megatron.vault.disk.whole_dumps import last_boundary, newest_whole
+from deadpool_megatron.vault.disk.sources import last_boundary, newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 
 _PAUSE_SECONDS = 0.2

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.preflight import gpus, host
 from deadpool_megatron.process_names import set_process_name
-from deadpool_megatron.vault.disk.found import found_slots
+from deadpool_megatron.vault.disk.dump import found_slots
 
 
 def run_agent(options: AgentOptions) -> int:

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.vault.disk.found import dump_kept
+from deadpool_megatron.vault.disk.dump import dump_kept
 from deadpool_megatron.vault.errors import SegmentError
 
 

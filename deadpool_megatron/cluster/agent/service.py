@@ -60,7 +60,7 @@ from deadpool_megatron.cluster.run_directory.slots import NodeTaken, held_names
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
 from deadpool_megatron.ownership import OwnershipError
-from deadpool_megatron.vault.disk.found import incarnations
+from deadpool_megatron.vault.disk.dump import incarnations
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 

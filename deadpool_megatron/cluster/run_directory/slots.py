@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
 )
 from deadpool_megatron.file_systems import HeldName
-from deadpool_megatron.vault.disk.found import newest_sealed
+from deadpool_megatron.vault.disk.dump import newest_sealed
 
 _LOCK = "agent.lock"
 

@@ -1,1 +1,7 @@
-"""Generations that leave the slots: dumps of a run that has to end, and what exports take."""
+"""Generations that leave the slots.
+
+dump           written when a run has to end
+sources        what the files of a dump give, and whether that is all
+dumped_blocks  parity blocks among them
+taken          set aside for an export
+"""

@@ -8,7 +8,7 @@ from pathlib import Path
 from deadpool_megatron.layout.places.parity import MEMBERS, combines, parity_numbers
 from deadpool_megatron.layout.records import Decoding, Source, is_parity_role
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.dump_contents import holds
+from deadpool_megatron.vault.disk.sources import holds
 from deadpool_megatron.vault.errors import SegmentError, is_shortage
 from deadpool_megatron.vault.schemes.parity_blocks import FileSupply, Supplier
 from deadpool_megatron.vault.shm.segment import Segment, dump_name, parse_name

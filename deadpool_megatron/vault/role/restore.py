@@ -28,7 +28,7 @@ from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.intake import receive_part
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.dump_contents import dumped_parts, recomputed_from, slots_of
+from deadpool_megatron.vault.disk.sources import dumped_parts, recomputed_from, slots_of
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
 from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport

@@ -29,8 +29,8 @@ from deadpool_megatron.layout.records import Generation, Holding, Inventory, Rol
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.disk import dump_contents
-from deadpool_megatron.vault.disk.whole_dumps import last_boundary
+from deadpool_megatron.vault.disk import sources as dump_contents
+from deadpool_megatron.vault.disk.sources import last_boundary
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name, own_name

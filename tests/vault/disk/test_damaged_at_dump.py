@@ -12,7 +12,7 @@ from deadpool_megatron.layout.records import BadPart, Generation, PartInfo, Rest
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
-from deadpool_megatron.vault.disk.whole_dumps import newest_whole
+from deadpool_megatron.vault.disk.sources import newest_whole
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import Cluster, cluster, make_layout
 from tests.vault.protected import begin

@@ -13,8 +13,7 @@ from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.vault.disk.dump import generation_name
-from deadpool_megatron.vault.disk.dump_contents import taken_of_dump
-from deadpool_megatron.vault.disk.whole_dumps import newest_whole
+from deadpool_megatron.vault.disk.sources import newest_whole, taken_of_dump
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, dump_name
 

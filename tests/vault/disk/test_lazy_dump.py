@@ -16,7 +16,7 @@ from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held, generation_name
-from deadpool_megatron.vault.disk.whole_dumps import newest_whole
+from deadpool_megatron.vault.disk.sources import newest_whole
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name
 

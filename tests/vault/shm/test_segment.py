@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.disk.found import found_slots
+from deadpool_megatron.vault.disk.dump import found_slots
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm import segment as segments
