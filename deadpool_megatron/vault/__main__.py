@@ -19,8 +19,8 @@ from pathlib import Path
 from deadpool_megatron import failpoints
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.interface import Interface, interface_of
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.net.interface import Interface, interface_of
 from deadpool_megatron.vault.net.transport import TcpTransport
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm.affinity import settle_process

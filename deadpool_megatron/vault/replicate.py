@@ -18,10 +18,10 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault.core import fetch
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Flow
 from deadpool_megatron.vault.errors import Refusal, Refused
-from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.schemes.base import Target
 from deadpool_megatron.vault.shm.segment import checksum

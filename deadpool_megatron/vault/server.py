@@ -21,12 +21,16 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.intake import Intake
+from deadpool_megatron.vault.core.fetch import Intake
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
-from deadpool_megatron.vault.net.threads import begin_thread
-from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
+from deadpool_megatron.vault.net.transport import (
+    HANDSHAKE_SECONDS,
+    Channel,
+    Transport,
+    begin_thread,
+)
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError

@@ -29,15 +29,14 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.interface import Interface
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
-from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.net.links import Link, LinkServer
 from deadpool_megatron.vault.net.probe import probe
-from deadpool_megatron.vault.net.threads import begin_thread
-from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.net.transport import Transport, begin_thread
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.server import Server

@@ -16,12 +16,16 @@ from dataclasses import dataclass, field
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.link_speed import LinkSpeed, link_speed
-from deadpool_megatron.vault.core.link_use import LinkUse, Reading, Use
+from deadpool_megatron.vault.core.interface import (
+    Interface,
+    LinkSpeed,
+    LinkUse,
+    Reading,
+    Use,
+    link_speed,
+)
 from deadpool_megatron.vault.core.pace import Allowed, Schedule, TokenBucket, Window, piece_bytes
-from deadpool_megatron.vault.net.interface import Interface
-from deadpool_megatron.vault.net.threads import begin_thread
-from deadpool_megatron.vault.net.transport import Sent
+from deadpool_megatron.vault.net.transport import Sent, begin_thread
 
 log = logging.getLogger(__name__)
 

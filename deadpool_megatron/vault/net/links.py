@@ -20,7 +20,7 @@ from typing import Any
 
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.vault.errors import MALFORMED, VaultError
-from deadpool_megatron.vault.net.threads import begin_thread
+from deadpool_megatron.vault.net.transport import begin_thread
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 

@@ -7,10 +7,12 @@ Every call ends within the channel's deadline or raises.
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import ssl
 import struct
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -238,3 +240,18 @@ class TcpTransport(Transport):
 
     def close(self) -> None:
         self._listener.close()
+
+
+log = logging.getLogger(__name__)
+
+
+def begin_thread(name: str, target: Callable[[], None]) -> bool:
+    """Run ``target`` in a thread of its own, which does not hold the process; False, and said in
+    the log, where the host has none left at the moment, as at a limit of processes.
+    """
+    try:
+        threading.Thread(target=target, name=name, daemon=True).start()
+    except RuntimeError as error:
+        log.warning("%s: %s", name, error)
+        return False
+    return True

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Source
 from deadpool_megatron.layout.replaying import key
-from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.intake import receive_part
+from deadpool_megatron.vault.core import fetch, room
+from deadpool_megatron.vault.core.fetch import receive_part
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import dumped_parts, recomputed_from, slots_of
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
-from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place

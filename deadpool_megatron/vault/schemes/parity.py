@@ -17,8 +17,7 @@ from deadpool_megatron.layout.places.parity import ParityPlacement
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, is_parity_role
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused
-from deadpool_megatron.vault.net.threads import begin_thread
-from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.net.transport import Transport, begin_thread
 from deadpool_megatron.vault.replicate import Sender, Work
 from deadpool_megatron.vault.schemes.base import Copies, Parts, Target
 from deadpool_megatron.vault.schemes.parity_decode import load_code

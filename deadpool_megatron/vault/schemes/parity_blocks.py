@@ -17,9 +17,9 @@ import xxhash
 
 from deadpool_megatron.layout.places.parity import MEMBERS
 from deadpool_megatron.layout.records import EpochRecord, Generation, Source
+from deadpool_megatron.vault.core import fetch
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.shm.segment import PartState, Segment
 

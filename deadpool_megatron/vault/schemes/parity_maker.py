@@ -24,10 +24,9 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Source
-from deadpool_megatron.vault.core import room
+from deadpool_megatron.vault.core import fetch, room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
-from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.schemes.base import Parts
 from deadpool_megatron.vault.schemes.parity_blocks import Arrival, BlockError

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.vault.core.link_speed import Origin
+from deadpool_megatron.vault.core.interface import Interface, Origin
 from deadpool_megatron.vault.core.pace import (
     LATEST,
     SHARE,
@@ -27,7 +27,6 @@ from deadpool_megatron.vault.core.pace import (
     piece_bytes,
 )
 from deadpool_megatron.vault.core.traffic import Traffic
-from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.net.transport import Sent
 from tests.common.threads import short_of_threads
 from tests.vault.harness import wait_until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.layout.records import Generation, Source
-from deadpool_megatron.vault.net import fetch
+from deadpool_megatron.vault.core import fetch
 from tests.vault.fake_network import FakeNetwork
 
 ASKED = Source(1, 0), Generation(1, 1)
