@@ -39,10 +39,10 @@ from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.part_kinds import extras_part
-from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
+from deadpool_megatron.layout.sizing import extras_room_bytes
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import select_platform

@@ -38,7 +38,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.replaying import chain, keeps_steps
 
 if TYPE_CHECKING:
-    from deadpool_megatron.layout.places.parity import CodedShelf
+    from deadpool_megatron.layout.parity_groups import CodedShelf
 
 # Node and local slot of a member.
 Place = tuple[int, int]
@@ -275,7 +275,7 @@ class _Shelf:
         held = self._query.inventories.values()
         if not any(is_parity_role(one.role) for inventory in held for one in inventory.layouts):
             return None
-        from deadpool_megatron.layout.places.parity import CodedShelf
+        from deadpool_megatron.layout.parity_groups import CodedShelf
 
         return CodedShelf(held, self._layouts, self._query.bad_parts, self._whole_copies)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, lacking, largest_group
+from deadpool_megatron.layout.sizing import GROUP_SIZES, lacking, largest_group
 from deadpool_megatron.planning import refusals, risk, spares, traffic
 from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.layouts import protection_plan, scene_of

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.reckoning.demand import Scene
-from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.replaying import step_parts
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.layout.sizing import Scene, extras_room_bytes
 from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.roles import Placement, PlannedRole, data_parallel_peers
 

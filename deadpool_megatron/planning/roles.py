@@ -1,7 +1,7 @@
 """Every role of the plan, with its bytes and the nodes that the real rules choose.
 
 Roles sit and are grouped as Megatron numbers them (order tp-cp-ep-dp-pp); buddies and what need not
-be shipped come from ``layout.places.copies``, the code that runs in each vault.
+be shipped come from ``layout.placement``, the code that runs in each vault.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
-from deadpool_megatron.layout.places.domains import DomainsError, domain_of, parse_domains
-from deadpool_megatron.layout.places.parity import ParityGroup, ParityPlacement
+from deadpool_megatron.layout.parity_groups import ParityGroup, ParityPlacement
+from deadpool_megatron.layout.placement import (
+    CopyPlacement,
+    DomainsError,
+    domain_of,
+    is_covered,
+    parse_domains,
+)
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.planning.keys import Cluster, Parallel, Plan, PlanError
 from deadpool_megatron.planning.model import StageParameters, stage_parameters

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.reckoning.demand import memory_by_use
+from deadpool_megatron.layout.sizing import memory_by_use
 from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.layouts import (
     GRADIENT_BYTES,

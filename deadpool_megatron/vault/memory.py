@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from deadpool_megatron.layout.reckoning.choice import largest_group
-from deadpool_megatron.layout.reckoning.footprint import (
+from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.layout.sizing import (
     block_bytes,
     chain_bytes,
     copy_bytes,
+    largest_group,
     own_bytes,
 )
-from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, choose, lacking
-from deadpool_megatron.layout.reckoning.demand import Scene, memory_needs
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, plan_of_kind
+from deadpool_megatron.layout.sizing import GROUP_SIZES, Scene, choose, lacking, memory_needs
 from deadpool_megatron.settings import Settings
 
 GIGA = 10**9

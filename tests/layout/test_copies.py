@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.places.copies import (
+from deadpool_megatron.layout.placement import (
     CopyPlacement,
+    DomainsError,
+    domain_of,
     is_covered,
     missing_copies,
+    parse_domains,
 )
-from deadpool_megatron.layout.places.domains import DomainsError, domain_of, parse_domains
 
 
 def own_domains(nodes: range | list[int]) -> dict[int, str]:

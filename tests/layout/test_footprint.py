@@ -9,15 +9,15 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.places.parity import MEMBERS, ParityGroup, parity_layout
-from deadpool_megatron.layout.reckoning.footprint import (
+from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, parity_layout
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.replaying import generations_kept, step_parts
+from deadpool_megatron.layout.sizing import (
     block_bytes,
     chain_bytes,
     copy_bytes,
     own_bytes,
 )
-from deadpool_megatron.layout.records import PartInfo, RoleLayout
-from deadpool_megatron.layout.replaying import generations_kept, step_parts
 from deadpool_megatron.vault.memory import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, segment_bytes, steps_name
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.places.copies import missing_copies
-from deadpool_megatron.layout.places.parity import (
+from deadpool_megatron.layout.parity_groups import (
     MEMBERS,
     Members,
     ParityGroup,
@@ -21,6 +20,7 @@ from deadpool_megatron.layout.places.parity import (
     parity_numbers,
     parity_role,
 )
+from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import (
     PARITY_BASE,
     EpochRecord,

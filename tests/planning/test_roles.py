@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.planning.file import read_plan
 from deadpool_megatron.planning.keys import Model, Plan
 from deadpool_megatron.planning.model import (

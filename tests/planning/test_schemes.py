@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.reckoning.choice import choose
+from deadpool_megatron.layout.sizing import choose
 from deadpool_megatron.planning.assess import Assessment, assess, facts, lost_steps
 from deadpool_megatron.planning.compare import SCHEMES, compare
 from deadpool_megatron.planning.keys import Plan, PlanError

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
-from deadpool_megatron.layout.reckoning.demand import Scene, memory_needs
-from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory import (

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.part_kinds import gradients_part
-from deadpool_megatron.layout.places.copies import missing_copies
+from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
     EpochRecord,

@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
 )
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
-from deadpool_megatron.layout.places import domains
+from deadpool_megatron.layout import placement as domains
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError

@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.protection import memory_refusal
 from deadpool_megatron.cluster.machine.requests import not_connected
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.reckoning.choice import refusal
+from deadpool_megatron.layout.sizing import refusal
 
 # What of a run can be sent a signal, and which.
 PARTS = ("node", "role", "vault", "agent", "coordinator")

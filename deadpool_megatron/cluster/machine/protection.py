@@ -22,14 +22,13 @@ from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.reckoning.choice import choose, lacking, refusal
-from deadpool_megatron.layout.reckoning.demand import Scene
 from deadpool_megatron.layout.records import NodeAddress, Restore, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import (
     ProtectionPlan,
     losses_survived,
     plan_in_words,
 )
+from deadpool_megatron.layout.sizing import Scene, choose, lacking, refusal
 from deadpool_megatron.settings import Settings
 
 ASKED_FOR = "asked for by 'deadpool protect'"

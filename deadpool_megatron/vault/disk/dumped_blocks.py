@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from deadpool_megatron.layout.places.parity import MEMBERS, combines, parity_numbers
+from deadpool_megatron.layout.parity_groups import MEMBERS, combines, parity_numbers
 from deadpool_megatron.layout.records import Decoding, Source, is_parity_role
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import holds

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deadpool_megatron.layout.part_kinds import PartKind, kind_of
-from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
+from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.layout.schemes import Kind
 from deadpool_megatron.vault.errors import Refusal, Refused

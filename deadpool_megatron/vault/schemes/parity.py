@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.layout.parity_groups import ParityPlacement
 from deadpool_megatron.layout.part_kinds import PartKind
-from deadpool_megatron.layout.places.parity import ParityPlacement
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, is_parity_role
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused
@@ -25,7 +25,7 @@ from deadpool_megatron.vault.schemes.parity_maker import BlockMaker
 
 
 class Parity(Copies):
-    """Blocks are computed of shard parts only (places.parity.parity_layout)."""
+    """Blocks are computed of shard parts only (layout.parity_groups)."""
 
     def __init__(self, record: EpochRecord) -> None:
         super().__init__(record)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.places.parity import MEMBERS
+from deadpool_megatron.layout.parity_groups import MEMBERS
 from deadpool_megatron.layout.records import EpochRecord, Generation, Source
 from deadpool_megatron.vault.core import fetch
 from deadpool_megatron.vault.core.state import VaultState

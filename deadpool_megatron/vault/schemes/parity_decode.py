@@ -25,7 +25,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.places.parity import MEMBERS, Members
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityGroup
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Source
 from deadpool_megatron.vault.core import fetch, room
 from deadpool_megatron.vault.core.state import VaultState

@@ -38,8 +38,8 @@ from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.layout.sizing import PAGE_BYTES
 from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory import BLOCK_BYTES, Budget
 

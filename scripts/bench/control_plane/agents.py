@@ -26,7 +26,7 @@ from deadpool_megatron.cluster.link.record_delta import apply, unpack
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

@@ -10,8 +10,8 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.layout.cadence import is_due
-from deadpool_megatron.layout.places.copies import CopyPlacement
-from deadpool_megatron.layout.places.parity import MEMBERS, ParityGroup, ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, ParityPlacement
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Phase
 from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.events import Kind, to_line
-from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.places.parity import ParityPlacement
+from deadpool_megatron.layout.parity_groups import ParityPlacement
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import fault, recomputed, restart_kinds, run_job, strike

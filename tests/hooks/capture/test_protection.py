@@ -17,6 +17,7 @@ from deadpool_megatron.hooks.capture.slots import PinnedSlots
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.sizing import extras_room_bytes
 from deadpool_megatron.platform.base import CopyHandle
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.settings import Settings

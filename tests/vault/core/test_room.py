@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.reckoning.footprint import copy_bytes
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout
+from deadpool_megatron.layout.sizing import copy_bytes
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.places.parity import MEMBERS, Members
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.places.parity import MEMBERS, Members
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members
 from deadpool_megatron.layout.records import (
     Generation,
     Restore,

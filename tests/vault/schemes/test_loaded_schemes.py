@@ -30,7 +30,7 @@ state.adopt(EpochRecord(1, seats, nodes, restore, protection=plan))
 print(*(name for name in sys.modules if name.startswith("deadpool_megatron.")))
 """
 PARITY = {
-    "layout.places.parity",
+    "layout.parity_groups",
     *(f"vault.schemes.parity{one}" for one in ("", "_blocks", "_decode", "_maker")),
 }
 FILES = {

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

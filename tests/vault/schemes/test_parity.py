@@ -12,7 +12,7 @@ import zfec
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

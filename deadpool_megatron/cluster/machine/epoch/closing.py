@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Source
 
 
@@ -178,7 +178,7 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
     if not state.is_restored and any(source.node == node for source in _sources(record.restore)):
         return True
     if record.protection.kind is schemes.Kind.PARITY:
-        from deadpool_megatron.layout.places.parity import parity_groups
+        from deadpool_megatron.layout.parity_groups import parity_groups
 
         if any(node in group.holders for group in parity_groups(record)):
             return True

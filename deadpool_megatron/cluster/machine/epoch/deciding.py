@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.history import History
-from deadpool_megatron.layout.places.copies import missing_copies
+from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, Seating, keep_line
 from deadpool_megatron.layout.records import EpochRecord, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import losses_survived

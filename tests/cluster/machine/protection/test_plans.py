@@ -9,9 +9,9 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.reckoning import choice
-from deadpool_megatron.layout.reckoning.choice import refusal
+from deadpool_megatron.layout import sizing as choice
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, plan_of_kind
+from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g, killed
 

@@ -17,11 +17,10 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.protection import scene_of
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.reckoning import choice
-from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES
-from deadpool_megatron.layout.reckoning.demand import memory_needs
+from deadpool_megatron.layout import sizing as choice
 from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
+from deadpool_megatron.layout.sizing import GROUP_SIZES, memory_needs
 from tests.cluster.machine import rig as rig_module
 from tests.cluster.machine.rig import MEGA, Phase, Rig, g, killed, large
 

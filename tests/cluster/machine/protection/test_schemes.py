@@ -15,9 +15,9 @@ from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.phases import Opening
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.parity_groups import ParityPlacement, parity_groups
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
-from deadpool_megatron.layout.places.copies import CopyPlacement
-from deadpool_megatron.layout.places.parity import ParityPlacement, parity_groups
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
     BadPart,
     Decoding,

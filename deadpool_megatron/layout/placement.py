@@ -1,8 +1,12 @@
-"""Which nodes hold the copies of a role's unique state. Pure and deterministic.
+"""The nodes that hold the copies of a role's unique state, and failure domains. Pure.
 
 Every vault and the coordinator compute the same answer from the same epoch record, so no placement
 is ever sent. That copies belong on data-parallel peers is an idea of DeepSpeed-style buddy
 checkpoints (Gemini, REFT); skipping bytes that peers hold anyway is DeadPool's asymmetric backup.
+
+Nodes of one failure domain are lost together. The user's file of them has lines ``NODE DOMAIN``:
+NODE is a node id or a host name, DOMAIN any word (a rack, a power feed). Empty lines and text after
+``#`` are skipped. A node that is not named is a domain of its own.
 """
 
 from __future__ import annotations
@@ -129,6 +133,36 @@ def missing_copies(
     """
     live = {node for node in (*seats.values(), *spares) if node in domains}
     return frozenset(role for role, node in seats.items() if len(live) - (node in live) < replicas)
+
+
+class DomainsError(ValueError):
+    """The domains file cannot be understood; the message names the line."""
+
+
+def parse_domains(text: str) -> dict[str, str]:
+    """NODE -> DOMAIN of a domains file's text. Raises DomainsError for a malformed line."""
+    table: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2:
+            raise DomainsError(f"domains file, line {number}: expected 'NODE DOMAIN', got {line!r}")
+        node, domain = words
+        if table.setdefault(node, domain) != domain:
+            raise DomainsError(
+                f"domains file, line {number}: node {node} is in {table[node]} and in {domain}"
+            )
+    return table
+
+
+def domain_of(table: Mapping[str, str], node: int, host: str = "") -> str:
+    """The failure domain of a node: by its id, else by its host name, else its own.
+
+    A host may call itself by its whole name, where the file has the short one.
+    """
+    named = (table.get(name) for name in (str(node), host, host.partition(".")[0]))
+    return next((domain for domain in named if domain), f"node{node}")
 
 
 def _cyclic(ordered: Sequence[int], own: int, way_round: Fraction) -> Iterator[int]:

@@ -1,0 +1,397 @@
+"""The one reckoning of memory, for the budget, the choice of a scheme and ``deadpool plan``. Pure.
+
+From the bottom of the page up: what a segment takes, headers and whole pages included, never less
+than what vault.shm.segment really takes; what a plan asks of each node, reckoned with the code that
+places copies and parity blocks in a run, from the layouts that members have registered; and which
+plans can protect a run. Memory is that of the files in /dev/shm: buffers of processes are left out.
+
+``mixed`` is copies if they fit, else the smallest parity group that does. Copies need most memory
+and are safest; of parity groups the smaller ones are. So the first plan that fits is the one to
+take. ``recompute`` is not among them: its gradients need room in every slot, and slots are laid out
+before anything is chosen.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+
+from deadpool_megatron.layout.part_kinds import gradients_part
+from deadpool_megatron.layout.placement import CopyPlacement, is_covered
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.replaying import generations_kept
+from deadpool_megatron.layout.schemes import (
+    MOST_BLOCKS,
+    Kind,
+    ProtectionPlan,
+    Scheme,
+    losses_survived,
+    plan_in_words,
+    scheme_in_words,
+)
+from deadpool_megatron.settings import LONGEST_CADENCE, Settings
+
+# Sizes of parity groups that are tried: larger ones save little more memory, and cost risk.
+GROUP_SIZES = (2, 3, 4, 6, 8)
+# Of the host; 64 KB on many of aarch64.
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
+# Of a slot's header: eight words, and four for each part (vault/shm/segment.py).
+_HEADER_BYTES = 64
+_ENTRY_BYTES = 32
+# Of the description in JSON: keys and hashes, each part without its name, each role number.
+_FIXED_BYTES = 1024
+_PART_BYTES = 128
+_NUMBER_BYTES = 18
+_EXTRAS_GROWTH = 1.5
+_EXTRAS_STEP_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Lack:
+    """A node whose memory does not do."""
+
+    node: int
+    needed_bytes: int
+    has_bytes: int
+
+    def in_words(self) -> str:
+        """Return what the node would need, and what it has."""
+        return (
+            f"node {self.node} would need {sized(self.needed_bytes)} of memory for"
+            f" generations and has {sized(self.has_bytes)}"
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan to take, and why; ``lack``: of the sparest plan, where none fits."""
+
+    plan: ProtectionPlan
+    why: str
+    lack: Lack | None = None
+
+
+def choose(scene: Scene, budgets: Mapping[int, int], every: int = 1) -> Choice:
+    """Return the first plan that fits, copies before parity and small groups before large ones.
+
+    A plan that leaves every node room to take over roles goes before one that does not.
+    ``budgets``: node -> bytes for generations; a node that is not in it has as much as it wants.
+    ``every``: the cadence, which is chosen elsewhere.
+    """
+    roomy = replace(scene, roomy=True)
+    lacks: list[Lack] = []  # of plans that were passed over, copies first
+    tight: ProtectionPlan | None = None
+    plan = ProtectionPlan()
+    for plan in _plans(scene, every):
+        # What lacks memory as it is lacks it with room for more, too.
+        lack = lacking(plan, scene, budgets)
+        if lack is None:
+            tight = tight or plan
+            lack = lacking(plan, roomy, budgets)
+        if lack is None:
+            return Choice(plan, _why(plan, "with room", lacks))
+        lacks.append(lack)
+    if tight is not None:
+        return Choice(tight, _why(tight, "without room", lacks))
+    return Choice(plan, "no scheme fits", lacks[-1])
+
+
+def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
+    """Return the node that lacks most memory for ``plan``; None where all have enough."""
+    if not budgets:
+        return None
+    needs = memory_needs(plan, scene)
+    found = [Lack(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
+    return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)
+
+
+def largest_group(nodes: int, survived: int) -> int:
+    """Return the largest parity group that is tried in a run of so many nodes, spares included;
+    0 for none."""
+    return max((size for size in GROUP_SIZES if size + survived <= nodes), default=0)
+
+
+def _plans(scene: Scene, every: int) -> Iterator[ProtectionPlan]:
+    schemes = [Scheme(Kind.BUDDY)]
+    most = largest_group(len(scene.domains), scene.survived)
+    schemes += [Scheme(Kind.PARITY, group=size) for size in GROUP_SIZES if size <= most]
+    for scheme in schemes:
+        yield ProtectionPlan(scheme, every)
+
+
+def _why(plan: ProtectionPlan, room: str, lacks: Sequence[Lack]) -> str:
+    """Return one line: what stands in the way of copies, where they are not taken."""
+    text = f"{plan_in_words(plan)} fits, {room} to take over the roles of another node"
+    if plan.kind is Kind.BUDDY:
+        return text
+    return f"{text}; for copies {lacks[0].in_words()}"
+
+
+def sized(nbytes: int) -> str:
+    """Three digits, GB or MB."""
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
+def refusal(
+    plan: ProtectionPlan,
+    live_nodes: int,
+    settings: Settings,
+    present: ProtectionPlan | None = None,
+) -> str:
+    """Why the run cannot be protected by ``plan``, and what to do; empty when it can.
+
+    ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
+    Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
+    """
+    scheme, kind = plan.scheme, plan.kind
+    if not 1 <= plan.every <= LONGEST_CADENCE:
+        return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
+    if kind is Kind.RECOMPUTE and settings.protection != Kind.RECOMPUTE:
+        return (
+            "recompute needs room for gradients in every slot, and slots are laid out at the start:"
+            " start the run with --deadpool-protection recompute"
+        )
+    if kind is Kind.RECOMPUTE and plan.every > 1:
+        return "recompute needs the gradients of every iteration: choose a cadence of 1"
+    blocks = losses_survived(settings, plan)
+    if kind is Kind.PARITY and blocks > 1 and find_spec("zfec") is None:
+        return (
+            f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
+            " pip install 'deadpool-megatron[parity]'"
+        )
+    if kind is Kind.PARITY and scheme.group < 2:
+        return f"a parity group has at least 2 roles, not {scheme.group}"
+    if kind is Kind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+        return (
+            f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
+            f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
+        )
+    needed, is_new = _nodes_needed(kind, blocks), present is None or scheme != present.scheme
+    if is_new and live_nodes < needed:
+        return (
+            f"{scheme_in_words(scheme)} that survives {blocks} lost nodes needs at least {needed}"
+            f" nodes, there are {live_nodes}: attach {needed - live_nodes} more"
+        )
+    return ""
+
+
+def _nodes_needed(kind: Kind, survived: int) -> int:
+    """The blocks of a group of two roles lie on as many nodes; a copy beside the own node."""
+    return survived + (2 if kind is Kind.PARITY else 1)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Who sits where. ``seats``: role -> node; ``domains``: of each live node, spares too;
+    ``survived``: lost nodes that any plan has to bear which does not stay on the own node (r).
+    ``roomy``: memory counts with what a node needs while it takes over the roles of another one.
+    """
+
+    layouts: Mapping[int, RoleLayout]
+    seats: Mapping[int, int]
+    domains: Mapping[int, str]
+    spares: Collection[int]
+    survived: int
+    roomy: bool = False
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Bytes of one node: ``own`` slots of the roles that train there; ``kept`` beside them (second
+    copies, copies for others, parity blocks)."""
+
+    own: int
+    kept: int
+
+
+def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, NodeMemory]:
+    """Returns what each node has its memory for, while nobody takes over from another one."""
+    reckoning = _reckoned(plan, scene)
+    own = reckoning.own
+    return {node: NodeMemory(own[node], all - own[node]) for node, all in reckoning.memory.items()}
+
+
+def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
+    """Returns node -> bytes of all slots: own, copies, parity blocks."""
+    reckoning = _reckoned(plan, scene)
+    if not scene.roomy:
+        return dict(reckoning.memory)
+    return reckoning.with_room(_reckoned(plan, _after_a_swap(scene)).most_kept())
+
+
+def _reckoned(plan: ProtectionPlan, scene: Scene) -> _Reckoning:
+    survived = 0 if plan.kind.is_local else scene.survived
+    reckoning = _Reckoning(plan, scene, survived)
+    for role, layout in scene.layouts.items():
+        if role in scene.seats:
+            reckoning.add_role(role, layout)
+    reckoning.add_parity()
+    return reckoning
+
+
+def _after_a_swap(scene: Scene) -> Scene:
+    """A spare has taken over the roles of a node, if there is one: fewer nodes keep as much."""
+    if not scene.spares or not scene.seats:
+        return scene
+    lost, spare = min(scene.seats.values()), min(scene.spares)
+    return replace(
+        scene,
+        seats={role: spare if node == lost else node for role, node in scene.seats.items()},
+        domains={node: domain for node, domain in scene.domains.items() if node != lost},
+        spares=[node for node in scene.spares if node != spare],
+    )
+
+
+class _Reckoning:
+    def __init__(self, plan: ProtectionPlan, scene: Scene, survived: int) -> None:
+        self._plan = plan
+        self._scene = scene
+        self._survived = survived
+        self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, survived)
+        self._parity = None
+        if plan.kind is Kind.PARITY:
+            from deadpool_megatron.layout.parity_groups import ParityPlacement
+
+            self._parity = ParityPlacement(
+                scene.seats, scene.domains, scene.spares, plan, scene.survived
+            )
+        self.memory = Counter(dict.fromkeys(scene.domains, 0))
+        self.own = Counter[int]()
+
+    def add_role(self, role: int, layout: RoleLayout) -> None:
+        """The own slots, their second copies, and the copies that other nodes hold."""
+        node = self._scene.seats[role]
+        own = own_bytes(layout)
+        self.memory[node] += own
+        self.own[node] += own
+        if self._plan.kind is Kind.LOCAL_TWICE:
+            self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
+        shards = set(layout.shard_parts)
+        copied = [
+            part for part in layout.parts if part.name in shards and self._is_copied(role, part)
+        ]
+        if self._plan.kind is Kind.RECOMPUTE:
+            names = [part.name for part in copied]
+            kept = chain_bytes(layout, names, self._plan.scheme.full_every)
+        else:
+            others = [part.nbytes for part in layout.parts if part.name not in shards]
+            kept = copy_bytes(layout, [*(part.nbytes for part in copied), *others])
+        for buddy in self._copies.buddies(role, layout.peers):
+            self.memory[buddy] += kept
+
+    def _is_copied(self, role: int, part: PartInfo) -> bool:
+        return not (self._is_coded(role, part) or self._is_covered(role, part))
+
+    def _is_coded(self, role: int, part: PartInfo) -> bool:
+        return self._parity is not None and not self._is_covered(role, part)
+
+    def _is_covered(self, role: int, part: PartInfo) -> bool:
+        scene = self._scene
+        return is_covered(part.replicas, role, scene.seats, scene.domains, self._survived)
+
+    def add_parity(self) -> None:
+        """The blocks of each group: as long as its longest part."""
+        groups = () if self._parity is None else self._parity.groups
+        for group in groups:
+            longest: dict[str, int] = {}
+            for role in group.roles:
+                layout = self._scene.layouts.get(role)
+                if layout is None:
+                    continue
+                for part in layout.parts:
+                    if part.name in layout.shard_parts and self._is_coded(role, part):
+                        longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
+            if longest:
+                slots = max(self._scene.layouts[r].slots for r in group.roles)
+                for holder in group.holders:
+                    self.memory[holder] += block_bytes(slots, len(group.roles), longest)
+
+    def most_kept(self) -> int:
+        """Bytes that the fullest training node has beside its own slots."""
+        own = self.own
+        return max((self.memory[node] - own[node] for node in own), default=0)
+
+    def with_room(self, kept: int) -> dict[int, int]:
+        """What a spare has kept stays in one generation beside the slots of the roles that it takes
+        over, until that has new places, of which the spare, which keeps as much as ``kept`` bytes
+        then, may be one.
+        """
+        own = self.own
+        slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)
+        most = max(own.values(), default=0)
+        return {
+            node: nbytes if node in own else max(nbytes, most + (nbytes + kept) // slots)
+            for node, nbytes in self.memory.items()
+        }
+
+
+def extras_room_bytes(extras_bytes: int, least_bytes: int = 0) -> int:
+    """Room for the extras of one boundary that take so many bytes at the start: with some to grow
+    (longer counters, sums of losses that appear later), in coarse steps; at least ``least_bytes``.
+    """
+    wanted = max(int(extras_bytes * _EXTRAS_GROWTH) + _EXTRAS_STEP_BYTES, least_bytes)
+    return -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
+
+
+def own_bytes(layout: RoleLayout) -> int:
+    """All slots that a member fills."""
+    return _layout_bytes(layout.shape, layout.slots, tuple(part.nbytes for part in layout.parts))
+
+
+def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
+    """As many slots on another node, with parts of these sizes; 0 where there are none."""
+    sizes = tuple(nbytes)
+    return _layout_bytes(layout.shape, layout.slots, sizes) if sizes else 0
+
+
+def chain_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
+    """A copy on another node where steps are kept: whole generations of the ``copied`` shard parts,
+    and the gradients of more steps than that; extras lie in both."""
+    gradients = {gradients_part(name) for name in layout.shard_parts}
+    sent = {gradients_part(name) for name in copied}
+    known = gradients.union(layout.shard_parts)
+    extras = [part.nbytes for part in layout.parts if part.name not in known]
+    of_steps = [part.nbytes for part in layout.parts if part.name in sent]
+    of_shards = [part.nbytes for part in layout.parts if part.name in copied]
+    steps = generations_kept(layout, full_every)
+    chain = _layout_bytes(layout.shape, steps, (*of_steps, *extras))
+    return copy_bytes(layout, (*of_shards, *extras)) + chain
+
+
+def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
+    """A parity block of a group of so many ``roles``. ``longest``: coded part -> its bytes."""
+    names = sum(len(name) for name in longest)
+    members = 256 + roles * sum(98 + 6 * len(name) for name in longest)
+    described = _described(len(longest) + 1, names, roles + len(longest) + 1)
+    return _bytes(slots, len(longest) + 1, described, (*longest.values(), members))
+
+
+@lru_cache(maxsize=1024)
+def _layout_bytes(
+    shape: tuple[int, int, int, tuple[tuple[str, int, int], ...]],
+    slots: int,
+    sizes: tuple[int, ...],
+) -> int:
+    _, letters, peers, parts = shape
+    names = sum(len(name) for name, _, _ in parts)
+    numbers = peers + sum(replicas for _, _, replicas in parts)
+    described = letters + _described(len(parts), names, numbers)
+    return _bytes(slots, len(parts), described, sizes)
+
+
+def _described(parts: int, names: int, numbers: int) -> int:
+    """A bound on the description: letters that JSON escapes take six bytes."""
+    return _FIXED_BYTES + _PART_BYTES * parts + 6 * names + _NUMBER_BYTES * numbers
+
+
+def _bytes(slots: int, parts: int, described: int, sizes: Iterable[int]) -> int:
+    slot = _pages(_HEADER_BYTES + _ENTRY_BYTES * parts) + sum(_pages(size) for size in sizes)
+    return PAGE_BYTES + _pages(described) + slots * slot
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
