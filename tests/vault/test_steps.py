@@ -23,8 +23,7 @@ from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
-from deadpool_megatron.vault.shm.names import own_name
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, own_name
 from tests.vault.harness import (
     Cluster,
     Member,

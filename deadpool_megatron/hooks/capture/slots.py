@@ -17,9 +17,13 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.member.client import SlotWriter, VaultClient
-from deadpool_megatron.vault.memory.limits import memlock_bytes
-from deadpool_megatron.vault.memory.needs import node_needs, objection, warnings
-from deadpool_megatron.vault.memory.usable import node_rooms
+from deadpool_megatron.vault.memory import (
+    memlock_bytes,
+    node_needs,
+    node_rooms,
+    objection,
+    warnings,
+)
 
 
 def admit(

@@ -29,7 +29,7 @@ from deadpool_megatron.layout.records import Generation, Holding, Inventory, Rol
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.disk import sources as dump_contents
+from deadpool_megatron.vault.disk import dumped_blocks, sources
 from deadpool_megatron.vault.disk.sources import last_boundary
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.role.restore import Obtainer
@@ -167,17 +167,17 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
     ),
     "parity": lambda at, kept, own: in_memory(own, [*own.values(), coded(kept)], 0),
     "started again": lambda at, kept, own: started_again(kept[0], own[0]),
-    "dump": lambda at, kept, own: not dump_contents.dump_differs(dump(at, kept.values()), own[0]),
+    "dump": lambda at, kept, own: not sources.dump_differs(dump(at, kept.values()), own[0]),
     "file": lambda at, kept, own: loaded(at, kept[0], own[0]),
     "file of a peer": lambda at, kept, own: loaded(at, replace(kept[0], role=1), own[0]),
     "dump with a peer": lambda at, kept, own: bool(
         last_boundary(dump(at, peers(own[0], kept[0]), 0), NEWEST, 2)[0]
     ),
     "dump with parity": lambda at, kept, own: bool(
-        dump_contents.dumped_decodings(dump(at, [*own.values(), coded(kept)], 0), 0, SHARD, 7)
+        dumped_blocks.dumped_decodings(dump(at, [*own.values(), coded(kept)], 0), 0, SHARD, 7)
     ),
     "export of a dump": lambda at, kept, own: passes(
-        dump_contents.taken_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"
+        sources.taken_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"
     ),
     "slots": lambda at, kept, own: passes(
         room.ensure_own, vault(at, own_name(0, SEAT), kept[0]), own[0], SEAT

@@ -15,7 +15,6 @@ from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.capture.slots import PinnedSlots
 from deadpool_megatron.hooks.entry import EpochEntry
-from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.layout.sizing import extras_room_bytes
 from deadpool_megatron.platform.base import CopyHandle
