@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.history import NO_LIMIT
+from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
-from deadpool_megatron.layout.places.parity import MEMBERS, ParityPlacement
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
     BadPart,

@@ -34,9 +34,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectoryError,
     RunInfo,
 )
-from deadpool_megatron.layout.places.domains import parse_domains
-from deadpool_megatron.layout.reckoning.choice import largest_group
-from deadpool_megatron.layout.schemes import Kind, losses_survived
+from deadpool_megatron.layout.placement import parse_domains
+from deadpool_megatron.layout.schemes import MOST_BLOCKS, Kind, losses_survived
+from deadpool_megatron.layout.sizing import largest_group
 from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
 from deadpool_megatron.preflight.host import available_memory
 from deadpool_megatron.process_names import interpreter
