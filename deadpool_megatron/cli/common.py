@@ -58,9 +58,14 @@ class Refused(CommandError):
     """The coordinator does not take the request; why."""
 
 
+#: of a coordinator that is not there or whose journal fails, and of a run directory that is away
+#: for a moment, to whoever has found them when the process started
+PASSING = (CommandError, RunDirectoryError, OwnershipError, auth.AuthenticationError, OSError)
+
+
 @contextmanager
 def refusing_system_errors() -> Iterator[None]:
-    """What the system refuses meanwhile is an answer like any other bad input: no room, no
+    """Errors of the system meanwhile are an answer like any other bad input: no room, no
     permission. For as long as nothing has been started: later it is not the user who has to know
     where it happened. Raises CommandError.
     """
@@ -119,7 +124,7 @@ def make_info(
 
 
 def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
-    """Where the coordinator says it listens; None before it has said so."""
+    """Return where the coordinator says it listens; None before it has said so."""
     try:
         return address_in(run.coordinator.read_text())
     except (OSError, ValueError):
@@ -190,8 +195,8 @@ class Asker:
         self._said = ""
 
     def status(self) -> dict[str, Any] | None:
-        """What ``deadpool status --json`` says; None where nobody answers, and once the run has its
-        result. Why the coordinator cannot be asked at all is said once, on standard error.
+        """Return what ``deadpool status --json`` says; None where nobody answers, and once the run
+        has its result. Why the coordinator cannot be asked at all is said once, on standard error.
         """
         if self._run.final.exists():
             return None
@@ -261,7 +266,7 @@ def listen(
 
 
 def shown(text: str) -> str:
-    """What others have written, for a terminal: no character of it does anything there."""
+    """Return what others have written, for a terminal: no character of it does anything there."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""What Slurm tells the one task that it starts on each node, read once and checked.
+"""Facts that Slurm tells the one task that it starts on each node, read once and checked.
 
 ``deadpool agent --from-slurm`` takes node id and failure domain from here. Tested with Slurm 22.05;
 the variables are those of srun's manual page.
@@ -107,8 +107,8 @@ def host_address(host: str) -> str:
 
 
 def local_address(text: str) -> str:
-    """What ``--deadpool-interface`` means on this machine: the address of the interface of that
-    name, or the address (or host name) itself. Raises CommandError for what is neither.
+    """Return what ``--deadpool-interface`` means on this machine: the address of the interface of
+    that name, or the address (or host name) itself. Raises CommandError for what is neither.
     """
     names = [name for _, name in socket.if_nameindex()]
     if text in names:

@@ -52,7 +52,7 @@ def outlive_readers() -> None:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """What is printed meanwhile is lost when its reader (``head``, ``less``) has seen enough.
+    """Text printed meanwhile is lost when its reader (``head``, ``less``) has seen enough.
 
     Raises OSError at the end when something else kept it from being written, as a full disk does.
     """
@@ -91,7 +91,7 @@ class _Steady:
         return len(text)
 
     def _has_reader(self) -> bool:
-        """Whether it may have to be waited for; no file has one."""
+        """Return whether it may have to be waited for; no file has one."""
         try:
             return not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode)
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What is known about nodes, as plain data. Sizes in bytes, times in seconds."""
+"""Facts about nodes, as plain data. Sizes in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deadpool_megatron.preflight.health import Answer, Health
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a node says about itself. ``None`` for a limit means that there is none."""
+    """The facts that a node tells about itself. ``None`` for a limit means that there is none."""
 
     hostname: str
     address: str = ""
@@ -61,7 +61,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Link:
-    """What a node found about its link to ``peer``.
+    """The findings of a node about its link to ``peer``.
 
     ``error``: why no connection could be made; empty when the peer answered. ``clock_seconds``:
     the peer's wall clock minus the node's own, wrong by half the round trip at most.
@@ -109,7 +109,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the run needs. ``gpus_per_node``: where any node has GPUs; 0 where it needs none there,
+    """The needs of a run. ``gpus_per_node``: where any node has GPUs; 0 where it needs none there,
     either. ``shm_bytes``: shared memory of a node, 0 where it is not known.
     """
 

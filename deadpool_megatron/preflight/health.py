@@ -39,7 +39,7 @@ class Health(IntEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the command said, and the last line that it printed."""
+    """The word of the command, and the last line that it printed."""
 
     health: Health = Health.GOOD
     text: str = ""
@@ -64,7 +64,7 @@ def ask(command: str, limit_seconds: float) -> Answer:
 
 @dataclass(frozen=True)
 class End:
-    """How a command ended; ``status`` is None for one that did not in time, and was killed."""
+    """The end of a command; ``status`` is None for one that did not in time, and was killed."""
 
     status: int | None
     last_line: str
@@ -102,7 +102,7 @@ def run_by_shell(
 
 
 class Action(Enum):
-    """What an Xid costs its node."""
+    """The cost of an Xid to its node."""
 
     KEEP = "the program's own fault, or harmless"
     LEAVE_OUT = "the device's fault: the node gets no role"
@@ -142,7 +142,7 @@ class Xid:
 
     @property
     def action(self) -> Action:
-        """What it costs."""
+        """Return what it costs."""
         return ACTIONS.get(self.number, Action.KEEP)
 
 
@@ -154,7 +154,7 @@ def find_xids(lines: Iterable[LogLine]) -> Iterator[Xid]:
 
 
 def quoted(text: str) -> Action | None:
-    """What the Xid that a text names costs; None where it names none."""
+    """Return what the Xid that a text names costs; None where it names none."""
     found = _QUOTED.search(text)
     return ACTIONS.get(int(found[1]), Action.KEEP) if found else None
 
@@ -177,8 +177,8 @@ def parse_record(record: bytes) -> LogLine | None:
 
 
 def read_kernel_log(path: Path = KERNEL_LOG) -> Iterator[LogLine]:
-    """What is in the kernel log now; does not wait for more. Raises OSError where it is closed to
-    this user.
+    """Return what is in the kernel log now; does not wait for more. Raises OSError where it is
+    closed to this user.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -82,7 +82,7 @@ def available_memory() -> int | None:
 
 
 def missing() -> str:
-    """Why no run can be on this host; empty where one can."""
+    """Return why no run can be on this host; empty where one can."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
@@ -95,8 +95,9 @@ def missing() -> str:
 
 
 def memory_may_go(user: int, root: Path = Path("/")) -> str:
-    """Why what this user has in shared memory may be removed under a run; empty where nothing says
-    so. As logind judges: below the users of the system nobody, and nobody who lingers."""
+    """Return why what this user has in shared memory may be removed under a run; empty where
+    nothing says so. As logind judges: below the users of the system nobody, and nobody who lingers.
+    """
     if user < _FIRST_USER or not (root / "run/systemd/system").is_dir():
         return ""
     try:

@@ -30,7 +30,7 @@ Pair = tuple[int, int]
 
 
 class Standing(enum.StrEnum):
-    """What a node is good for."""
+    """The use that a node is of."""
 
     GOOD = "good"
     WEAK = "weak"  # trains only where no good node is left
@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a node is good for, and what was found against it."""
+    """The standing of a node, and what was found against it."""
 
     standing: Standing = Standing.GOOD
     reasons: tuple[str, ...] = ()
@@ -65,8 +65,8 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the nodes of a run have in common: versions of components, and whether there are GPUs.
-    Nodes that join later are held against it.
+    """The things that the nodes of a run have in common: versions of components, and whether there
+    are GPUs. Nodes that join later are held against it.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -194,7 +194,7 @@ def request(
 
 
 def final_line(final: dict[str, Any]) -> str:
-    """How a run ended, in one line."""
+    """Return how a run ended, in one line."""
     why = f": {final['reason']}" if final["reason"] else ""
     return shown(f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations")
 
@@ -272,7 +272,7 @@ def _seconds(text: str) -> float:
 def _is_in_vain(
     run: RunDirectory, error: RunNotReachable, is_waited_for: bool, patience: float
 ) -> bool:
-    """Whether a request that nobody has taken is not to be sent again."""
+    """Return whether a request that nobody has taken is not to be sent again."""
     if not is_waited_for:
         return time.monotonic() > patience
     # Where a coordinator has answered, or the run is over, there is something to wait for or tell;
@@ -283,8 +283,8 @@ def _is_in_vain(
 
 
 def _may_be_alive(run: RunDirectory) -> bool:
-    """Whether an agent is, so that another coordinator may come: one of this host that lives, or
-    one of another host, which cannot be seen from here."""
+    """Return whether an agent is, so that another coordinator may come: one of this host that
+    lives, or one of another host, which cannot be seen from here."""
     here = socket.gethostname()
     for listing in run.node_listings().values():
         agent = listing["agent"]

@@ -12,15 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, Refused, add_run_directory, ask
+from deadpool_megatron.cli.common import PASSING, CommandError, Refused, add_run_directory, ask
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
-from deadpool_megatron.ownership import OwnershipError
-from deadpool_megatron.wire.auth import AuthenticationError
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
-# Of a coordinator that is not there, and of a run directory that is away for a moment: it was there
-# when the command started.
-_PASSING = (CommandError, RunDirectoryError, OwnershipError, AuthenticationError, OSError)
 _ANSWER_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
 _LONGEST_SECONDS = 86_400.0
@@ -61,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 class Follower:
     """``drained``: names of the hosts that Slurm drains; raises CommandError when it does not say.
-    ``tell``: sends a message to the run; raises Refused, or one of _PASSING for what may pass.
+    ``tell``: sends a message to the run; raises Refused, or one of PASSING for what may pass.
     """
 
     def __init__(
@@ -97,7 +92,7 @@ class Follower:
             self._over.add(node)
             self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
             return
-        except _PASSING as error:
+        except PASSING as error:
             self._print(node, f"the run does not know yet that Slurm drains {host}: {error}")
             return
         known = Request.from_dict(answer["request"])

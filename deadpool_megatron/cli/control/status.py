@@ -125,7 +125,7 @@ def _request_line(values: dict[str, Any]) -> str:
 
 
 def _export_lines(export: dict[str, Any]) -> list[str]:
-    """What is known of checkpoints written in the background."""
+    """Return what is known of checkpoints written in the background."""
     lines = []
     if now := export["now"]:
         lines.append(f"  checkpoint in the background: iteration {now['iteration']}, {now['step']}")

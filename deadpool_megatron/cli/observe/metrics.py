@@ -92,7 +92,7 @@ class Watched:
             yield from self._samples.metrics(self._asker.status(), time.time())
 
     def is_over(self) -> bool:
-        """Whether the run has its result."""
+        """Return whether the run has its result."""
         return self._run.final.exists()
 
 

@@ -1,4 +1,4 @@
-"""What a run looks like as metrics: from its events, and from what its coordinator says right now.
+"""A run as metrics: from its events, and from what its coordinator says right now.
 
 Names follow Prometheus' conventions: base units, ``_total`` for counters. Labels are few: kinds,
 phases, uses, states, and the node where memory is meant. Pure but for the classes of

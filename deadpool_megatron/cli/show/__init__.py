@@ -1,1 +1,1 @@
-"""What happened in a run, in words, tables and pictures: live, afterwards, and compared."""
+"""Accounts of a run, in words, tables and pictures: live, afterwards, and compared."""

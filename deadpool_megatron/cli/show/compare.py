@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether no compared fact differs."""
+        """Return whether no compared fact differs."""
         return not self.differences
 
     def to_dict(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class DemoRun:
 
 @dataclass(frozen=True)
 class Shape:
-    """How large the runs are, and what they compute on, whatever this machine has.
+    """The size of the runs, and what they compute on, whatever this machine has.
 
     ``environment``: of the runs, besides the inherited one.
     """
@@ -99,7 +99,7 @@ ON_GPUS = Shape(1, 1, "nccl", {})
 
 
 def launch_command(run_directory: Path, iterations: int, shape: Shape = ON_CPUS) -> list[str]:
-    """What a user would type, with this interpreter."""
+    """Return what a user would type, with this interpreter."""
     return [
         *interpreter("-m", "deadpool_megatron", "run"),
         *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
@@ -166,7 +166,7 @@ def run_once(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo found out."""
+    """The findings of the demo."""
 
     undisturbed: DemoRun
     struck: DemoRun

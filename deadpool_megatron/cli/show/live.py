@@ -31,7 +31,7 @@ _STOP_SECONDS = 20.0
 
 
 class Display(ABC):
-    """Where lines go."""
+    """The place where lines go."""
 
     @abstractmethod
     def line(self, text: str, style: str = "") -> None:
@@ -188,8 +188,8 @@ class Follower:
             self._progress.add(event)
 
     def _is_known(self, event: Event) -> bool:
-        """Whether another one has said the same: a coordinator that took over says again which
-        epoch is open, and what one role finds out about its updates others do, too."""
+        """Return whether another one has said the same: a coordinator that took over says again
+        which epoch is open, and what one role finds out about its updates others do, too."""
         keys = {Kind.EPOCH_OPENED: event.epoch, Kind.REHEARSED: 0}
         if event.kind not in keys:
             return False

@@ -1,4 +1,5 @@
-"""What each event says in words, the same ones live and in the report. Pure."""
+"""Words for each event, the same ones live and in the report; and what each kind of failure means
+to the people of a run: how it was noticed, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cli.common import count, table
-from deadpool_megatron.cluster.failures import in_words
+from deadpool_megatron.cluster.failures import FailureKind, in_words
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import in_short
 
@@ -15,6 +16,8 @@ from deadpool_megatron.layout.group_names import in_short
 _SHOWN_FRAMES = 4
 # Characters of a name in a table.
 _MOST_CELL = 48
+_HOST = "find out what the host does; it may come back as a new node when it is sound"
+_LOG = "if it repeats, read the end of the log of that process (logs/ in the run directory)"
 
 
 @dataclass(frozen=True)
@@ -80,33 +83,6 @@ def tell(event: Event) -> Line | None:
             return _of_protection(event)
 
 
-def _of_protection(event: Event) -> Line | None:
-    data = event.data
-    match event.kind:
-        case Kind.PROTECTION:
-            return Line(f"protection: {describe_protection(event)}", "yellow")
-        case Kind.GATE_WAIT if not data.get("over"):
-            waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
-            return Line(f"{waited} since {float(data['seconds']):.0f} s", "yellow")
-        case Kind.CORRUPTION:
-            return Line(f"damaged bytes found and not used: {dict(data)}", "bold red")
-        case Kind.DECODED:
-            text = f"{data.get('part')} of role {event.role} computed from parity"
-            return Line(f"{text} in {float(data['seconds']):.2f} s", "green")
-        case Kind.REPLAYED:
-            again = f"recomputed over {data.get('steps')} updates"
-            seconds = f"in {float(data['seconds']):.2f} s"
-            return Line(f"role {event.role}: state {again} {seconds}", "yellow")
-        case Kind.REHEARSED if not data.get("matched"):
-            found = f"an update of role {event.role}, computed again, gave other bytes"
-            why = f"({data.get('difference')}): whole copies instead of gradients"
-            return Line(f"{found} {why}", "bold red")
-        case Kind.STALE_DIVERGENCE:
-            return Line("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red")
-        case _:
-            return None
-
-
 def describe_cause(data: Mapping[str, Any]) -> str:
     """``a node was lost: node 1: connection closed``: the kind of a failure and its cause."""
     kind, cause = in_words(str(data.get("kind", ""))), str(data.get("cause") or "")
@@ -168,10 +144,6 @@ def describe_hang(event: Event) -> list[str]:
     return ["  who waits for whom:", *table(header, rows, indent=4)]
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_CELL else f"{text[: _MOST_CELL - 3]}..."
-
-
 def describe_slowness(event: Event) -> str:
     """``node 2 was slow: 0.310 s of its own per iteration, its peers 0.102 s (role 2)``."""
     what = "is as fast as its peers again" if event.data.get("over") else "is slow"
@@ -199,6 +171,115 @@ def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:
     return "; ".join(
         f"role {role}: {_seat(old)} -> {_seat(new)}" for role, (old, new) in sorted(changes.items())
     )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``noticed``: the evidence, as a sentence that goes on after "why". ``to_do``: empty where
+    nothing is to be done."""
+
+    noticed: str
+    to_do: str = ""
+
+
+ADVICE: dict[FailureKind, Advice] = {
+    FailureKind.PROCESS_CRASH: Advice("its agent saw it end, and read its log", _LOG),
+    FailureKind.DEVICE_ERROR: Advice(
+        "its process ended with an error of the device",
+        "look at the host: deadpool gpu-health, nvidia-smi -q, dmesg",
+    ),
+    FailureKind.NO_ROOM: Advice(
+        "its process found no room for its slots and ended with status 2",
+        "look what fills /dev/shm there (deadpool clean, ls -l /dev/shm), or enlarge it",
+    ),
+    FailureKind.COMMUNICATOR_ERROR: Advice(
+        "an operation between roles failed, and nothing better was heard within half a second",
+        "if it repeats between the same hosts, look at their network",
+    ),
+    FailureKind.NODE_LOST: Advice(
+        "the connection to its agent ended",
+        "look whether the host is up and why its agent ended; start another node as a spare",
+    ),
+    FailureKind.NODE_CUT: Advice(
+        "its agent was silent, and its host did not receive what was sent",
+        f"look at its network; {_HOST}",
+    ),
+    FailureKind.NODE_FROZEN: Advice(
+        "its agent was silent, though its host received what was sent", _HOST
+    ),
+    FailureKind.LEFT_OUT: Advice(
+        "what was found about the host is not fit for the run", "mend what the cause names"
+    ),
+    FailureKind.MEMBER_FROZEN: Advice(
+        "it gave no sign of life, took no processor time and did not wait for any",
+        "somebody stopped it, or its host hangs: look at storage and dmesg there",
+    ),
+    FailureKind.HANG: Advice(
+        "all lived and nothing moved; the culprit is who had not entered what others were in",
+        "look at the innermost frames of the stacks",
+    ),
+    FailureKind.NONFINITE_LOSS: Advice(
+        "a role saw it and went no further", "look at the data and the learning rate"
+    ),
+    FailureKind.SLOW_NODE: Advice(
+        "its own work took longer than that of its data-parallel peers",
+        "look for throttling, other users and errors that the host corrects",
+    ),
+    FailureKind.SILENT_CORRUPTION: Advice(
+        "an audit computed the same again on its peers, or compared what all of them hold",
+        "test processor, memory and GPU of that host before it trains again",
+    ),
+    FailureKind.CORRUPT_STATE: Advice(
+        "a checksum, or the comparison of peers, did not hold",
+        "test the memory of the node that is named before it trains again",
+    ),
+    FailureKind.BUG: Advice(
+        "the same failure came again at the same step",
+        "mend the program: another node would fail in the same way",
+    ),
+    FailureKind.DRAINED: Advice("it was asked for"),
+    FailureKind.COORDINATOR: Advice("the new one found the epoch closed"),
+    FailureKind.RESTART: Advice("no process of the run was left"),
+}
+
+
+def advice_for(kind: str) -> Advice | None:
+    """None for a kind of a newer version."""
+    try:
+        return ADVICE[FailureKind(kind)]
+    except ValueError:
+        return None
+
+
+def _of_protection(event: Event) -> Line | None:
+    data = event.data
+    match event.kind:
+        case Kind.PROTECTION:
+            return Line(f"protection: {describe_protection(event)}", "yellow")
+        case Kind.GATE_WAIT if not data.get("over"):
+            waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
+            return Line(f"{waited} since {float(data['seconds']):.0f} s", "yellow")
+        case Kind.CORRUPTION:
+            return Line(f"damaged bytes found and not used: {dict(data)}", "bold red")
+        case Kind.DECODED:
+            text = f"{data.get('part')} of role {event.role} computed from parity"
+            return Line(f"{text} in {float(data['seconds']):.2f} s", "green")
+        case Kind.REPLAYED:
+            again = f"recomputed over {data.get('steps')} updates"
+            seconds = f"in {float(data['seconds']):.2f} s"
+            return Line(f"role {event.role}: state {again} {seconds}", "yellow")
+        case Kind.REHEARSED if not data.get("matched"):
+            found = f"an update of role {event.role}, computed again, gave other bytes"
+            why = f"({data.get('difference')}): whole copies instead of gradients"
+            return Line(f"{found} {why}", "bold red")
+        case Kind.STALE_DIVERGENCE:
+            return Line("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red")
+        case _:
+            return None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CELL else f"{text[: _MOST_CELL - 3]}..."
 
 
 def _seat(value: object) -> str:

@@ -1,5 +1,5 @@
-"""How far a run is, as people expect it: iterations, samples and tokens per second, goodput, time
-left. Pure; fed with the events of a run in their order.
+"""The progress of a run, as people expect it: iterations, samples and tokens per second, goodput,
+time left. Pure; fed with the events of a run in their order.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import count, seconds, shown, size, table
-from deadpool_megatron.cli.show.advice import advice_for
 from deadpool_megatron.cli.show.narration import (
+    advice_for,
     describe_cause,
     describe_coordinator,
     describe_hang,

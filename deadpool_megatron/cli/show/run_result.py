@@ -80,7 +80,7 @@ class FinishedRecovery:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What ``final.json`` holds, with the numbers and recoveries that the events tell.
+    """The contents of ``final.json``, with the numbers and recoveries that the events tell.
 
     ``resumed_after``: the iteration whose state another run handed over; 0 for a whole run.
     """

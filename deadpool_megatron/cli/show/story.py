@@ -86,7 +86,8 @@ class Interruption:
 
 @dataclass
 class Story:
-    """What a run's events say so far; feed it with :meth:`add`, in the order of the file."""
+    """The story that a run's events tell so far; feed it with :meth:`add`, in the order of the
+    file."""
 
     started: Event | None = None
     ended: Event | None = None

@@ -188,7 +188,7 @@ def add_parser(subparsers: Any) -> None:
 
 @dataclass(frozen=True)
 class _Settled:
-    """What is known before anything of the user's is imported."""
+    """Facts that are known before anything of the user's is imported."""
 
     run: RunDirectory
     info: RunInfo
@@ -299,7 +299,7 @@ def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
 def _place(
     args: argparse.Namespace, node: int | None, slurm: SlurmNode | None, settings: Settings
 ) -> Place:
-    """What is given goes before what Slurm tells, a domains file before Slurm's topology."""
+    """Return it: flags go before what Slurm tells, a domains file before Slurm's topology."""
     host, domain = args.host, args.domain
     interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
     if slurm is not None and not settings.domains_file:

@@ -139,7 +139,7 @@ def check_can_be_made(path: Path) -> None:
 
 
 def check_modules(modules: Sequence[str]) -> None:
-    """What is to be preloaded is installed, as far as can be seen without importing anything.
+    """Modules to be preloaded are installed, as far as can be seen without importing anything.
 
     Looking for a sub-module would import its package, here torch: that is done once, and later,
     while the coordinator is starting.
@@ -310,7 +310,7 @@ def _check_group(info: RunInfo) -> None:
 
 
 def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:
-    """Whether a launcher that was refused, or that found the disk full, has left it."""
+    """Return whether a launcher that was refused, or that found the disk full, has left it."""
     if entry.name in SUB_DIRECTORIES:
         return entry.is_dir() and not any(entry.iterdir())
     return entry in (run.launcher_lock, run.path / "secret")

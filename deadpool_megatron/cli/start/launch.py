@@ -275,7 +275,7 @@ class Launcher:
             self._unfilled -= 1
 
     def _note_trouble(self) -> None:
-        """What no coordinator can notice: that no node came up, or that none is left."""
+        """Note what no coordinator can notice: that no node came up, or that none is left."""
         if self._stop_deadline or self._run.has_final():
             return
         if self._came_up():
@@ -288,7 +288,7 @@ class Launcher:
         self.trouble = f"no node came up: {line}" if line else "no node came up"
 
     def _words_of(self, node: int) -> str:
-        """Why an agent waits, or has ended, in its own words; else the last line of its log."""
+        """Return in its own words why an agent waits, or has ended; else its log's last line."""
         log = self._run.log(f"node{node}-agent")
         said = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
         return said[-1] if said else last_line(log)
@@ -304,7 +304,7 @@ class Launcher:
             self._options.say(words)
 
     def _came_up(self) -> bool:
-        """Whether an epoch was ever decided; True as well when the journal does not say."""
+        """Return whether an epoch was ever decided; True as well when the journal does not say."""
         return self._newest_epoch() != 0
 
     def _newest_epoch(self) -> int | None:
@@ -380,9 +380,9 @@ class Launcher:
             os.close(self._lines.pop(node))
 
     def _keeps_slots(self) -> bool:
-        """Where the result says so, or where there is none and nobody had it removed: then only
-        starting it has failed, perhaps not for the first time. Told to remove it before it has
-        decided anything, it leaves what was there before it."""
+        """Return whether they stay: the result says so, or there is none and nobody had it removed:
+        then only starting it has failed, perhaps not for the first time. Told to remove it before
+        it has decided anything, it leaves what was there before it."""
         if self._run.has_final():
             return slots_are_kept(self._run)
         epoch = self._newest_epoch()

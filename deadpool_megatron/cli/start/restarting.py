@@ -69,8 +69,9 @@ def hold(run: RunDirectory) -> int:
 
 
 def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) -> Restart | None:
-    """What is left in ``--run-dir`` to go on from; None when there is nothing, or nothing but the
-    result of a run that is over. Raises CommandError when it cannot go on as it was asked to.
+    """Return what is left in ``--run-dir`` to go on from; None when there is nothing, or nothing
+    but the result of a run that is over. Raises CommandError when it cannot go on as it was asked
+    to.
     """
     try:
         old = run.read_run()
@@ -164,19 +165,19 @@ def other_slots(known: Settings, given: Mapping[str, Any]) -> str:
 
 
 def _may_have_slots(run: RunDirectory, info: RunInfo) -> bool:
-    """Whether there are some on this host, or a node was on another one, whose memory is not to be
-    seen from here."""
+    """Return whether there are some on this host, or a node was on another one, whose memory is not
+    to be seen from here."""
     elsewhere = any(not is_here(listing) for listing in run.node_listings().values())
     return elsewhere or nodes_with_slots(info) > 0
 
 
 def nodes_with_slots(info: RunInfo) -> int:
-    """How many nodes of the run have slots in this host's memory."""
+    """Return how many nodes of the run have slots in this host's memory."""
     return sum(any(node.glob("*.seg")) for node in node_directories(info.run_id))
 
 
 def _has_state(run: RunDirectory, info: RunInfo) -> bool:
-    """Whether there is anything on this host or on disk to go on from; not yet whether it is
+    """Return whether there is anything on this host or on disk to go on from; not yet whether it is
     whole."""
     noted: tuple[Restore, ...] = ()
     with contextlib.suppress(FileNotFoundError, ValueError):

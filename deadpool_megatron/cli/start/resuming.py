@@ -1,4 +1,4 @@
-"""Where a new run goes on from an earlier one."""
+"""The point where a new run goes on from an earlier one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Others:
         (directory / self._name).touch()
 
     def are_done(self) -> bool:
-        """Whether all have said so, or one of them has decided already."""
+        """Return whether all have said so, or one of them has decided already."""
         made = (self._run.path / "run.json").exists()
         return made or len(list(self._run.resuming.iterdir())) >= self._agents
 
@@ -64,9 +64,9 @@ class Others:
 def resume_point(
     old: RunDirectory, args: argparse.Namespace, others: Others | None = None
 ) -> Mapping[str, Any]:
-    """Where an earlier run can be continued from: the newest generation that is whole in its dumps
-    (with what it has left in memory of this host, and of the hosts of ``others``), or its newest
-    checkpoint, whichever is newer.
+    """Return where an earlier run can be continued from: the newest generation that is whole in its
+    dumps (with what it has left in memory of this host, and of the hosts of ``others``), or its
+    newest checkpoint, whichever is newer.
 
     A run of another number of roles continues from a checkpoint, which Megatron reshards. Says so
     in a line. Raises CommandError when there is none.
@@ -160,7 +160,7 @@ def _durable(
 
 
 def _objection(restore: Restore, world_size: int, history: History | None) -> str:
-    """Why a run does not go on from it; empty if it does."""
+    """Return why a run does not go on from it; empty if it does."""
     if restore.kind == "initial":
         return ""
     if not is_there(restore):

@@ -35,7 +35,7 @@ DEFAULT_PRELOAD = (
 
 
 def member_command(command: Sequence[str]) -> tuple[str, ...]:
-    """What members run for the command that the user gave; any other is left as it is.
+    """Return what members run for the command that the user gave; any other is left as it is.
 
     Raises CommandError for a module: what belongs to the script is found beside its file.
     """
@@ -70,7 +70,7 @@ def adopt(args: argparse.Namespace) -> None:
 
 
 def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
-    """What is imported ahead: as ``given`` by the user, else what fits the member's command."""
+    """Return what is imported ahead: as ``given``, else what fits the member's command."""
     if given is None:
         given = default if script_of(command) is None else PRELOAD
     return tuple(name for name in given.split(",") if name)

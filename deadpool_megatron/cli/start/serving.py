@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cli.common import CommandError, Refused, ask, ask_at
+from deadpool_megatron.cli.common import PASSING, CommandError, Refused, ask, ask_at
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
@@ -18,20 +18,15 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import placement as domains
-from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.wire.auth import AuthenticationError
 
 _ATTACH_PAUSE_SECONDS = 1.0
-# Of a coordinator that is not there or whose journal fails, and of a run directory that is away for
-# a moment: it was all looked at when this process started.
-_PASSING = (CommandError, RunDirectoryError, OwnershipError, AuthenticationError, OSError)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an agent runs. ``node``: None for one that the coordinator hands out."""
+    """The place where an agent runs. ``node``: None for one that the coordinator hands out."""
 
     node: int | None
     host: str
@@ -105,7 +100,7 @@ def serve(
 
 
 def domains_of(settings: Settings) -> dict[str, str]:
-    """What the domains file says; without one every node is a failure domain of its own."""
+    """Return what the domains file says; without one every node is a failure domain of its own."""
     if not settings.domains_file:
         return {}
     return domains.parse_domains(Path(settings.domains_file).read_text("utf-8"))
@@ -131,7 +126,7 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             return int(answer["node"])
         except Refused:
             raise
-        except _PASSING as error:
+        except PASSING as error:
             # A node that was cut off may be without the shared run directory for as long.
             if run.has_final() or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error

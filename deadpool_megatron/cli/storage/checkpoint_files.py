@@ -166,7 +166,7 @@ class _StandIn:
 
 
 def _enum_member(owner: object, name: str) -> object:
-    """How some versions of Python 3.11 write the members of an enum (``getattr(cls, name)``)."""
+    """Stand for ``getattr(cls, name)``, as some of Python 3.11 write a member of an enum."""
     if owner is _StandIn:
         return _StandIn()
     if isinstance(owner, EnumMeta) and name in owner.__members__:
@@ -209,7 +209,8 @@ def _verify_configuration(path: Path) -> Finding:
 
 
 def _damage(entry: _Slice, *, is_archive: bool) -> str:
-    """Why an entry cannot be used; torch writes each as an archive with a CRC of every record."""
+    """Return why an entry cannot be used; torch writes each as an archive with a CRC of every
+    record."""
     head = entry.read(4)
     if head != b"PK\x03\x04":
         if is_archive or (head and not head.strip(b"\0")):

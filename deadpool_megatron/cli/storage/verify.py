@@ -52,7 +52,7 @@ verify in DIR, or something that this version does not know and could not verify
 
 
 class What(StrEnum):
-    """What a directory holds."""
+    """Kinds of what a directory holds."""
 
     MEMORY = "memory"
     DUMP = "dump"
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_targets(directory: Path) -> list[Target]:
-    """What is to be verified in a directory. Raises CommandError when there is nothing."""
+    """Return what is to be verified in a directory. Raises CommandError when there is nothing."""
     if not directory.is_dir():
         raise CommandError(f"{directory} is not a directory")
     found = list(dict.fromkeys(_targets(directory)))
@@ -188,7 +188,7 @@ def _durable(run: RunDirectory) -> Iterator[Path]:
 
 
 def _trouble_with_latest(path: Path) -> str:
-    """Why no other run could go on from what it names; empty if one can."""
+    """Return why no other run could go on from what it names; empty if one can."""
     try:
         newest = read_json(path)
     except OSError as error:

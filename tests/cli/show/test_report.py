@@ -11,8 +11,7 @@ import pytest
 from synthetic_run import events_of, write_run
 
 from deadpool_megatron.cli.show import report
-from deadpool_megatron.cli.show.advice import ADVICE
-from deadpool_megatron.cli.show.narration import describe_loss
+from deadpool_megatron.cli.show.narration import ADVICE, describe_loss
 from deadpool_megatron.cli.show.story import Story, summary
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
