@@ -1,11 +1,16 @@
-"""Events are output: neither their number nor what becomes of their files has a say in a run."""
+"""Runs that are long or large: neither their events nor their agents have a say in them."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
 import os
 import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +19,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.common import CommandError, ask
+from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from tests.cluster.agents import Agents
@@ -28,6 +34,8 @@ _PATIENT = (
     *("--deadpool-rejoin-seconds", "30"),
     *("--deadpool-takeover-seconds", "8"),
 )
+ROOT = Path(__file__).parents[2]
+AGENTS = 24
 
 
 def status(run: Agents) -> dict[str, Any]:
@@ -144,3 +152,46 @@ def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path: Path) 
         told = [str(event.data["text"]) for event in run.events(Kind.LOG)]
         assert any("events could not be written for" in text for text in told)
         run.finish()  # each step is there, once
+
+
+@pytest.mark.full
+def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> None:
+    """The bench ends well only if every agent hears of each decision and is back after a kill."""
+    bench = ROOT / "scripts" / "bench" / "coordinator.py"
+    found = tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, bench, "--agents", str(AGENTS), "--seconds", "0.5", "--json", found],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (size,) = json.loads(found.read_text())["sizes"]
+    assert size["agents"] == AGENTS
+    assert size["roles"] == (AGENTS - 2) * 8
+    # A change and the close, not a record of all roles.
+    assert size["told_bytes_per_agent"] < 4000
+    # As many bytes of events as 512 roles may write, of which every one waits at every gate.
+    assert size["event_bytes_per_day"] < 50e6
+    assert size["stall_second_connections"] > 0
+    assert size["standby_looks_per_second"] > 0
+    assert {"start", "loss of a node", "second connections", "takeover"} <= size["blocks"].keys()
+
+
+def test_a_costly_status_is_not_made_for_every_question() -> None:
+    made: list[int] = []
+    threads = set[int]()
+
+    def make() -> dict[str, int]:
+        threads.add(threading.get_ident())
+        made.append(sum(range(300_000)))
+        return {"number": len(made)}
+
+    async def ask() -> list[int]:
+        status = PacedStatus(make)
+        asked = await asyncio.gather(*(status.newest() for _ in range(3)))
+        return [one["number"] for one in asked]
+
+    assert asyncio.run(ask()) == [1, 1, 1]
+    assert threading.get_ident() not in threads, "the loop goes on meanwhile"

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py: an export beside the training holds what its own save_checkpoint() writes."""
+"""Checkpoints of pretrain_gpt.py: exports as its own saves, and a --save directory that fails."""
 
 from __future__ import annotations
 
@@ -6,16 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness.jobs import Outcome, Program, run_program
+from deadpool_megatron.cli.storage.checkpoint_files import verify_checkpoint
+from deadpool_megatron.events import Kind
+from deadpool_megatron.vault.shm.verify import Verdict
+from tests.faults.harness.jobs import Outcome, Program, assert_unnoticed, run_program, undisturbed
 from tests.megatron_lm.harness.arguments import small
-from tests.megatron_lm.harness.checkout import LOADS
+from tests.megatron_lm.harness.checkout import LOADS, TAG
 from tests.megatron_lm.harness.ranks import RankParent
-from tests.megatron_lm.harness.runs import PP2_DP2, held_tree, tree
+from tests.megatron_lm.harness.runs import (
+    PP2_DP2,
+    assert_printed,
+    gpt,
+    held_tree,
+    output_of_members,
+    tree,
+)
 from tests.persist.harness.checkpoints import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
-SEGMENTS: dict[str, object] = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1}
+EXPORTED_SEGMENTS: dict[str, object] = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1}
 PLAIN: dict[str, object] = {"bf16": True, "pipeline_model_parallel_size": 2}
+TRACKER = "latest_checkpointed_iteration.txt"
+FLAGS: dict[str, object] = {**PP2_DP2, "save": "{run}.saves", "save_interval": 1, "train_iters": 8}
+# By iteration: what stands in the way of its save, and who meets it.
+OBSTACLES = {
+    1: "",  # a file in the place of the directory: before anything is written
+    2: "common.pt",  # role 0, half way
+    3: "__3_0.distcp",  # role 3 alone; the others are told in a collective
+    4: ".metadata",  # role 0, when all have written
+    5: "metadata.json",  # role 0, at the end
+}
 
 
 def saved_and_exported(
@@ -25,7 +45,7 @@ def saved_and_exported(
     run = folder / "run"
     exported = run / "exports" / "iter_0000004"
     monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"7={exported}")
-    flags = small(**layout, **SEGMENTS, save_interval=4, save="{run}/saves", train_iters=8)
+    flags = small(**layout, **EXPORTED_SEGMENTS, save_interval=4, save="{run}/saves", train_iters=8)
     script = held_tree(folder / "tree")
     outcome = run_program(
         run,
@@ -56,7 +76,7 @@ def test_stock_megatron_goes_on_from_an_export(
         for folder in ("saves", "exports"):
             saves = outcome.directory / folder
             (saves / "latest_checkpointed_iteration.txt").write_text("4")
-            flags = small(**PLAIN, **SEGMENTS, load=saves, train_iters=8)
+            flags = small(**PLAIN, **EXPORTED_SEGMENTS, load=saves, train_iters=8)
             ranks = parent.train(4, flags, exact=False)
             went_on.append([(r.losses, r.norms, r.skipped, r.state) for r in ranks])
     finally:
@@ -64,3 +84,100 @@ def test_stock_megatron_goes_on_from_an_export(
     assert went_on[0] == went_on[1], "from its own save and from the export"
     steps = {str(step["iteration"]): step["loss"] for step in outcome.final["steps"]}
     assert went_on[1][-1][0] == {number: steps[number] for number in ("5", "6", "7", "8")}
+
+
+if TAG == "core_v0.19.0":
+    del OBSTACLES[2]  # part of another file
+
+
+def folder(saves: Path, iteration: int) -> Path:
+    return saves / f"iter_{iteration:07d}"
+
+
+def obstruct(saves: Path) -> None:
+    for iteration, name in OBSTACLES.items():
+        if name:
+            (folder(saves, iteration) / name).mkdir(parents=True)
+            (folder(saves, iteration) / name / "full").touch()
+        else:
+            saves.mkdir(parents=True)
+            folder(saves, iteration).touch()
+
+
+def lost(outcome: Outcome) -> list[str]:
+    """Names of checkpoints of which the run says that they do not count."""
+    texts = [str(event.data["text"]) for event in outcome.of_kind(Kind.LOG)]
+    return [
+        text.split()[2].rpartition("/")[2] for text in texts if text.startswith("the checkpoint ")
+    ]
+
+
+def durable(outcome: Outcome) -> list[str]:
+    """Names of checkpoints that count, in the order in which they came to."""
+    return [Path(str(event.data["path"])).name for event in outcome.of_kind(Kind.DURABLE)]
+
+
+def trained(directory: Path, **flags: object) -> Outcome:
+    """A run past the obstacles; nothing but a checkpoint is other than without them."""
+    program = gpt(**{**FLAGS, **flags})
+    obstruct(directory / "run.saves")
+    outcome = run_program(directory / "run", program)
+    wanted = undisturbed(program)
+    assert_unnoticed(outcome, wanted, [])
+    assert_printed(outcome, wanted)
+    assert outcome.final["recoveries"] == []
+    assert (directory / "run.saves" / TRACKER).read_text() == str(last_iteration(outcome))
+    said = output_of_members(outcome)
+    for iteration in OBSTACLES:
+        assert f"checkpoint from iteration {iteration:7d} to" not in said
+    return outcome
+
+
+def last_iteration(outcome: Outcome) -> int:
+    """The last iteration of a run."""
+    return int(max(step["iteration"] for step in outcome.final["steps"]))
+
+
+def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    outcome = trained(tmp_path)
+    assert lost(outcome) == [folder(tmp_path, iteration).name for iteration in OBSTACLES]
+    whole = [iteration for iteration in range(1, 9) if iteration not in OBSTACLES]
+    assert durable(outcome) == [folder(tmp_path, iteration).name for iteration in whole]
+    last = folder(tmp_path / "run.saves", whole[-1])
+    assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
+
+
+def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path) -> None:
+    """How many are under way at once is a matter of speed."""
+    flags = {"async_save": True, "use_persistent_ckpt_worker": True, "train_iters": 16}
+    outcome = trained(tmp_path, **flags)
+    obstructed = {folder(tmp_path, iteration).name for iteration in OBSTACLES}
+    assert obstructed.intersection(lost(outcome))
+    assert not obstructed.intersection(durable(outcome))
+    assert durable(outcome)[-1] == folder(tmp_path, 16).name
+
+
+def test_a_chain_goes_on_where_a_run_ended_early_and_where_its_last_save_failed(
+    tmp_path: Path,
+) -> None:
+    saves, before = tmp_path / "saves", list[str]()
+    flags = {"save": str(saves), "save_interval": 4, "exit_interval": 4}
+    program = gpt(**{**FLAGS, **flags})
+    in_the_way = folder(saves, 8)
+    saves.mkdir()
+    in_the_way.touch()
+
+    def job(name: str) -> Outcome:
+        outcome = run_program(tmp_path / name, program, arguments=before)
+        before[:] = ["--resume", str(tmp_path / name)]
+        return outcome
+
+    first, second = job("first"), job("second")
+    early = f"ended early at 4 of 8 iterations, continues from {folder(saves, 4)}"
+    assert (first.status, first.final["reason"]) == (75, early)
+    assert second.status == 75
+    unsaved = f"training is complete, its checkpoint was not written: {in_the_way}: FileExistsError"
+    assert second.final["reason"].startswith(unsaved)
+    in_the_way.unlink()
+    third = job("third")
+    assert (third.status, durable(third)) == (0, [in_the_way.name])

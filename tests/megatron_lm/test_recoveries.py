@@ -1,8 +1,9 @@
-"""Where the state of pretrain_gpt.py comes back from, and for which role a spare was built."""
+"""Recoveries of pretrain_gpt.py: where its state comes from, and numbers that are not finite."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.megatron_lm.harness.arguments import real_text
 from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
 from tests.megatron_lm.harness.runs import (
     BASE,
+    PP2_DP2,
     assert_printed,
     dies,
     gpt,
@@ -144,3 +146,35 @@ def test_every_sample_is_read_when_a_node_dies_at_the_end(tmp_path: Path) -> Non
     ]
     outcome = strike(tmp_path / "run", gpt(nodes=2, **flags), plan, spares=2)
     assert set(restart_kinds(outcome)[1:]) == {"memory"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ({}, "process-crash"),  # found before the update: it wants to save and leave
+        ({"rerun_mode": "disabled"}, "process-crash"),
+        ({"no_check_for_nan_in_loss_and_grad": True}, "nonfinite-loss"),
+    ],
+    ids=["checked", "checked-once", "unchecked"],
+)
+def test_gradients_that_are_nan_once_leave_no_trace(
+    tmp_path: Path, flags: dict[str, Any], kind: str
+) -> None:
+    program = gpt(**{**PP2_DP2, "train_iters": 8, **flags})
+    plan = [fault("nan", "forward", when_iteration=5, when_role=3, action="mark")]
+    outcome = run_program(tmp_path / "run", program, plan, settings="--deadpool-nonfinite rollback")
+    assert_unnoticed(outcome, undisturbed(program), plan)
+    (recovery,) = outcome.final["recoveries"]
+    assert (recovery["kind"], recovery["generation"]) == (kind, [1, 4])
+
+
+def test_nan_that_megatron_finds_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    # One update of this size leaves no finite parameter.
+    program = gpt(nodes=2, lr=1e30, train_iters=6, rerun_mode="disabled")
+    outcome = run_program(tmp_path / "run", program)
+    assert outcome.status == 1, outcome.story()
+    assert outcome.final["kind"] == "bug"
+    reason = outcome.final["reason"]
+    assert "2 times the same failure" in reason
+    assert "nan" in reason.lower()
+    assert "logs/node" in reason

@@ -1,14 +1,24 @@
-"""Who is wrong, by what all have computed; and that a doubt stays one."""
+"""Who is wrong, by the results of peers; when they are compared, and how those travel."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.hooks.audit.audit import audit_number, is_audited
+from deadpool_megatron.hooks.audit.shipping import (
+    Description,
+    Looks,
+    chunk_bytes,
+    describe,
+    pack,
+    unpack,
+)
 from deadpool_megatron.hooks.audit.verdict import (
     Accusation,
     Pass,
@@ -23,9 +33,14 @@ from deadpool_megatron.hooks.audit.verdict import (
     judge_update,
     unrepeatable,
 )
+from deadpool_megatron.hooks.capture.update_replay import update_copies
+from deadpool_megatron.layout.cadence import is_due
+from deadpool_megatron.state import extras as codec
+from tests.hooks.capture.test_update_replay import FLAGS, Rig
 
 RIGHT, WRONG, OTHER = (1, 2), (1, 3), (9, 9)
 ALIKE = dict.fromkeys(range(40), 7)
+CPU = torch.device("cpu")
 
 
 def test_who_differs_from_more_than_half_is_wrong() -> None:
@@ -207,9 +222,6 @@ def test_a_flip_in_one_of_two_replicas_never_names_the_other(data: st.DataObject
     assert set(found.roles) <= {4, 5, 6, 7}
 
 
-CPU = torch.device("cpu")
-
-
 def test_it_is_the_same_each_time() -> None:
     assert hardware(CPU) == hardware(CPU)
     assert 0 < hardware(CPU) < 1 << 56
@@ -221,3 +233,71 @@ def test_another_one_for_other_kernels_and_threads(monkeypatch: pytest.MonkeyPat
     other = hardware(CPU)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert len({before, other, hardware(CPU)}) == 3
+
+
+def test_every_so_many_iterations() -> None:
+    assert [k for k in range(1, 13) if is_audited(k, 4, 1)] == [4, 8, 12]
+    assert [k for k in range(1, 5) if is_audited(k, 1, 1)] == [1, 2, 3, 4]
+    assert [k for k in range(1, 20) if is_audited(k, 6, 4)] == [9, 13]
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+def test_one_in_each_interval_that_has_a_captured_state(interval: int, every: int) -> None:
+    audited = [k for k in range(1, 1000) if is_audited(k, interval, every)]
+    assert all(is_due(k - 1, every) for k in audited)
+    reached = {k // interval for k in audited}
+    wanted = {k // interval for k in range(interval, 1000 - interval - every)}
+    assert len(reached) == len(audited), "once in each interval"
+    if every <= interval:
+        assert wanted <= reached
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+def test_roles_take_turns_none_is_left_out(interval: int, every: int) -> None:
+    audited = [k for k in range(1, 1000) if is_audited(k, interval, every)]
+    numbers = [audit_number(k, interval, every) for k in audited]
+    assert [later - one for one, later in pairwise(numbers)] == [1] * (len(numbers) - 1)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_peer_gets_the_same_bytes(name: str) -> None:
+    owner, peer = Rig(*FLAGS[name]), Rig(*FLAGS[name])
+    for rig in (peer, owner):
+        rig.update(5e-3)
+    with torch.no_grad():  # what the peer has must not matter
+        for parameter in peer.parameters:
+            parameter.fill_(7.0)
+    before = owner.bytes_now()
+    for number, parameter in enumerate(owner.parameters):
+        parameter.grad = None if number == 1 else torch.randn(parameter.shape)
+    payload = codec.encode(describe(owner.inner).to_json())
+    description = Description.from_json(codec.decode(payload))
+    with torch.no_grad():  # as captured, not as it is
+        for parameter in owner.parameters:
+            parameter.add_(1.0)
+    shipped = [
+        pack(owner.inner, chunk, lambda tensor: owner.part.slice(before, tensor), CPU)
+        for chunk in description.chunks
+    ]
+    with torch.no_grad():
+        for parameter in owner.parameters:
+            parameter.copy_(owner.part.slice(before, parameter))
+    owner.adam.step()
+    seen = 0
+    for chunk, flat in zip(description.chunks, shipped, strict=True):
+        assert flat.numel() == chunk_bytes(chunk)
+        copies = unpack(chunk, flat)
+        update_copies(peer.inner, description.groups, copies)
+        for copy in copies:
+            live = owner.parameters[copy.number]
+            seen += 1
+            assert torch.equal(copy.parameter, live)
+            for key, value in copy.state.items():
+                assert torch.equal(value, owner.adam.state[live][key])
+    assert seen == len(owner.parameters)
+    assert all(bool((parameter == 7.0).all()) for parameter in peer.parameters)
+
+
+def test_a_type_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="nn is no type"):
+        Looks.from_json(["nn", [2], True])
