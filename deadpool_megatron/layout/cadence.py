@@ -14,7 +14,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation
 
 
 def is_due(iteration: int, every: int) -> bool:
-    """Whether the generation of ``iteration`` is protected."""
+    """Return whether the generation of ``iteration`` is protected."""
     return iteration % every == 0
 
 
@@ -24,7 +24,7 @@ def next_due(iteration: int, every: int) -> int:
 
 
 def successors(generation: Generation, restored: Generation, newest: Generation, every: int) -> int:
-    """How many generations after ``generation`` a role has certainly written by ``newest``.
+    """Return how many generations after ``generation`` a role has certainly written by ``newest``.
 
     ``restored``: what the epoch of ``newest`` began with; from there on every due iteration was
     written. How many lie between an older generation and ``restored`` is not known here, for the

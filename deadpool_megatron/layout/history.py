@@ -1,4 +1,4 @@
-"""What a coordinator that takes over must know of the run so far: a part of each epoch record.
+"""The history of a run that a coordinator must know to take over: a part of each epoch record.
 
 The newest record is all that a successor reads, whatever the age of the run. So what happened
 before stands in it whole, and none of it grows without a limit. What changes between two records

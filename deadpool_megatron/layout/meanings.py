@@ -1,4 +1,4 @@
-"""What the bytes of a role mean, in words: which role of which model. How two of them differ."""
+"""Meanings of the bytes of roles, in words: which role of which model; and their differences."""
 
 from __future__ import annotations
 

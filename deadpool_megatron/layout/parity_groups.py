@@ -151,7 +151,7 @@ def parity_groups(record: EpochRecord) -> tuple[ParityGroup, ...]:
 def parity_layout(
     layouts: Mapping[int, RoleLayout], group: ParityGroup, number: int, parities: int
 ) -> RoleLayout:
-    """What the parity role of block ``number`` consists of.
+    """Return what the parity role of block ``number`` consists of.
 
     Shard parts as long as the longest of the group, and MEMBERS (bytes: a capacity). ``peers``:
     the roles of the group in the order of their data blocks. Raises KeyError when a layout of the
@@ -474,8 +474,8 @@ class _Holders:
         return fallback
 
     def _have_room(self, used: set[str]) -> bool:
-        """Whether a node outside these domains may get a block; if all of them have had their
-        share, they may get one more."""
+        """Return whether a node outside these domains may get a block; if all of them have had
+        their share, they may get one more."""
 
         def room() -> int:
             return self._all_open - sum(self._open[domain] for domain in used)

@@ -1,4 +1,4 @@
-"""What the parts of a generation are, by their names. Pure."""
+"""Kinds of the parts of a generation, by their names. Pure."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ Places = Callable[[int, str, Generation], tuple[Source, ...]]
 
 @dataclass(frozen=True)
 class RestoreQuery:
-    """What is known when a restore has to be chosen.
+    """The facts that are known when a restore has to be chosen.
 
     ``inventories``: frozen, of live nodes only. ``seats``: of the epoch to open (roles may be
     missing while a spare is awaited); ``owners``: seats of the epoch that was closed. ``layouts``:
@@ -254,7 +254,7 @@ class _Shelf:
     def _recipe(
         self, layout: RoleLayout, lacking: list[str], generation: Generation
     ) -> Recipe | str:
-        """How a role gets parts that nobody holds whole, or what is missing for it."""
+        """Return how a role gets parts that nobody holds whole, or what is missing for it."""
         decodings, role = dict[str, Decoding](), layout.role
         for name in lacking:
             coded = self._coded

@@ -70,8 +70,8 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """What a role's generation consists of; equal ``layout_hash`` means interchangeable bytes: of
-    the same parts, and of a role that is the same of the same model.
+    """The parts that a role's generation consists of; equal ``layout_hash`` means interchangeable
+    bytes: of the same parts, and of a role that is the same of the same model.
 
     ``peers``: the roles of its data-parallel group, itself included, ascending. ``parts`` holds the
     shard parts first, then what recomputes an update (:mod:`.replaying`) if that is kept, and then
@@ -94,14 +94,14 @@ class RoleLayout:
 
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
-        """What the size of its slots depends on, equal for most of the roles of a run: slots,
-        letters of the meaning, number of peers, and of each part name, bytes and replicas.
+        """Return what the size of its slots depends on, equal for most of the roles of a run:
+        slots, letters of the meaning, number of peers, and of each part name, bytes and replicas.
         """
         parts = tuple((part.name, part.nbytes, len(part.replicas)) for part in self.parts)
         return self.slots, len(self.meaning), len(self.peers), parts
 
     def has(self, part: PartInfo) -> bool:
-        """Whether it has a part of which every byte means the same as in ``part``."""
+        """Return whether it has a part of which every byte means the same as in ``part``."""
         wanted = part.name, part.nbytes, part.identity
         return any((one.name, one.nbytes, one.identity) == wanted for one in self.parts)
 
@@ -205,7 +205,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Where a live node's vault listens, and its failure domain."""
+    """The address at which a live node's vault listens, and its failure domain."""
 
     host: str
     vault_port: int
@@ -266,7 +266,7 @@ class BadPart:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a shard part without a whole copy is computed from ``k`` of k+m coded blocks.
+    """A way to compute a shard part without a whole copy from ``k`` of k+m coded blocks.
 
     Block i < k is the part of role ``group[i]`` (zeros behind its end), from k on parity blocks.
     ``blocks``: number of a block -> places that hold it, none where the role has no such part (all
@@ -330,7 +330,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a role does for shard parts that nobody holds whole: ``decodings`` by part, ``replay``
+    """Work of a role for shard parts that nobody holds whole: ``decodings`` by part, ``replay``
     for all of them together."""
 
     decodings: Mapping[str, Decoding] = field(default_factory=dict)
@@ -362,7 +362,7 @@ def _sources(places: Iterable[Iterable[int]]) -> tuple[Source, ...]:
 
 @dataclass(frozen=True)
 class Restore:
-    """Where the state of an epoch comes from.
+    """The origin of the state of an epoch.
 
     ``kind``: ``initial`` (build and start at iteration 0), ``memory`` (sealed slots; ``sources``
     lists for every role and part the nodes to try, best first), ``durable`` (the torch_dist

@@ -37,7 +37,7 @@ REPLAY = "replay"
 
 
 def keeps_steps(layout: RoleLayout) -> bool:
-    """Whether slots of this layout have room for steps."""
+    """Return whether slots of this layout have room for steps."""
     return any(kind_of(part.name) is PartKind.STEP for part in layout.parts)
 
 
@@ -102,7 +102,8 @@ def predecessor(held: Collection[Generation], generation: Generation) -> Generat
 
 
 def key(generation: Generation, name: str) -> str:
-    """How a vault names a part of a generation that is not the restored one to its member."""
+    """Return how a vault names a part of a generation that is not the restored one to its
+    member."""
     return f"{generation.lineage}.{generation.iteration}/{name}"
 
 
@@ -116,7 +117,8 @@ def from_key(text: str) -> tuple[Generation, str] | None:
 
 
 def suspects(recipe: Recipe, restored: Generation, part: str) -> Iterator[BadPart]:
-    """Which sealed bytes are not to be used again after a replay failed for want of ``part``.
+    """Yield the sealed bytes that are not to be used again after a replay failed for want of
+    ``part``.
 
     That is every place of the part. For :data:`REPLAY` it is every copy of the checksums of the
     restored generation: without them it is not tried again, whatever chain it would be.

@@ -1,4 +1,4 @@
-"""How state is protected: the schemes, and the plan of an epoch that names one. Pure.
+"""Ways to protect state: the schemes, and the plan of an epoch that names one. Pure.
 
 Schemes: ``buddy`` copies to other nodes (DeadPool, FFTrainer); ``parity`` keeps erasure-coded
 blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots only (REFT's SMP),
@@ -19,7 +19,7 @@ MOST_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
 
 
 class Kind(StrEnum):
-    """What is done with the bytes of a part."""
+    """The way in which the bytes of a part are kept."""
 
     BUDDY = "buddy"
     PARITY = "parity"
@@ -29,7 +29,8 @@ class Kind(StrEnum):
 
     @property
     def is_local(self) -> bool:
-        """Whether all that is kept of a role is on its own node, so that none may be lost."""
+        """Return whether all that is kept of a role is on its own node, so that none may be
+        lost."""
         return self in (Kind.LOCAL, Kind.LOCAL_TWICE)
 
 
@@ -125,7 +126,7 @@ def scheme_in_words(scheme: Scheme) -> str:
 
 
 def in_words(plan: ProtectionPlan, replicas: int) -> str:
-    """What a plan does, for people; ``replicas`` as in EpochRecord."""
+    """Return what a plan does, for people; ``replicas`` as in EpochRecord."""
     scheme, many = plan.scheme, "" if replicas == 1 else "s"
     what = {
         Kind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
@@ -139,12 +140,12 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
 
 
 def may_recompute(settings: Settings) -> bool:
-    """Whether slots have room for steps: fixed for a run, for it is part of the layout."""
+    """Return whether slots have room for steps: fixed for a run, for it is part of the layout."""
     return settings.protection == Kind.RECOMPUTE
 
 
 def recomputes(plan: ProtectionPlan) -> bool:
-    """Whether members have to keep the steps to their generations."""
+    """Return whether members have to keep the steps to their generations."""
     return plan.kind is Kind.RECOMPUTE
 
 

@@ -1,4 +1,4 @@
-"""Who plays which role, looked up from either side. Pure."""
+"""Seats of roles, looked up from either side. Pure."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def refusal(
     settings: Settings,
     present: ProtectionPlan | None = None,
 ) -> str:
-    """Why the run cannot be protected by ``plan``, and what to do; empty when it can.
+    """Return why the run cannot be protected by ``plan``, and what to do; empty when it can.
 
     ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
     Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
@@ -186,7 +186,7 @@ def _nodes_needed(kind: Kind, survived: int) -> int:
 
 @dataclass(frozen=True)
 class Scene:
-    """Who sits where. ``seats``: role -> node; ``domains``: of each live node, spares too;
+    """The seating. ``seats``: role -> node; ``domains``: of each live node, spares too;
     ``survived``: lost nodes that any plan has to bear which does not stay on the own node (r).
     ``roomy``: memory counts with what a node needs while it takes over the roles of another one.
     """
@@ -316,9 +316,9 @@ class _Reckoning:
         return max((self.memory[node] - own[node] for node in own), default=0)
 
     def with_room(self, kept: int) -> dict[int, int]:
-        """What a spare has kept stays in one generation beside the slots of the roles that it takes
-        over, until that has new places, of which the spare, which keeps as much as ``kept`` bytes
-        then, may be one.
+        """Return what a spare has kept stays in one generation beside the slots of the roles that
+        it takes over, until that has new places, of which the spare, which keeps as much as
+        ``kept`` bytes then, may be one.
         """
         own = self.own
         slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)

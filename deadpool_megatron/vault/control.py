@@ -62,7 +62,7 @@ class VaultControl:
         await self._order("close", deadline_seconds, epoch=epoch)
 
     async def inventory(self, deadline_seconds: float) -> Inventory:
-        """What this node can produce; only after :meth:`close_epoch`."""
+        """Return what this node can produce; only after :meth:`close_epoch`."""
         return Inventory.from_dict(await self._order("inventory", deadline_seconds))
 
     async def adopt(self, record: EpochRecord, deadline_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong with a vault, in words its callers can act on."""
+"""Errors of a vault, in words its callers can act on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, 
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether it says nothing of a file or a disk: processes, descriptors or memory are short for a
-    moment."""
+    """Return whether it says nothing of a file or a disk: processes, descriptors or memory are
+    short for a moment."""
     return isinstance(error, OSError) and error.errno in _SHORT
 
 
 class Code(StrEnum):
-    """What a refusal means to another process, beside its text."""
+    """The meaning of a refusal to another process, beside its text."""
 
     FAILED = "failed"
     TOO_LATE = "too-late"  # a later iteration can be had
@@ -30,7 +30,7 @@ class Code(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Why a vault does not take, or give, what another one asks of it."""
+    """Reasons for a vault not to take, or give, what another one asks of it."""
 
     EARLY = "early"  # the epoch, or a slot, is not there yet: ask again soon
     WAITED = "waited"  # others have not come yet: ask again at once
@@ -70,7 +70,7 @@ class VaultError(Exception):
 
 
 class TooLate(VaultError):
-    """What was asked for has been overwritten by then."""
+    """An answer that is late: what was asked for has been overwritten by then."""
 
     code = Code.TOO_LATE
 

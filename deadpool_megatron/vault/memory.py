@@ -130,7 +130,7 @@ class Budget:
             os.close(handle)
 
     def _remove_unfinished(self) -> None:
-        """What processes were making, or about to take, when they were killed."""
+        """Remove what processes were making, or about to take, when they were killed."""
         making = ((path, path.name.rpartition(".")[2]) for path in self.directory.glob(".*.seg.*"))
         taking = ((path, path.name.split(".")[2]) for path in self.directory.glob(f"{_BOOKED}*"))
         for path, maker in (*making, *taking):
@@ -139,8 +139,8 @@ class Budget:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """What the files of a directory occupy, or are about to; those that vanish meanwhile do not
-    count."""
+    """Return what the files of a directory occupy, or are about to; those that vanish meanwhile do
+    not count."""
     total = 0
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -246,13 +246,13 @@ def _reclaimable(group: Path) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """What the file system of a directory has left."""
+    """Return what the file system of a directory has left."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
 
 
 def memlock_bytes() -> int | None:
-    """How much this process may lock in memory; None for any amount."""
+    """Return how much this process may lock in memory; None for any amount."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -270,7 +270,7 @@ class Needs:
 
     @property
     def total(self) -> int:
-        """What is in use while training goes on."""
+        """Return what is in use while training goes on."""
         return self.own + self.kept
 
     @property
@@ -280,7 +280,7 @@ class Needs:
         return self.total + self.own
 
     def in_words(self) -> str:
-        """What takes the memory."""
+        """Return what takes the memory."""
         return (
             f"{_size(self.own)} for own slots ({self.roles} roles x {self.slots} generations)"
             f" + {_size(self.kept)} {self.scheme}"
@@ -337,7 +337,7 @@ def node_needs(
 
 
 def objection(needs: Needs, rooms: Sequence[Room]) -> str:
-    """Why a node with these needs must not start: one line; empty when all is well."""
+    """Return why a node with these needs must not start: one line; empty when all is well."""
     tightest = min(rooms, key=lambda room: room.nbytes, default=None)
     if tightest is None or needs.total <= tightest.nbytes:
         return ""
@@ -351,7 +351,8 @@ def objection(needs: Needs, rooms: Sequence[Room]) -> str:
 def warnings(
     needs: Needs, rooms: Sequence[Room], memlock_bytes: int | None, *, pinned: bool
 ) -> list[str]:
-    """What lets training start but may hurt later. ``pinned``: slots get locked for a device."""
+    """Return what lets training start but may hurt later. ``pinned``: slots get locked for a
+    device."""
     found = []
     tightest = min(rooms, key=lambda room: room.nbytes, default=None)
     if tightest is not None and needs.total <= tightest.nbytes < needs.peak:
@@ -371,7 +372,8 @@ def warnings(
 
 
 def node_rooms(directory: Path, limit_bytes: int) -> list[Room]:
-    """What limits the node's generations, in all; ``limit_bytes`` is the user's, 0 for none."""
+    """Return what limits the node's generations, in all; ``limit_bytes`` is the user's, 0 for
+    none."""
     used = allocated_bytes(directory)
     rooms = [
         Room(
@@ -391,7 +393,7 @@ def node_rooms(directory: Path, limit_bytes: int) -> list[Room]:
 
 
 def usable_bytes(directory: Path, limit_bytes: int) -> int:
-    """What all of it leaves for the node's generations, those that are there included."""
+    """Return what all of it leaves for the node's generations, those that are there included."""
     return min(room.nbytes for room in node_rooms(directory, limit_bytes))
 
 

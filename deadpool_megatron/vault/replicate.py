@@ -64,7 +64,8 @@ class Sender(threading.Thread, ABC):
         self._channel: Channel | None = None
 
     def _next(self) -> Work | None:
-        """What is to be brought there; None, after a wait for news, when there is nothing."""
+        """Return what is to be brought there; None, after a wait for news, when there is
+        nothing."""
         with self._state.changed:
             work = self._state.shipment(self._layout, self._target, self._epoch)
             if work is None and self._going():
@@ -208,7 +209,7 @@ class Shipper(Sender):
         return None
 
     def _make_whole(self, generation: Generation) -> None:
-        """What the step to a generation begins from was lost at this buddy."""
+        """Have a generation travel whole: what its step begins from was lost at this buddy."""
 
     def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
         if refused.why is Refusal.SUPERSEDED:

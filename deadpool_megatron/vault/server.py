@@ -1,4 +1,4 @@
-"""What other vaults may ask of this one: keep a copy, hand out a part, describe a role.
+"""Requests of other vaults to this one: keep a copy, hand out a part, describe a role.
 
 One named thread for each connection. The epoch is judged before the first byte and, under the lock
 that closing takes, again after the last; bytes arrive directly in the slot and are check-summed as
@@ -189,7 +189,7 @@ class _Offer:
 
     @property
     def role(self) -> int:
-        """Whose they are."""
+        """Return whose they are."""
         return self.layout.role
 
     @property
@@ -303,7 +303,8 @@ class _Connection:
             return self._state.table.superseded(segment, generation)
 
     def _offer(self, message: Mapping[str, Any]) -> _Offer:
-        """What a message offers. Raises Refused when it must not come from its sender, or now."""
+        """Return what a message offers. Raises Refused when it must not come from its sender, or
+        now."""
         epoch, role = int(message["epoch"]), int(message["role"])
         generation = Generation.from_list(message["generation"])
         parts = {str(name): (int(size), int(digest)) for name, size, digest in message["parts"]}

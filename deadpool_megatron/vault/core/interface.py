@@ -105,7 +105,7 @@ class Interface:
 
 
 class Origin(StrEnum):
-    """How the speed of a link is known."""
+    """The source from which the speed of a link is known."""
 
     CHECK = "the check of links"
     INTERFACE = "the network interface"

@@ -1,4 +1,4 @@
-"""When the bytes of a generation may go: as soon as a share of the link allows. Pure.
+"""The pace of a generation's bytes: they go as soon as a share of the link allows. Pure.
 
 A node that is lost before its newest generation has left costs the iterations since the one before,
 so copies leave early: at once while training does not use the link (:mod:`.link_use`). While it
@@ -46,7 +46,7 @@ _NANOSECONDS = 1_000_000_000
 
 
 class Window:
-    """What is known of the time that generations of one role have. Not thread-safe.
+    """Knowledge of the time that generations of one role have. Not thread-safe.
 
     ``now`` is monotonic time in seconds.
     """
@@ -89,7 +89,7 @@ class Window:
             self._waiting = None
 
     def seconds_since_seal(self, generation: Generation, now: float) -> float | None:
-        """How long ago a generation was sealed here; None when it was not, or long ago."""
+        """Return how long ago a generation was sealed here; None when it was not, or long ago."""
         sealed = self._seals.get(generation)
         return None if sealed is None else now - sealed
 
@@ -151,7 +151,8 @@ class Schedule:
     hurry: Hurry | None = None
 
     def delay_seconds(self, sent_bytes: int, now: float) -> float:
-        """How long the byte after the first ``sent_bytes`` has to wait; 0 or less: not at all."""
+        """Return how long the byte after the first ``sent_bytes`` has to wait; 0 or less: not at
+        all."""
         due = self.begin + self.seconds * sent_bytes / self.nbytes
         if self.hurry is not None:
             left = self.nbytes - sent_bytes

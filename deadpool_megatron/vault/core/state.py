@@ -1,4 +1,4 @@
-"""What the threads of a vault share: the epoch gate, the table, the ledger, reports.
+"""State that the threads of a vault share: the epoch gate, the table, the ledger, reports.
 
 Closing is atomic with respect to sealing because both happen under one lock: a seal checks the
 epoch, writes the header and enters the ledger without letting go of it. The lock is never held over
@@ -120,7 +120,7 @@ class VaultState:
             self.changed.notify_all()
 
     def inventory(self) -> Inventory:
-        """What this node can produce. Raises VaultError unless the epoch has been closed."""
+        """Return what this node can produce. Raises VaultError unless the epoch has been closed."""
         with self.lock:
             if self.open_epoch or not self.closed_epoch:
                 raise VaultError("an inventory is only stable after the epoch has been closed")
@@ -164,7 +164,7 @@ class VaultState:
         return {r: seat for r, seat in self.record.seats.items() if seat.node == self.node}
 
     def address(self, node: int) -> NodeAddress | None:
-        """Where the vault of a live node listens."""
+        """Return where the vault of a live node listens."""
         return self.record.nodes.get(node) if self.record is not None else None
 
     # Segments.

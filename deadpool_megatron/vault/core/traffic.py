@@ -1,4 +1,4 @@
-"""What a vault sends for protection, all shippers together: pace, limit, and how it fits.
+"""Traffic of a vault for protection, all shippers together: pace, limit, and how it fits.
 
 Every sender of a generation's bytes opens a :class:`Flow` and takes them from it piece by piece.
 Restores do not come here: while they go on the run stands, and no training traffic is in their way.
@@ -42,7 +42,7 @@ _PATIENT_SHARE = 0.05
 
 @dataclass
 class Fit:
-    """How shipping fits: seconds it took for the newest committed generation of a role, without
+    """The fit of shipping: seconds it took for the newest committed generation of a role, without
     what the pace held it back, those there are, and those from its seal to its commit (None: not
     known)."""
 
@@ -260,7 +260,7 @@ class Traffic:
         return self._roles.setdefault(role, _Role())
 
     def _held(self, flow: Flow) -> float:
-        """How long the flow's next piece has to wait for its pace; called under the lock."""
+        """Return how long the flow's next piece has to wait for its pace; called under the lock."""
         late = self._role(flow.role).window.is_late(flow.generation)
         if flow.schedule is None or late:
             flow.schedule = None
@@ -322,7 +322,7 @@ class Flow(AbstractContextManager["Flow"]):
         self._traffic._closed(self)
 
     def own_bytes(self) -> int:
-        """What TCP has sent for it so far."""
+        """Return what TCP has sent for it so far."""
         return max(0, self._sent().nbytes - self._sent_before.nbytes)
 
     def pieces(self, view: memoryview, going: Callable[[], bool]) -> Iterator[memoryview]:

@@ -102,8 +102,8 @@ def dump_held(state: VaultState, base: Path, generations: Iterable[Generation]) 
 
 
 def damaged(state: VaultState) -> list[BadPart]:
-    """What a dump could not give of what this node was counted on for: parts that turned out to be
-    damaged, in this dump or before, and of which no other bytes are here."""
+    """Return what a dump could not give of what this node was counted on for: parts that turned out
+    to be damaged, in this dump or before, and of which no other bytes are here."""
     with state.lock:
         table = state.table
         found = {
@@ -206,7 +206,8 @@ def _pin_wanted(
     boundary: str | None,
     found: dict[_What, list[Place]],
 ) -> dict[_What, list[Place]]:
-    """What is to be written and not in ``found`` yet, where it goes as well; all places pinned."""
+    """Return what is to be written and not in ``found`` yet, where it goes as well; all places
+    pinned."""
     names = tuple(part.name for part in layout.parts)
     if boundary is not None:
         names = (*layout.shard_parts, extras_part(boundary))
@@ -225,7 +226,8 @@ def _pin_wanted(
 
 
 def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[_What]:
-    """What is held of the way to shard parts that are not: back to a whole copy, or to a gap."""
+    """Return what is held of the way to shard parts that are not: back to a whole copy, or to a
+    gap."""
     held: dict[Generation, set[str]] = {}
     for slot in table.sealed(layout.role):
         held.setdefault(slot.generation, set()).update(slot.parts)
@@ -242,7 +244,8 @@ def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[
 
 
 def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> dict[_What, Place]:
-    """What an earlier file of that name says it has: memory may be damaged, or gone, since."""
+    """Return what an earlier file of that name says it has: memory may be damaged, or gone,
+    since."""
     try:
         dumped = Segment.open(path, writable=False)
     except (SegmentError, OSError):
@@ -260,7 +263,7 @@ def _written_before(path: Path, layout: RoleLayout, generation: Generation) -> d
 
 
 def _is_intact(place: Place, piece_bytes: int) -> bool:
-    """Whether a file gives what it says it has."""
+    """Return whether a file gives what it says it has."""
     digest, piece = xxhash.xxh3_64(), memoryview(bytearray(min(place.nbytes, piece_bytes)))
     try:
         for start in range(0, place.nbytes, piece_bytes):

@@ -22,7 +22,7 @@ def supplier(directory: Path) -> Supplier:
 
 
 def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> list[Decoding]:
-    """How a part can be computed from the files, the way with the most blocks first.
+    """Return how a part can be computed from the files, the way with the most blocks first.
 
     The generation may have had another lineage in the run that wrote them. Reads descriptions and
     headers only: whether the bytes are intact turns out when they are used.

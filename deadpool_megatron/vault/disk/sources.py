@@ -51,7 +51,7 @@ def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Gen
 
 
 def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: str) -> Taken:
-    """Where each byte of a role lies in the files of a dump, for an export of it.
+    """Return where each byte of a role lies in the files of a dump, for an export of it.
 
     Reads descriptions and headers only. Raises VaultError for a part of which there are no bytes,
     but parity blocks or gradients to compute them from.

@@ -1,1 +1,1 @@
-"""What a training process uses of a vault: its own slots, and what it restores from."""
+"""The part of a vault that a training process uses: its own slots, and what it restores from."""

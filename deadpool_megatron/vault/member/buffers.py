@@ -1,4 +1,4 @@
-"""What a member holds of shared memory: a slot it writes, and parts it restores from."""
+"""Shared memory that a member holds: a slot it writes, and parts it restores from."""
 
 from __future__ import annotations
 

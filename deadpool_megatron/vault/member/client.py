@@ -31,7 +31,7 @@ __all__ = ["GateAnswer", "RestoredParts", "SlotWriter", "VaultClient"]
 
 
 class GateAnswer(StrEnum):
-    """How a wait at the gate has ended."""
+    """The end of a wait at the gate."""
 
     COMMITTED = "committed"
     INTERRUPTED = "interrupted"
@@ -87,7 +87,7 @@ class VaultClient:
     # Registration.
 
     def has_segment(self, role: int) -> bool:
-        """Whether the slots of this incarnation for ``role`` have been made."""
+        """Return whether the slots of this incarnation for ``role`` have been made."""
         return self._own_path(role).exists()
 
     def park(self, layout: RoleLayout) -> None:

@@ -1,4 +1,4 @@
-"""How vaults reach each other: a small seam, and authenticated TCP behind it.
+"""Ways of vaults to reach each other: a small seam, and authenticated TCP behind it.
 
 A channel carries frames (JSON objects) and, between them, raw bytes whose number both sides know.
 Every call ends within the channel's deadline or raises.
@@ -44,7 +44,7 @@ def realm_of(run_id: str, node: int) -> str:
 
 
 class Sent(NamedTuple):
-    """What the kernel has counted of one side of a connection; 0 where it does not count."""
+    """Counts of the kernel for one side of a connection; 0 where it does not count."""
 
     busy_seconds: float = 0.0  # in which bytes were on their way
     nbytes: int = 0  # that TCP has handed to the network, what it had to repeat as well

@@ -148,7 +148,8 @@ class RoleWorker(threading.Thread):
         self._answer(self._outcome)
 
     def _is_over(self) -> bool:
-        """Whether something newer than what was restored is committed: nobody asks for it again."""
+        """Return whether something newer than what was restored is committed: nobody asks for it
+        again."""
         with self._state.lock:
             committed = self._state.committed.get(self._role)
         return committed is not None and committed[0] > self._record.restore.generation
@@ -165,7 +166,7 @@ class RoleWorker(threading.Thread):
         return ""
 
     def _may_restore_unasked(self) -> bool:
-        """Whether to restore before the member asks for it.
+        """Return whether to restore before the member asks for it.
 
         A member that asks waits, and writes nothing. Before that it may be stopped between any two
         stores of the epoch before. So no slot is begun that it may have chosen: either it has never

@@ -34,8 +34,8 @@ Parts = Mapping[str, tuple[int, int]]
 
 
 class Target(NamedTuple):
-    """Who is owed parts of a role: a node that keeps a copy of them, or the holder of the parity
-    role ``block``, which they are combined into."""
+    """A target that is owed parts of a role: a node that keeps a copy of them, or the holder of the
+    parity role ``block``, which they are combined into."""
 
     node: int
     block: int | None = None
@@ -67,7 +67,7 @@ class Scheme(ABC):
         only: shard parts, or the steps to them."""
 
     def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
-        """What of a generation of a role has to be elsewhere before it counts."""
+        """Return what of a generation of a role has to be elsewhere before it counts."""
         return self._reckoned(layout, PartKind.SHARD)
 
     def keeps(self, layout: RoleLayout, node: int) -> Collection[str]:

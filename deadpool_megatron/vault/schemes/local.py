@@ -72,7 +72,8 @@ class Doubler(Sender):
         return len(doubled) == len(places)
 
     def _is_kept(self, generation: Generation, place: Place) -> bool:
-        """Whether the second copy has these bytes already, be it as the only place of them."""
+        """Return whether the second copy has these bytes already, be it as the only place of
+        them."""
         with self._state.lock:
             found = self._state.table.find(self._layout.role, generation, place.name)
         return any(

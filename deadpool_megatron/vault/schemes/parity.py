@@ -38,7 +38,7 @@ class Parity(Copies):
         return self._uncovered(layout, PartKind.SHARD)
 
     def holders(self, role: int) -> list[Target]:
-        """Who holds the blocks that a role is part of."""
+        """Return who holds the blocks that a role is part of."""
         group = self.placement.group_of(role)
         if group is None:
             return []
@@ -82,8 +82,8 @@ class Parity(Copies):
         maker.announced(layout, generation, parts)
 
     def maker(self, state: VaultState, transport: Transport, block: int, role: int) -> BlockMaker:
-        """Who makes a block that ``role`` is part of. Raises Refused when nobody does, here and in
-        this epoch, or while the host has no thread for it."""
+        """Return who makes a block that ``role`` is part of. Raises Refused when nobody does, here
+        and in this epoch, or while the host has no thread for it."""
         with state.lock:
             if not state.is_open(self.record.epoch):
                 raise Refused(Refusal.STALE)

@@ -266,7 +266,7 @@ class Block(Arrival, threading.Thread):
             self.give_back()
 
     def _next(self) -> int:
-        """How many bytes have come in the next piece; 0 behind the end."""
+        """Return how many bytes have come in the next piece; 0 behind the end."""
         if self._ended:
             return 0
         limit = 3 * self._state.settings.connect_seconds  # connect, prove, answer

@@ -63,7 +63,7 @@ class Coder:
         out[filled:] = bytes(len(out) - filled)
 
     def _tables(self, chosen: tuple[int, ...], wanted: int) -> Sequence[bytes]:
-        """What the byte of each chosen block contributes to the wanted one."""
+        """Return what the byte of each chosen block contributes to the wanted one."""
         if self.parities == 1:
             return [_ALL_BYTES] * self.data  # the XOR of all k+1 blocks is zero
         return _solve(self.data, self.parities, chosen, wanted)

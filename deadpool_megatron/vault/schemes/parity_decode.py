@@ -276,7 +276,7 @@ class Decoder:
         return Block(self._state, supply, number, source, self._generation, part, wanted)
 
     def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> Members:
-        """What the parity was computed from, as one of the chosen parity blocks says."""
+        """Return what the parity was computed from, as one of the chosen parity blocks says."""
         failed = None
         for number, source in sorted(choice.items(), reverse=True):
             if number < len(decoding.group) or source is None:

@@ -144,7 +144,7 @@ class BlockMaker(threading.Thread):
         return any(slot.generation > generation for slot in sealed if slot.parts)
 
     def _sealed(self, generation: Generation) -> Mapping[int, Parts] | None:
-        """What the sealed block is made of, if it has all that it has to have."""
+        """Return what the sealed block is made of, if it has all that it has to have."""
         state = self._state
         with state.lock:
             places = state.table.find(self._number, generation, MEMBERS)
@@ -377,7 +377,7 @@ class Owners:
             pass
 
     def describe(self, role: int, generation: Generation) -> tuple[RoleLayout | None, Parts]:
-        """What a role consists of, if its vault knows, and what of a generation is there."""
+        """Return what a role consists of, if its vault knows, and what of a generation is there."""
         with self._asking(role) as channel:
             asked = {"role": role, "generation": generation.to_list()}
             channel.send({"t": "describe", **asked})

@@ -26,7 +26,7 @@ from deadpool_megatron.vault.shm.table import Place, SealedSlot
 
 @dataclass
 class _Way:
-    """How far a role has come; ``steps``: generation -> the one that it follows."""
+    """The way of a role so far; ``steps``: generation -> the one that it follows."""
 
     base: Generation
     newest: Generation
@@ -34,7 +34,8 @@ class _Way:
 
 
 class Recompute(Copies):
-    """What an epoch restores from memory is the base of every role's chain."""
+    """Steps between whole copies. What an epoch restores from memory is the base of every role's
+    chain."""
 
     def __init__(self, record: EpochRecord, rehearsed: Collection[int]) -> None:
         super().__init__(record)
@@ -74,7 +75,7 @@ class Recompute(Copies):
         return not all(chain(held, before, shard) for shard in shards)
 
     def decide(self, layout: RoleLayout, generation: Generation, has_step: bool) -> None:
-        """How a new generation travels; ``has_step``: the member has kept what led to it."""
+        """Decide how a new generation travels; ``has_step``: the member has kept what led to it."""
         way = self._chains.get(layout.role)
         if way is None:
             self._chains[layout.role] = _Way(generation, generation)

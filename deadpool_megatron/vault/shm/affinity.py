@@ -1,4 +1,4 @@
-"""Where on its host a vault runs, and where in its memory slots lie. No privileges are needed.
+"""Places of a vault on its host's processors, and of slots in its memory. No privileges are needed.
 
 Slots get their memory when they are reserved, not when bytes arrive. By default the kernel takes it
 from the NUMA node of the processor that reserves, which is right for a member that is bound to the
@@ -44,7 +44,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def choose_cpus(text: str, allowed: Collection[int]) -> frozenset[int] | None:
-    """What ``--deadpool-vault-cpus`` means on a host; None: wherever the kernel likes.
+    """Return what ``--deadpool-vault-cpus`` means on a host; None: wherever the kernel likes.
 
     ``allowed``: processors that this process may use. Raises ValueError, one line, for a list that
     cannot be had.

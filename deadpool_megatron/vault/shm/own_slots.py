@@ -68,13 +68,14 @@ def _open_parked(path: Path, seat: Seat, budget: Budget) -> Segment:
 
 
 def _parked_on_place(directory: Path, seat: Seat) -> list[Path]:
-    """What any process on this place has parked, and what one that was killed has not finished."""
+    """Return what any process on this place has parked, and what one that was killed has not
+    finished."""
     place = f"parked-{seat.node}.{seat.slot}.*"
     return [*directory.glob(f".{place}"), *directory.glob(f"..{place}")]
 
 
 def _parked(seat: Seat) -> str:
-    """How the name begins; the process that makes it comes last."""
+    """Return how the name begins; the process that makes it comes last."""
     return f".parked-{seat.node}.{seat.slot}.{seat.incarnation}.seg."
 
 

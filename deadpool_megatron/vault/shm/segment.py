@@ -56,7 +56,7 @@ _NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|(?:copy|steps)-(\d+)|dump-
 
 
 class SlotState(IntEnum):
-    """What the bytes of a slot are worth."""
+    """The worth of the bytes of a slot."""
 
     EMPTY = 0
     WRITING = 1  # set before the first byte changes
@@ -65,7 +65,7 @@ class SlotState(IntEnum):
 
 
 class PartState(IntEnum):
-    """What the bytes of one part are worth."""
+    """The worth of the bytes of one part."""
 
     ABSENT = 0
     FILLED = 1  # the member has finished; no checksum yet
@@ -236,7 +236,7 @@ class Segment:
         return True
 
     def maps(self, path: Path) -> bool:
-        """Whether ``path`` is this very file."""
+        """Return whether ``path`` is this very file."""
         return os.path.samestat(path.stat(), os.fstat(self._file))
 
     def keep_name(self) -> bool:
@@ -292,7 +292,8 @@ class Segment:
         return self.freezes() % 2 == 1
 
     def freezes(self) -> int:
-        """How often the member was forbidden to write, or allowed again; odd while forbidden."""
+        """Return how often the member was forbidden to write, or allowed again; odd while
+        forbidden."""
         return int(self._words[W_FROZEN])
 
     def freeze(self, value: bool) -> None:
@@ -339,8 +340,8 @@ class Segment:
         )
 
     def _identity(self, slot: int, name: str) -> int:
-        """What every checksum is stored with: the bytes are those of this part of this generation
-        of this role, as the header says, or they are not what was sealed.
+        """Return what every checksum is stored with: the bytes are those of this part of this
+        generation of this role, as the header says, or they are not what was sealed.
         """
         words = self._slots[slot]
         text = f"{self.layout.role}/{words[_W_LINEAGE]}/{words[_W_ITERATION]}/{name}"
@@ -481,7 +482,7 @@ class Geometry:
         self.nbytes = self.first + self.stride * slots
 
     def is_laid_out_as(self, other: Geometry) -> bool:
-        """Whether the same parts lie in the same places."""
+        """Return whether the same parts lie in the same places."""
         return (self.first, self.stride, self.offsets) == (other.first, other.stride, other.offsets)
 
     def pages(self, nbytes: int) -> int:
@@ -501,8 +502,8 @@ def is_torn(path: Path) -> bool:
 
 
 def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayout, Geometry]:
-    """What an open segment file says of itself. Raises SegmentError, DamagedSegment for one whose
-    bytes are not those that were written."""
+    """Return what an open segment file says of itself. Raises SegmentError, DamagedSegment for one
+    whose bytes are not those that were written."""
     words = memoryview(os.pread(file, FIRST_BYTES, 0).ljust(FIRST_BYTES, b"\0")).cast("Q")
     length = min(words[W_LENGTH], 64 << 20)
     text = os.pread(file, length, FIRST_BYTES)

@@ -1,4 +1,4 @@
-"""Which generations and parts exist on this node, and which slot may be overwritten.
+"""Generations and parts that exist on this node, and slots that may be overwritten.
 
 Not thread-safe: every call is made under the vault's lock. While frozen, the table answers from
 what it saw at the moment of freezing: that is the promise of the inventory, and not even a member
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What pins and writers are counted by."""
+        """Return what pins and writers are counted by."""
         return self.segment.path.name, self.slot
 
     @property

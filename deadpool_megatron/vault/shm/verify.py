@@ -22,7 +22,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class Verdict(StrEnum):
-    """What became of one look."""
+    """The outcome of one look."""
 
     GOOD = "good"
     BUSY = "busy"  # being written, now or by the time it had been hashed
