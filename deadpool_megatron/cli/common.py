@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import ownership
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,

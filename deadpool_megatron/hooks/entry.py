@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from deadpool_megatron.cluster.failures import GRADIENT_NORM, STATE, FailureKind, kind_of_end
-from deadpool_megatron.cluster.member.link import MemberLink
+from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind

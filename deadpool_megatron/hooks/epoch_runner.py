@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.member.pause_point import PausePoint
+from deadpool_megatron.cluster.link.member_link import PausePoint
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves

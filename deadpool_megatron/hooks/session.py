@@ -29,8 +29,7 @@ from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
-from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
-from deadpool_megatron.cluster.member.pause_point import PausePoint
+from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown

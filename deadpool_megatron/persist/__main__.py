@@ -27,9 +27,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, writ
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
 from deadpool_megatron.persist import foreign_classes
-from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
-from deadpool_megatron.persist.writing import Source, WritingError, filled, write_role
+from deadpool_megatron.persist.writing import Source, WritingError, filled, join, write_role
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.sources import taken_of_dump
 from deadpool_megatron.vault.disk.taken import Taken

@@ -6,5 +6,4 @@ auth      the handshake with the run secret
 records   what passes behind it, each piece under a MAC
 tls       the same under certificates of the user
 listener  where connections come in: strangers wait
-store     what is said about the store in which communicators meet
 """

@@ -21,7 +21,7 @@ from common.ending import stop
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.show.tail import EventTail
-from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,

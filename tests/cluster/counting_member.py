@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
-from deadpool_megatron.cluster.member.pause_point import PausePoint
-from deadpool_megatron.cluster.member.store import StoreError
+from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
+from deadpool_megatron.cluster.link.store import StoreError
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import group_name
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.failures import (
     not_finite,
     same_text,
 )
-from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
+from deadpool_megatron.cluster.process.liveness import fatal_words, last_words
 
 DEVICE = FailureKind.DEVICE_ERROR
 COMMUNICATOR = FailureKind.COMMUNICATOR_ERROR

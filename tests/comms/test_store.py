@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.cluster.agent.members.members import FramePipe
-from deadpool_megatron.cluster.link.store import StoreRelay
-from deadpool_megatron.cluster.member.store import MemberStore
+from deadpool_megatron.cluster.link.store import MemberStore, StoreRelay
 from deadpool_megatron.comms import EpochClosed, EpochStore
 from deadpool_megatron.wire import framing
 

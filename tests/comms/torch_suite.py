@@ -6,7 +6,7 @@ which they need 0.4 s each. ``--stock`` runs them on torch's own groups.
 
 Three that run on torch's own groups are left out, as ours are meant to differ there:
 
-test_ddp_logging_data_cpu  wants to read "gloo" in the logged data. See groups/stand_in.py.
+test_ddp_logging_data_cpu  wants to read "gloo" in the logged data. See groups/group.py.
 test_barrier_timeout_full_group  wants the time-out that new_group was given. Ours have that of the
     run, which has to be longer than it takes to notice that a node is lost.
 test_barrier_timeout_global  makes WORLD anew from a file, by itself. Ours are connected by

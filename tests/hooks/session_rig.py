@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.member.link import MemberLink
+from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight.epoch import Observed
 from deadpool_megatron.hooks import session as session_module

@@ -14,7 +14,7 @@ import pytest
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
-from deadpool_megatron.cluster.member.link import StopOrder
+from deadpool_megatron.cluster.link.member_link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.member.pause_point import PausePoint
+from deadpool_megatron.cluster.link.member_link import PausePoint
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.checkpoints import durable_saves
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves

@@ -33,9 +33,8 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
     from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
     from deadpool_megatron.layout.records import Generation
-    from deadpool_megatron.persist.joining import join
     from deadpool_megatron.persist.skeleton import read_skeleton, write_skeleton
-    from deadpool_megatron.persist.writing import Source, filled, write_role
+    from deadpool_megatron.persist.writing import Source, filled, join, write_role
     from deadpool_megatron.state import extras as codec
     from deadpool_megatron.vault.disk.taken import Taken
     from deadpool_megatron.vault.shm.segment import checksum

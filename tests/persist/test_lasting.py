@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     publish_export,
     remember_and_prune,
 )
-from deadpool_megatron.cluster.run_directory import latest
+from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,
@@ -74,7 +74,7 @@ def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
     files = [saved / name for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json")]
     for path in files:
         path.write_text("x")
-    before = synced_before(monkeypatch, latest, "write_json", synced)
+    before = synced_before(monkeypatch, directory, "write_json", synced)
     make_valid(saved, saved, saved_at(4, saved), run, "run")
     (on_disk,) = before
     assert {*files, saved, saved.parent} <= on_disk
@@ -174,7 +174,7 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
 ) -> None:
     run, saved = RunDirectory(tmp_path), tmp_path / "saves" / "iter_0000004"
     saved.mkdir(parents=True)
-    known_in = latest.still_valid
+    known_in = directory.still_valid
     exporting = threading.Thread(target=exported, args=(run, tmp_path / "exports", 8, 1))
 
     def known(*of: Any) -> list[Restore]:
@@ -265,6 +265,6 @@ def test_what_could_not_be_loaded_is_replaced_by_what_is_saved_in_its_place(
     written("anew", 4, (str(final), str(older)))
     assert (final / ".metadata").read_text() == "anew"
     assert (folder / "iter_0000004.before-run" / ".metadata").read_text() == "first"
-    assert [one.path for one in latest.read_valid(run.latest)] == [str(final)], "2 is struck off"
+    assert [one.path for one in directory.read_valid(run.latest)] == [str(final)], "2 is struck off"
     written("again", 4, (str(final),))
     assert len(list(folder.glob("*.before-run*"))) == 2

@@ -28,7 +28,6 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.persist.boxes import boxes
 from deadpool_megatron.persist.filling import (
     Attributes,
     FillingError,
@@ -40,17 +39,17 @@ from deadpool_megatron.persist.filling import (
     fill,
     has_marks,
 )
-from deadpool_megatron.persist.joining import check_cover, metadata_of
 from deadpool_megatron.persist.skeleton import (
     Piece,
     Skeleton,
     SkeletonError,
+    boxes,
     read_skeleton,
     share_skeleton,
     skeleton_path,
     write_skeleton,
 )
-from deadpool_megatron.persist.writing import WritingError, write_role
+from deadpool_megatron.persist.writing import WritingError, check_cover, metadata_of, write_role
 from deadpool_megatron.state.extras import capture_random_states, restore_random_states
 from tests.persist.harness.exported import exported, saved_at
 

@@ -12,9 +12,8 @@ import pytest
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
-from deadpool_megatron.cluster.run_directory import bounds, cleanup, directory, slots
-from deadpool_megatron.cluster.run_directory.bounds import OutsideError
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from deadpool_megatron.cluster.run_directory import cleanup, directory, slots
+from deadpool_megatron.cluster.run_directory.directory import OutsideError, RunDirectory, write_json
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import Settings
@@ -29,14 +28,14 @@ from tests.security.users import ATTACKER, VICTIM, as_user, needs_root
 )
 def test_an_export_is_written_and_removed_under_its_own_name_only(directory: str) -> None:
     with pytest.raises(OutsideError):
-        bounds.export_directory(directory, f".export-{RUN}-1.1")
+        directory.export_directory(directory, f".export-{RUN}-1.1")
 
 
 @pytest.mark.parametrize("name", ["../1", "1", "*", "1.1/../..", "", "1.1\n"])
 def test_names_of_exports(name: str) -> None:
     with pytest.raises(OutsideError):
-        bounds.export_name(name)
-    bounds.export_name("12.345")
+        directory.export_name(name)
+    directory.export_name("12.345")
 
 
 async def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> None:
@@ -65,10 +64,10 @@ def test_dumps_lie_in_the_run_directory(tmp_path: Path) -> None:
     run.dump.mkdir(parents=True)
     (tmp_path / "link").symlink_to(run.path)
     for place in (run.dump, run.dump / "3-17", tmp_path / "link" / "dump" / "3-17"):
-        assert bounds.dump_directory(str(place), run) == str(place)
+        assert directory.dump_directory(str(place), run) == str(place)
     for place in (tmp_path, run.path, run.dump / "x", run.dump / "3-17" / "4-1", Path("/")):
         with pytest.raises(OutsideError):
-            bounds.dump_directory(str(place), run)
+            directory.dump_directory(str(place), run)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.show import demo
 from deadpool_megatron.cli.start import agent, scripts
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal
 from deadpool_megatron.cluster.process import file_worker
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.settings import Settings

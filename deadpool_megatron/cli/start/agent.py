@@ -65,8 +65,7 @@ from deadpool_megatron.cli.start.scripts import (
     preload_modules,
 )
 from deadpool_megatron.cli.start.serving import Place, serve
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
+from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments

@@ -22,9 +22,8 @@ from deadpool_megatron.cluster.coordinator.reporting.notices import (
     complaint_of_apprise,
     is_web_address,
 )
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import JournalError
-from deadpool_megatron.cluster.process.exit_words import last_words
+from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
+from deadpool_megatron.cluster.process.liveness import last_words
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
 from deadpool_megatron.cluster.run_directory.directory import (

@@ -24,8 +24,7 @@ from deadpool_megatron.cli.common import EXIT_BAD_INPUT, ignore_notices, refusin
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
 from deadpool_megatron.cluster.process import posix, stacks
 from deadpool_megatron.cluster.process.liveness import Ending, last_line, tail
 from deadpool_megatron.cluster.run_directory.cleanup import (
@@ -41,9 +40,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
     RunInfo,
+    is_there,
+    read_valid,
     slots_are_kept,
 )
-from deadpool_megatron.cluster.run_directory.latest import is_there, read_valid
 from deadpool_megatron.preflight.gpus import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import GONE, WRONG, JournalError
+from deadpool_megatron.cluster.journal.journal import GONE, WRONG, JournalError, open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
     is_here,
@@ -31,9 +30,11 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
     RunInfo,
+    is_there,
+    read_valid,
     slots_are_kept,
+    valid_in,
 )
-from deadpool_megatron.cluster.run_directory.latest import is_there, read_valid, valid_in
 from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
 from deadpool_megatron.layout.records import EpochRecord, Restore
 from deadpool_megatron.layout.schemes import may_recompute

@@ -15,10 +15,11 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     export_directory,
     remove_unfinished,
 )
-from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.cluster.run_directory.latest import (
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
     as_dict,
     found_in,
     is_there,

@@ -8,7 +8,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.common import listen
-from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.wire import auth

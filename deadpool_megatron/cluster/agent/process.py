@@ -11,7 +11,7 @@ from dataclasses import replace
 from deadpool_megatron import failpoints, nccl_environment
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import Agent
-from deadpool_megatron.cluster.process import descriptors
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.preflight import gpus, host
@@ -33,8 +33,8 @@ def run_agent(options: AgentOptions) -> int:
     if info.nproc_per_node > 1:
         # As under torchrun: with torch's default each process would take all cores of the node.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    needed = descriptors.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
-    if complaint := descriptors.raise_limit(needed):
+    needed = posix.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
+    if complaint := posix.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     lock = slots.claim(options.segments, options.node)
     run_id = options.info.run_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers

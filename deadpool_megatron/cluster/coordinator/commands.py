@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import export_dir
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
-from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
+from deadpool_megatron.cluster.journal.journal import JournalError, LostRace
 from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.protection import memory_refusal
 from deadpool_megatron.cluster.machine.requests import not_connected

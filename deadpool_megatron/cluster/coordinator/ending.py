@@ -21,7 +21,7 @@ from typing import Any
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
-from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.events import Event, Kind

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.succession.first_state import Estate
-from deadpool_megatron.cluster.journal.entries import Journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.inputs import Input
 from deadpool_megatron.cluster.machine.state.state import INITIAL, Config, State
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.cluster.run_directory.latest import valid_in
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, valid_in
 from deadpool_megatron.events import Event
 
 

@@ -37,7 +37,7 @@ from deadpool_megatron.cluster.coordinator.succession.first_state import (
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
-from deadpool_megatron.cluster.journal.entries import (
+from deadpool_megatron.cluster.journal.journal import (
     GONE,
     WRONG,
     JournalError,
@@ -46,14 +46,14 @@ from deadpool_megatron.cluster.journal.entries import (
     write_patiently,
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm
-from deadpool_megatron.cluster.link import reports
+from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
-from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
-from deadpool_megatron.cluster.run_directory.latest import gone
+from deadpool_megatron.cluster.process import posix, run_to_end
+from deadpool_megatron.cluster.run_directory.directory import paths_gone
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
@@ -237,7 +237,7 @@ class Coordinator:
         missing = frozenset[str]()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                missing = await asyncio.to_thread(gone, valid)
+                missing = await asyncio.to_thread(paths_gone, valid)
         self.feed(inputs.CheckpointsSeen(missing))
 
     async def _write_record(self, record: EpochRecord) -> None:
@@ -263,7 +263,7 @@ class Coordinator:
 
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         """A node is new to the machine, unless its agent merely changed the connection."""
-        joined = reports.join(message)
+        joined = protocol.join(message)
         peer.told = int(message.get("told", 0))
         if not again:
             self.feed(joined)
@@ -282,11 +282,11 @@ class Coordinator:
         elif message["t"] == "event":
             event = Event.from_dict(message["event"])
         elif message["t"] == "member":
-            m, role = message["m"], self._state.role_at(*reports.seat_of(peer.node, message))
-            event = reports.event_of_member(m, peer.node, role)
+            m, role = message["m"], self._state.role_at(*protocol.seat_of(peer.node, message))
+            event = protocol.event_of_member(m, peer.node, role)
             if m["t"] == "durable-request":
                 self._spawn(self._saves.handle(m), self._peers.hearing)
-        item = reports.from_agent(peer.node, message, self._state.memory.layouts)
+        item = protocol.from_agent(peer.node, message, self._state.memory.layouts)
         if event is not None:
             self._event(event)
         if item is not None:
@@ -330,7 +330,7 @@ class Coordinator:
         """Write an event (unless it repeats a known one) and tell the machine what it means."""
         for accepted in self._files.write(event):
             self._watchdog.note(accepted)
-            item = reports.from_event(accepted)
+            item = protocol.from_event(accepted)
             harmless = isinstance(item, inputs.Diverged) and not self._files.divergence_is_fatal
             if item is not None and not harmless:
                 self.feed(item)
@@ -344,7 +344,7 @@ class Coordinator:
             computed = Generation(event.epoch, event.iteration or 0)
             if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.line.kept, computed):
                 for accepted in self._files.write(event):
-                    item = reports.from_event(accepted)
+                    item = protocol.from_event(accepted)
                     if isinstance(item, inputs.NotFinite):  # all that went on from it is bad
                         self.feed(item)
                 return
@@ -455,8 +455,8 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     show_thread_names()
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
-    needed = descriptors.needed_by_coordinator(options.info.nodes + options.info.spares)
-    if complaint := descriptors.raise_limit(needed):
+    needed = posix.needed_by_coordinator(options.info.nodes + options.info.spares)
+    if complaint := posix.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
     return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

@@ -15,7 +15,7 @@ from typing import Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.journal import requests
-from deadpool_megatron.cluster.journal.entries import JournalError, LostRace, write_patiently
+from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, write_patiently
 from deadpool_megatron.cluster.journal.requests import Request, Verb
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.requests import refusal

@@ -1,1 +1,7 @@
-"""Write-once decisions, and terms of coordinators."""
+"""Write-once decisions, and terms of coordinators.
+
+journal   the seam, the journal of files, and which one a run has
+etcd      the journal in etcd, loaded where a run has it
+terms     who may coordinate
+requests  what users have asked for
+"""

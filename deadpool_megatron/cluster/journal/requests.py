@@ -1,4 +1,4 @@
-"""What users have asked of the run, as the journal keeps it.
+"""Requests of users, as the journal keeps it.
 
 All requests that are open, and the newest that have ended, stand in one entry; each change writes
 the next one. So a coordinator that takes over reads one entry, however many there were. It writes
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from deadpool_megatron.cluster.journal.entries import DamagedEntry, Journal
+from deadpool_megatron.cluster.journal.journal import DamagedEntry, Journal
 from deadpool_megatron.layout.schemes import ProtectionPlan
 
 KIND = "request"

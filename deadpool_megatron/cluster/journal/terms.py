@@ -1,4 +1,4 @@
-"""Who coordinates: numbered terms in the journal, and when the next one may be claimed.
+"""The terms of coordinators: numbered terms in the journal, and when the next one may be claimed.
 
 A term is claimed by writing its entry, which only one process can. Nothing more is needed for
 safety: a coordinator decides by writing an epoch record, which is write-once as well, and every
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cluster.journal.entries import Journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.settings import Settings
 

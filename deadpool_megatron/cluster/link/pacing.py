@@ -1,6 +1,11 @@
-"""How often things are done that cost more the larger the cluster is. Pure."""
+"""Limits of what is said between agents and the coordinator: how often things are said that cost
+more the larger the cluster is, and how much is kept that was not acknowledged. Pure.
+"""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
 
 from deadpool_megatron.settings import Settings
 
@@ -54,8 +59,8 @@ def hang_look_seconds(settings: Settings) -> float:
 
 
 def is_told(role: int, iteration: int, world_size: int) -> bool:
-    """Whether a routine event (sealed, committed) of a role goes to the coordinator: always in a
-    small run; in a large one each iteration that of other roles, about 512 in all.
+    """True where a routine event (sealed, committed) of a role goes to the coordinator: always in
+    a small run; in a large one each iteration that of other roles, about 512 in all.
     """
     share = -(-world_size // _ROUTINE_EVENTS_PER_ITERATION)
     return (role + iteration) % share == 0
@@ -69,8 +74,45 @@ class Pace:
         self._last = float("-inf")
 
     def is_due(self, now: float) -> bool:
-        """Whether the last time is long enough ago; if so, this is the last time from now on."""
+        """True where the last time is long enough ago; if so, this is the last time from now on."""
         if now - self._last < _EARLY * self.seconds:
             return False
         self._last = now
         return True
+
+
+class Outbox:
+    """What one end has said to the other and what that has not acknowledged yet: numbered frames in
+    order, the oldest first. Not thread-safe.
+    """
+
+    def __init__(self, most_frames: int, most_bytes: int) -> None:
+        self._most_frames = most_frames
+        self._most_bytes = most_bytes
+        self._frames: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+
+    @property
+    def is_over_full(self) -> bool:
+        """True where it holds more than what was allowed."""
+        return len(self._frames) > self._most_frames or self._bytes > self._most_bytes
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        return iter(self._frames)
+
+    def add(self, number: int, frame: bytes) -> None:
+        """Keep a frame; ``number`` is higher than all before."""
+        self._frames.append((number, frame))
+        self._bytes += len(frame)
+
+    def drop_oldest(self) -> None:
+        """Give the oldest frame up."""
+        self._bytes -= len(self._frames.popleft()[1])
+
+    def acknowledge(self, number: int) -> None:
+        """The other end has taken everything up to ``number``."""
+        while self._frames and self._frames[0][0] <= number:
+            self.drop_oldest()

@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.link.outbox import Outbox
-from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
+from deadpool_megatron.cluster.link.pacing import Outbox, acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError, reset

@@ -1,31 +1,77 @@
 """The store in which communicators meet, between members, their agents and the coordinator.
 
-At each place there is a hub with the values of one epoch, of which the first of a key stays, and
-with who wants which. The coordinator serves its agents, each agent its members: what these write
-goes to the coordinator, what they want is asked for once for all of them. The agent keeps both
-until the epoch is closed and says them again at each welcome, so that neither a cut connection nor
-a new coordinator, which holds nothing but this in memory, loses any of it.
+All three say the same to each other, and any of it may be repeated::
+
+    {"t": "store", "epoch": e, "values": {key: value in base64}, "want": [folder, ...]}
+
+The first value of a key stays. The folder of a key is what stands before its last ``/``: who wants
+a folder is sent all values in it, those that are there and those that come.
+
+At each place there is a hub with the values of one epoch, and with who wants which. The coordinator
+serves its agents, each agent its members: what these write goes to the coordinator, what they want
+is asked for once for all of them. The agent keeps both until the epoch is closed and says them
+again at each welcome, so that neither a cut connection nor a new coordinator, which holds nothing
+but this in memory, loses any of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Generic, Protocol, TypeVar
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.wire import store
 from deadpool_megatron.wire.framing import encode
 
+MAXIMUM_KEY_CHARACTERS = 512
+MAXIMUM_VALUE_BYTES = 1 << 20
+_MAXIMUM_TEXT = (MAXIMUM_VALUE_BYTES + 2) // 3 * 4
 # Far above what 512 roles in full meshes say of themselves (some 20 MiB).
 MAXIMUM_EPOCH_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 _ENTRY_BYTES = 64  # what a key costs beside its text
-
 Who = TypeVar("Who")
+
+
+@dataclass(frozen=True)
+class StoreMessage:
+    """See the module text."""
+
+    epoch: int
+    values: Mapping[str, str]
+    want: tuple[str, ...] = ()
+
+
+def folder_of(key: str) -> str:
+    """Return the folder of a key."""
+    return key.rpartition("/")[0]
+
+
+def pack(epoch: int, values: Mapping[str, str], want: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the message."""
+    return {"t": "store", "epoch": epoch, "values": dict(values), "want": list(want)}
+
+
+def unpack(message: Mapping[str, Any]) -> StoreMessage:
+    """Return what a message says. Raises ValueError for one that is malformed or too large."""
+    epoch, values, want = message.get("epoch"), message.get("values"), message.get("want")
+    if type(epoch) is not int or not isinstance(values, dict) or not isinstance(want, list):
+        raise ValueError("malformed store message")
+    if not all(_is_text(key, MAXIMUM_KEY_CHARACTERS) for key in (*values, *want)):
+        raise ValueError(f"a key of the store is no text of up to {MAXIMUM_KEY_CHARACTERS} letters")
+    if not all(_is_text(value, _MAXIMUM_TEXT) for value in values.values()):
+        raise ValueError(f"a value of the store is no text of up to {MAXIMUM_VALUE_BYTES} bytes")
+    return StoreMessage(epoch, values, tuple(want))
+
+
+def _is_text(value: object, limit: int) -> bool:
+    return isinstance(value, str) and len(value) <= limit
 
 
 @dataclass
@@ -59,7 +105,7 @@ class StoreHub(Generic[Who]):
         """Take values; returns those that are new. Raises ValueError when there are too many."""
         new = {}
         for key, value in values.items():
-            name = store.folder_of(key)
+            name = folder_of(key)
             folder = self._folder(name)
             if key not in folder.values:
                 self._count(len(key) + len(value))
@@ -128,7 +174,7 @@ class CoordinatorStore:
 
         Raises ValueError for what no honest agent says.
         """
-        said = store.unpack(message)
+        said = unpack(message)
         self._hub.enter(self._epoch())
         if said.epoch != self._hub.epoch or not said.epoch:
             return
@@ -144,7 +190,7 @@ class CoordinatorStore:
     def _flush(self) -> None:
         self._is_due = False
         for nodes, piece in self._hub.deliveries():
-            frame = encode(store.pack(self._hub.epoch, piece))
+            frame = encode(pack(self._hub.epoch, piece))
             for node in nodes:
                 self._send_frame(node, frame)
 
@@ -184,13 +230,13 @@ class StoreRelay:
     def from_member(self, member: Speaker, message: Mapping[str, Any]) -> None:
         """Take what a member says; one that says what no member should is killed."""
         try:
-            said = store.unpack(message)
+            said = unpack(message)
             if said.epoch == self._hub.epoch > 0:  # else it has not heard of the close yet
                 self._take(member, said)
         except ValueError as error:
             member.kill(f"sent garbage: {error}")
 
-    def _take(self, member: Speaker, said: store.StoreMessage) -> None:
+    def _take(self, member: Speaker, said: StoreMessage) -> None:
         values, want = self._unsaid
         new = self._hub.put(said.values)
         self._own |= new
@@ -203,7 +249,7 @@ class StoreRelay:
     def from_coordinator(self, message: Mapping[str, Any]) -> None:
         """Take what members of other nodes have written."""
         try:
-            said = store.unpack(message)
+            said = unpack(message)
             if said.epoch == self._hub.epoch > 0:
                 self._hub.put(said.values)
                 self._flush_soon()
@@ -234,9 +280,9 @@ class StoreRelay:
             nothing: dict[str, str] = {}
             folders = _pieces(dict.fromkeys(want, ""))
             for piece, wanted in zip_longest(_pieces(values), folders, fillvalue=nothing):
-                self._send(store.pack(epoch, piece, wanted))
+                self._send(pack(epoch, piece, wanted))
         for members, piece in self._hub.deliveries():
-            message = store.pack(epoch, piece)
+            message = pack(epoch, piece)
             for member in members:
                 member.send(message)
 
@@ -252,3 +298,96 @@ def _pieces(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
             piece, size = {}, 0
     if piece:
         yield piece
+
+
+class StoreError(RuntimeError):
+    """The epoch is closed, a value did not come in time, or one is too large."""
+
+
+class MemberStore:
+    """A member's end of it. Any thread. ``send`` is the way to the agent and does not block.
+
+    Holds what was asked for in the newest epoch that was asked in.
+    """
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._send = send
+        self._changed = threading.Condition()
+        self._epoch = 0
+        self._closed = 0
+        self._values: dict[str, str] = {}
+        self._wanted: set[str] = set()
+
+    def set(self, epoch: int, key: str, value: bytes) -> None:
+        """Write a value, once. Raises StoreError."""
+        if len(value) > MAXIMUM_VALUE_BYTES or len(key) > MAXIMUM_KEY_CHARACTERS:
+            raise StoreError(f"key {key[:80]!r} or its {len(value)} bytes are over the limit")
+        text = base64.b64encode(value).decode()
+        with self._changed:
+            self._enter(epoch)
+            self._values[key] = text
+            self._changed.notify_all()
+        self._send(pack(epoch, {key: text}))
+
+    def has(self, epoch: int, keys: Sequence[str]) -> bool:
+        """Return whether all values have arrived; they are asked for. Raises StoreError."""
+        with self._changed:
+            self._ask(epoch, keys)
+            return all(key in self._values for key in keys)
+
+    def wait(self, epoch: int, keys: Sequence[str], deadline_seconds: float) -> None:
+        """Return when all values are written.
+
+        Raises StoreError at once when the epoch is or gets closed, and after ``deadline_seconds``.
+        """
+        limit = time.monotonic() + deadline_seconds
+        with self._changed:
+            self._ask(epoch, keys)
+            for key in keys:
+                while key not in self._values:
+                    left = limit - time.monotonic()
+                    if left <= 0:
+                        raise StoreError(f"nobody wrote {key!r} within {deadline_seconds:g} s")
+                    self._changed.wait(left)
+                    self._check(epoch)
+
+    def get(self, epoch: int, key: str, deadline_seconds: float) -> bytes:
+        """Return a value, as soon as it is written; raises as :meth:`wait` does."""
+        self.wait(epoch, [key], deadline_seconds)
+        with self._changed:
+            self._check(epoch)
+            return base64.b64decode(self._values[key])
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Values from the agent. Raises ValueError when they are malformed."""
+        said = unpack(message)
+        with self._changed:
+            if said.epoch == self._epoch and said.epoch > self._closed:
+                self._values |= said.values
+                self._changed.notify_all()
+
+    def close(self, epoch: int) -> None:
+        """End every wait in ``epoch`` and those before."""
+        with self._changed:
+            self._closed = max(self._closed, epoch)
+            if self._epoch <= self._closed:
+                self._values, self._wanted = {}, set()
+            self._changed.notify_all()
+
+    # The lock is held.
+
+    def _enter(self, epoch: int) -> None:
+        if epoch > self._epoch:
+            self._epoch, self._values, self._wanted = epoch, {}, set()
+        self._check(epoch)
+
+    def _check(self, epoch: int) -> None:
+        if epoch <= self._closed or epoch < self._epoch:
+            raise StoreError(f"epoch {epoch} is closed")
+
+    def _ask(self, epoch: int, keys: Sequence[str]) -> None:
+        self._enter(epoch)
+        want = {folder_of(key) for key in keys if key not in self._values} - self._wanted
+        if want:
+            self._wanted |= want
+            self._send(pack(epoch, {}, sorted(want)))

@@ -1,4 +1,5 @@
-"""Signs of life: process ends by pid file descriptor, freezes by missing beats and idle CPU.
+"""Signs of life: process ends by pid file descriptor, freezes by missing beats and idle CPU; what
+the end of a log says about the end of its process.
 
 Used from an asyncio loop in a single-threaded process.
 """
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.exit_words import last_words
 from deadpool_megatron.cluster.process.file_worker import read
 
 _TAIL_BYTES = 32768
+_LINE_CHARACTERS = 400
+# An exception that was caught and logged long before the end is not the cause of it.
+_TRACEBACK_LINES = 120
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,42 @@ class FreezeDetector:
 
 
 def tail(log: Path) -> str:
-    """Returns the end of a log, from somewhere in a line; empty when there is none."""
+    """Return the end of a log, from somewhere in a line; empty when there is none."""
     return read(log, -_TAIL_BYTES, _TAIL_BYTES)
 
 
 def last_line(log: Path) -> str:
-    """What a log says about the end of its process; see :func:`.exit_words.last_words`."""
+    """Return what a log says about the end of its process; see :func:`last_words`."""
     return last_words(tail(log))
+
+
+def last_words(text: str) -> str:
+    """Return what the end of a log says about the end of its process, in one line.
+
+    That is :func:`fatal_words`, else the last line that is not blank. Empty when there is none.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return fatal_words(text) or (lines[-1][:_LINE_CHARACTERS] if lines else "")
+
+
+def fatal_words(text: str) -> str:
+    """The exception of the last traceback, or the fatal error of Python or of C++, at the end of a
+    log. Empty when there is none.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    for number in range(len(lines) - 1, -1, -1):
+        line = lines[number].strip()
+        if line.startswith("what():"):
+            return line.removeprefix("what():").strip()[:_LINE_CHARACTERS]
+        if line.startswith("Fatal Python error:"):
+            return line[:_LINE_CHARACTERS]
+        if line.endswith(_TRACEBACK) and len(lines) - number <= _TRACEBACK_LINES:
+            found = _exception(lines[number + 1 :])
+            if found:
+                return found[:_LINE_CHARACTERS]
+    return ""
+
+
+def _exception(lines: list[str]) -> str:
+    """The first line after the frames of a traceback, which are indented."""
+    return next((line for line in lines if not line.startswith((" ", "\t", "|"))), "")

@@ -1,4 +1,4 @@
-"""Small wrappers for what Python's standard library lacks: prctl, process identity, fd closing.
+"""Small wrappers for what Python's standard library lacks: prctl, process identity, open files.
 
 Process groups, parent-death signals and pid file descriptors are Linux. Thread-safe.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import time
@@ -18,6 +19,8 @@ _PR_SET_PDEATHSIG = 1
 _ORPHAN_SECONDS = 10.0
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
+# Of libraries, logs, listeners, the loop; strangers at a door have a quarter of the limit.
+_OWN_FILES = 256
 
 
 def die_with_parent(parent: int) -> None:
@@ -164,3 +167,35 @@ def processes_with_environment(name: str, value: str) -> Iterator[int]:
             continue  # gone, or of another user
         if wanted in block.split(b"\0"):
             yield int(entry.name)
+
+
+def needed_by_coordinator(nodes: int) -> int:
+    """Return how many open files a coordinator of so many nodes, spares included, needs: two
+    connections of each agent while one replaces the other, and one more on its way in.
+    """
+    return _OWN_FILES + 3 * nodes
+
+
+def needed_by_agent(nodes: int, nproc: int) -> int:
+    """Return how many open files an agent or its vault needs: some for each process of the node,
+    and two streams to or from each other node.
+    """
+    return _OWN_FILES + 8 * nproc + 2 * nodes
+
+
+def raise_limit(needed: int) -> str:
+    """Raise the soft limit of open files of this process and of those that it starts to ``needed``.
+
+    Returns one line that says what to do when that is not possible, else nothing.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return ""
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most == needed:
+        return ""
+    return (
+        f"a run of this size may need {needed} open files, and the limit of this host is {hard}:"
+        f" raise it (ulimit -Hn {needed}, LimitNOFILE={needed})"
+    )

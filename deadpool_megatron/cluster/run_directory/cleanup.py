@@ -1,4 +1,4 @@
-"""What a run may leave behind on this host, and how it is removed: processes and shared memory.
+"""The things a run may leave behind on this host, and their removal: processes and shared memory.
 
 A process belongs to a run when its environment *at exec* names the run (vaults, coordinator,
 exec-started members) or when a node's listing names it with its start time (forked agents and

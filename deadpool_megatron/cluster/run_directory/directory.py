@@ -1,10 +1,18 @@
-"""The run directory: where each file of a run is, and how small JSON files are replaced safely.
+"""The run directory: where each file of a run is, how small JSON files are replaced safely, what
+the next start goes on from, and which names an order may have written and removed.
 
 Layout (contract between all processes of a run)::
 
     run.json  secret  coordinator.json  journal/  events.jsonl  account.json  final.json
     latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     saves.json  skeletons/  frozen/  launcher.lock
+
+``latest.json`` has the valid checkpoints and dumps, the best first. None of them is decided on
+without a look whether it is still there.
+
+Orders pass under a MAC, but whoever has become one agent, or holds one member, must not thereby
+have a word in what other hosts remove. So names are looked at where things are done: dumps lie in
+the run directory, and what is removed elsewhere has a name that only this run gives.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +30,7 @@ from typing import Any
 import deadpool_megatron
 from deadpool_megatron import ownership
 from deadpool_megatron.file_systems import linking, sync
+from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings, SettingsError
 
 # What comes of values in a file that are not those that were written there.
@@ -44,6 +53,12 @@ SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
 DIRECTORY_MODE, _FILE_MODE = 0o755, 0o644
 # Settings may have addresses with a password in them.
 _RUN_MODE = 0o600
+# So many are remembered: what was saved long before is found by who looks for it.
+_MOST_VALID = 16
+_INDEX = ".metadata"
+_EXPORT_NAME = re.compile(r"\d{1,9}(\.[0-9a-f]{8})?\.\d{1,9}")
+_GENERATION = re.compile(r"\d+-\d+")
+_CHECKPOINT = re.compile(r"iter_\d+")
 
 
 class RunDirectoryError(Exception):
@@ -329,7 +344,7 @@ def segment_root(run_id: str) -> Path:
 
 
 def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
-    """Where an export is written until it is whole."""
+    """Return where an export is written until it is whole."""
     return directory / f"{EXPORT_PREFIX}{run_id}-{name}"
 
 
@@ -390,3 +405,123 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object")
     return values
+
+
+def read_valid(latest: Path) -> tuple[Restore, ...]:
+    """Return what is noted. Raises OSError, and ValueError when the file is damaged."""
+    try:
+        return valid_in(read_json(latest))
+    except DAMAGE as error:
+        raise ValueError(f"{latest} is damaged: {error!r}") from error
+
+
+def valid_in(values: Mapping[str, Any]) -> tuple[Restore, ...]:
+    """Return what :func:`as_dict` was given; nothing in an empty mapping. Raises DAMAGE."""
+    found = (values, *values.get("older", ())) if values else ()
+    return tuple(map(Restore.from_dict, found))
+
+
+def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
+    """JSON form of at least one: that of the first, with the others beside it."""
+    first, *older = valid
+    beside = {"older": [one.to_dict() for one in older]} if older else {}
+    return {**first.to_dict(), **beside}
+
+
+def point_at(latest: Path, valid: Sequence[Restore]) -> None:
+    """Have the next start go on from the first of these that it can use. Raises OSError."""
+    write_json(latest, as_dict(valid[:_MOST_VALID]), lasting=True)
+
+
+def still_valid(latest: Path, without: Restore) -> list[Restore]:
+    """All but one of those that are noted, and still there; none where the file is damaged."""
+    try:
+        known = read_valid(latest)
+    except (FileNotFoundError, ValueError):
+        return []
+    return [one for one in known if one.path not in ("", without.path) and is_there(one)]
+
+
+def is_there(restore: Restore) -> bool:
+    """True where its directory and its index are there; what cannot be looked at now may be."""
+    try:
+        names = [one.name for one in Path(restore.path).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    # Other formats than torch_dist, of a loop of one's own, have an index of another name or none.
+    has_shards = any(name.endswith(".distcp") for name in names)
+    return restore.kind == "dump" or _INDEX in names or (bool(names) and not has_shards)
+
+
+def found_in(saves: Path) -> list[Restore]:
+    """Complete checkpoints of Megatron's, the newest first, in the directory that ``saves``
+    names: written since it does, and their index last. Nobody may have been told of them, so the
+    line that they are of is not known.
+    """
+    found = list[Restore]()
+    try:
+        since = saves.stat().st_mtime
+        for path in Path(read_json(saves)["directory"]).glob("iter_[0-9]*"):
+            times = [one.stat().st_mtime for one in path.glob("*.distcp")]
+            is_whole = (path / _INDEX).exists() and (path / "metadata.json").exists()
+            if is_whole and since <= max(times) <= (path / _INDEX).stat().st_mtime:
+                generation = Generation(0, int(path.name.removeprefix("iter_")))
+                found.append(Restore("durable", generation, "save", str(path)))
+    except (OSError, *DAMAGE):
+        pass  # what is noted is there all the same
+    return sorted(found, key=lambda one: one.generation.iteration, reverse=True)
+
+
+def paths_gone(valid: Sequence[Restore]) -> frozenset[str]:
+    """The paths of those that are not there any more. May take as long as a file system does."""
+    return frozenset(one.path for one in valid if not is_there(one))
+
+
+class OutsideError(ValueError):
+    """A path or a name that no order of this run has; one line."""
+
+
+def export_name(name: str) -> str:
+    """The name of an export, which becomes part of those of files. Raises OutsideError."""
+    if not _EXPORT_NAME.fullmatch(name):
+        raise OutsideError(f"{name[:80]!r} is not the name of an export")
+    return name
+
+
+def export_directory(directory: str, name: str) -> Path:
+    """Return where an export is written until it is whole, under this name of a directory; the user
+    may have named any other one to have it in. Raises OutsideError."""
+    path = Path(directory)
+    if not path.is_absolute() or path.name != name:
+        raise OutsideError(f"{directory!r} is not where this run writes {name}")
+    return path
+
+
+def dump_directory(directory: str, run: RunDirectory) -> str:
+    """Check where a vault dumps one generation, or several of them. Raises OutsideError."""
+    path = Path(directory)
+    above = path.parent if _GENERATION.fullmatch(path.name) else path
+    # The nodes may have come to the same directory by different links.
+    if above != run.dump and os.path.realpath(above) != os.path.realpath(run.dump):
+        raise OutsideError(f"{directory!r} is not in the dump directory of this run, {run.dump}")
+    return directory
+
+
+def check_save(temporary: Path, final: Path) -> None:
+    """Check where a save was written, and the name it is to get. Raises OutsideError."""
+    if temporary == final:
+        return  # written in place: nothing of it is moved or removed
+    epoch = temporary.name.removeprefix(f".{final.name}.epoch")
+    if (
+        temporary.parent != final.parent
+        or not _CHECKPOINT.fullmatch(final.name)
+        or not (epoch.isdigit() and temporary.name == f".{final.name}.epoch{epoch}")
+    ):
+        raise OutsideError(f"{temporary} is not where a save to {final} is written")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True where it has the name of a checkpoint, which may be pruned as a whole."""
+    return path.is_absolute() and bool(_CHECKPOINT.fullmatch(path.name))

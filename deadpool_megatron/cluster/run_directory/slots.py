@@ -1,4 +1,4 @@
-"""Who owns a node's directory in shared memory, and how slots outlive the agent that had them.
+"""The owner of a node's directory in shared memory, and slots that outlive the agent that had them.
 
 Slots stay where they are when an agent ends before the run does: killed, cut off, or orphaned by
 its launcher. They belong to whoever holds the lock in the directory. The next agent of the same

@@ -1,4 +1,4 @@
-"""How often state can be protected without training having to wait, from what is measured. Pure.
+"""The rate at which state can be protected while training never waits, from measurements. Pure.
 
 Training waits at the commit gate only when copies take longer than the iterations between two due
 generations (and the lag is used up). Then each due generation takes as long as its copies, and the

@@ -1,4 +1,5 @@
-"""Which role hangs, and in what, from the beats of all roles: a pure function.
+"""The role that hangs, and in what, from the beats of all roles; and how long nothing may move
+before that is a hang. Pure.
 
 A role that waits in a communication waits for somebody. The culprit is the role that does not wait
 in any, or, when all wait, the one that is behind: lowest operation sequence number of the group,
@@ -25,10 +26,15 @@ from deadpool_megatron.settings import Settings
 
 # Sections that have first_step_seconds instead of hang_seconds.
 LONG_SECTIONS = frozenset({"build", "first-step", "load", *BOUNDARIES[1:]})
-# The section whose usual length is learned (hang_limit.py).
+# The section whose usual length is learned (HangLimit).
 STEP = "step"
 # A role in one of these is not expected to progress.
 IDLE_SECTIONS = frozenset({"parked", "paused", "done"})
+# With the time between two looks, a hang is found within three of the longest steps.
+_LIMIT_STEPS = 2.5
+# Busy storage, or a collection of garbage, is no hang of a run whose steps are fast.
+_LEAST_LIMIT_SECONDS = 20.0
+_STEPS_BEFORE_TRUST = 5
 
 
 @dataclass(frozen=True)
@@ -280,3 +286,58 @@ def _entered_by_others(busy: Mapping[int, RoleStatus]) -> str:
 
 def _name(roles: tuple[int, ...]) -> str:
     return ("role " if len(roles) == 1 else "roles ") + ", ".join(map(str, roles))
+
+
+class HangLimit:
+    """The time in which nothing may move: a small multiple of the steps of this run.
+
+    The limit that a user sets must hold for every model, so it is minutes; a run that has been seen
+    for some steps tells much sooner that something is wrong. Learns from each look at all roles;
+    not thread-safe. A new coordinator learns anew.
+
+    Of several steps between two looks none took longer than what lies between the looks.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """``hang_seconds`` is the limit that is never exceeded, and holds until enough is known."""
+        self._hang_seconds = settings.hang_seconds
+        # A lost node is no hang, and a wait at the gate is told before it could be one.
+        early = max(settings.node_silence_seconds, settings.gate_report_seconds)
+        self._least_seconds = max(_LEAST_LIMIT_SECONDS, 2 * early)
+        self._longest = 0.0
+        self._seen = 0
+        self._iteration = -1
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The limit in force."""
+        if self._seen < _STEPS_BEFORE_TRUST:
+            return self._hang_seconds
+        return min(self._hang_seconds, max(self._least_seconds, _LIMIT_STEPS * self._longest))
+
+    def look(self, statuses: Mapping[int, RoleStatus], now: float) -> None:
+        """Take what all roles do at the time ``now``. A step in which a role was seen in another
+        section (evaluation, a save, the gate) tells nothing; nor does the one it began with.
+        """
+        iteration = max((status.iteration for status in statuses.values()), default=-1)
+        usual = all(status.section == STEP for status in statuses.values())
+        if not usual or iteration < self._iteration:
+            self._since = None
+        elif iteration > self._iteration:
+            if self._since is not None:
+                self._longest = max(self._longest, now - self._since)
+                self._seen += iteration - self._iteration
+            self._since = now
+        self._iteration = iteration
+
+    def was_reached(self, still_seconds: float) -> None:
+        """A hang was found after so long. Where it was none, but something slow, as storage can be,
+        the next one is given more than twice the time.
+        """
+        self._longest = max(self._longest, still_seconds)
+        self._since = None
+
+    def forget_step(self) -> None:
+        """What comes next does not begin where a step does: another epoch."""
+        self._since = None

@@ -1,4 +1,4 @@
-"""Who is where when nothing moves: for each group that somebody waits in, how far its roles are.
+"""The place of each role when nothing moves: for each group somebody waits in, how far all are.
 
 Evidence for people, made once for a hang, and of bounded size: nothing is decided from it. Pure.
 """

@@ -1,4 +1,4 @@
-"""Which nodes are much slower than their peers, from what each role needs of its own. Pure.
+"""The nodes that are much slower than their peers, from what each role needs of its own. Pure.
 
 The iterations of all roles take equally long, for they wait for each other. What tells them apart
 is the time in which a role does *not* wait. Compared are data-parallel peers, because they have the

@@ -41,7 +41,6 @@ from deadpool_megatron.hooks.capture.optimizer import (
 )
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.layout.records import RoleLayout
-from deadpool_megatron.persist.boxes import boxes
 from deadpool_megatron.persist.filling import FromExtras, StepNumber, dtype_name, has_marks
 from deadpool_megatron.persist.frozen_file import FROZEN
 from deadpool_megatron.persist.skeleton import (
@@ -49,6 +48,7 @@ from deadpool_megatron.persist.skeleton import (
     Piece,
     Skeleton,
     SkeletonError,
+    boxes,
     share_skeleton,
     write_skeleton,
 )

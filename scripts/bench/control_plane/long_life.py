@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import Rhythm, Term, look
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from deadpool_megatron.layout.history import NO_LIMIT, History

@@ -9,7 +9,7 @@ import pytest
 
 import deadpool_megatron
 from deadpool_megatron.cli.control import status
-from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,

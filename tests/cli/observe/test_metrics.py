@@ -28,7 +28,7 @@ from deadpool_megatron.cli.observe.metrics import Watched
 from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cli.observe.serve import PageState
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, to_line

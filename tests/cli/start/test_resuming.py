@@ -18,10 +18,11 @@ from deadpool_megatron.cli.start.resuming import Others, bring_frozen_weights, r
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
+    as_dict,
     unfinished_export,
+    valid_in,
     write_json,
 )
-from deadpool_megatron.cluster.run_directory.latest import as_dict, valid_in
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist import frozen_folder

@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, 
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
-from deadpool_megatron.cluster.link import reports
+from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
@@ -282,7 +282,7 @@ def test_the_agent_says_so_and_ends(
     assert asyncio.run(live()) == EXIT_FENCED
     cleanup.remove_segments(options.segments)
     (report,) = [one for one in said if one["t"] == "given-up"]
-    lost = reports.from_agent(0, report)
+    lost = protocol.from_agent(0, report)
     assert isinstance(lost, NodeLost)
     assert lost.cause.startswith("no vault can be started: ")
 

@@ -14,7 +14,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal, Journal
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal, Journal
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 

@@ -15,8 +15,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator import ending
 from deadpool_megatron.cluster.coordinator.reporting import run_files
 from deadpool_megatron.cluster.coordinator.service import EXIT_SUPERSEDED, Coordinator
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal, open_journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import GONE, WRONG, note_node
+from deadpool_megatron.cluster.journal.journal import GONE, WRONG, note_node, open_journal
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, newest
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer

@@ -25,10 +25,10 @@ from deadpool_megatron.cluster.coordinator.succession.first_state import (
 )
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.succession.standby import Standby
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import (
+from deadpool_megatron.cluster.journal.journal import (
     DirectoryJournal,
     LostRace,
+    open_journal,
     write_patiently,
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm, claim_term, sign

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.coordinator import user_requests
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal import requests
-from deadpool_megatron.cluster.journal.entries import (
+from deadpool_megatron.cluster.journal.journal import (
     DirectoryJournal,
     Journal,
     JournalError,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.journal.etcd_client import Credentials, EtcdClient, EtcdError
+from deadpool_megatron.cluster.journal.etcd import Credentials, EtcdClient, EtcdError
 from tests.common.ports import free_port
 
 _PATIENCE_SECONDS = 30.0

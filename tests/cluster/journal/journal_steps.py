@@ -24,9 +24,8 @@ from typing import Any
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.coordinator.succession.first_state import look_up, valid_checkpoints
-from deadpool_megatron.cluster.journal import etcd_journal
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import Journal, LostRace
+from deadpool_megatron.cluster.journal import etcd
+from deadpool_megatron.cluster.journal.journal import Journal, LostRace, open_journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.link.record_delta import unpack
@@ -38,10 +37,9 @@ from deadpool_megatron.wire.framing import FrameBuffer
 
 DIED = 9
 NODES = 2
-_TRACED = (
-    *("service.py", "entries.py", "peers.py", "framing.py"),
-    *("etcd_journal.py", "etcd_client.py"),
-)
+_TRACED = ("service.py", "journal.py", "peers.py", "framing.py", "etcd.py")
+# Pure, and many lines for each key of a record.
+_UNTRACED = ("dumps_in_parts", "_short")
 _ENTRY = {"text": "x" * 3000}
 
 
@@ -57,7 +55,10 @@ class Death:
 
     def _call(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         del event, argument
-        return self._line if Path(frame.f_code.co_filename).name in _TRACED else None
+        code = frame.f_code
+        if Path(code.co_filename).name not in _TRACED or code.co_qualname.startswith(_UNTRACED):
+            return None
+        return self._line
 
     def _line(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         del frame, argument
@@ -220,7 +221,7 @@ def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Count
 
 
 def main() -> None:
-    etcd_journal.CHUNK_BYTES = 10  # an entry is several of them, before its head
+    etcd.CHUNK_BYTES = 10  # an entry is several of them, before its head
     os.fsync = lambda handle: None  # nothing is to be proved about disks, and it takes its time
     what, place, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
-from deadpool_megatron.cluster.journal.etcd_client import Credentials, EtcdClient, EtcdError
-from deadpool_megatron.cluster.journal.etcd_journal import EtcdJournal
+from deadpool_megatron.cluster.journal.etcd import Credentials, EtcdClient, EtcdError, EtcdJournal
+from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, open_journal
 from deadpool_megatron.settings import Settings, SettingsError
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
@@ -299,7 +297,7 @@ def test_a_key_that_wants_a_word_is_refused_and_nobody_is_asked_for_it(tmp_path:
     subprocess.run([*encrypt, "-in", made["tls_key"]], check=True, capture_output=True)
     program = (
         "import os\n"
-        "from deadpool_megatron.cluster.journal.etcd_client import EtcdError, credentials_from\n"
+        "from deadpool_megatron.cluster.journal.etcd import EtcdError, credentials_from\n"
         "try:\n"
         "    credentials_from(os.environ, secure=True)\n"
         "except EtcdError as error:\n"

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import (
+from deadpool_megatron.cluster.journal.journal import (
     GONE,
     MOST_NUMBER,
     DirectoryJournal,
@@ -20,6 +19,7 @@ from deadpool_megatron.cluster.journal.entries import (
     JournalError,
     LostRace,
     note_node,
+    open_journal,
 )
 from deadpool_megatron.settings import Settings
 from tests.cluster.journal.etcd_server import EtcdServer
@@ -110,8 +110,8 @@ def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
 def test_of_many_processes_exactly_one_wins_each_number(place: tuple[str, Path]) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from deadpool_megatron.cluster.journal.entries import LostRace\n"
-        "from deadpool_megatron.cluster.journal.choice import open_journal\n"
+        "from deadpool_megatron.cluster.journal.journal import LostRace\n"
+        "from deadpool_megatron.cluster.journal.journal import open_journal\n"
         "from deadpool_megatron.settings import Settings\n"
         "journal = open_journal(Settings(journal=sys.argv[1]), 'run', Path(sys.argv[2]))\n"
         "print('ready', flush=True); sys.stdin.read()\n"

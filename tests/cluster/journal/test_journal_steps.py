@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal, LostRace
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal, LostRace
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import environment
 

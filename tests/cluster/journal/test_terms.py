@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal, LostRace
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
     Succession,

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.link import agent_link, greetings, peers
+from deadpool_megatron.cluster.link import agent_link, peers
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine.state.phases import Phase
@@ -303,13 +303,12 @@ def play(
     async def run() -> Line:
         clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
         patch.setattr(agent_link, "time", clock)
-        patch.setattr(greetings, "time", clock)
         patch.setattr(peers, "time", clock)
         line = Line(cuts, nodes)
-        patch.setattr(greetings, "open_stream", line.open)
+        patch.setattr(agent_link, "open_stream", line.open)
         await line.live(lambda: scenario(line))
         return line
 
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        patch.setattr(greetings, "connect_stream", nothing)
+        patch.setattr(agent_link, "connect_stream", nothing)
         return runner.run(run())

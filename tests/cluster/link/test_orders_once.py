@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.link.greetings import Session
+from deadpool_megatron.cluster.link.agent_link import Session
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.layout.records import Generation

@@ -10,9 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.link import greetings
-from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost
-from deadpool_megatron.cluster.link.greetings import Greetings, Session
+from deadpool_megatron.cluster.link import agent_link
+from deadpool_megatron.cluster.link.agent_link import (
+    CoordinatorLink,
+    CoordinatorLost,
+    Greetings,
+    Session,
+)
 from deadpool_megatron.cluster.link.pacing import (
     Pace,
     acknowledge_seconds,
@@ -236,8 +240,8 @@ def before_doors(scenario: Callable[[Line, Doors], Awaitable[None]]) -> None:
     async def run(line: Line) -> None:
         doors = Doors(line)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(greetings, "open_stream", doors.open)
-            patch.setattr(greetings, "connect_stream", doors.connect)
+            patch.setattr(agent_link, "open_stream", doors.open)
+            patch.setattr(agent_link, "connect_stream", doors.connect)
             await scenario(line, doors)
 
     play({}, run)

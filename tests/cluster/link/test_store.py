@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.link.store import CoordinatorStore, StoreHub, StoreRelay
-from deadpool_megatron.cluster.member.store import MemberStore
-from deadpool_megatron.wire import store
+from deadpool_megatron.cluster.link import store
+from deadpool_megatron.cluster.link.store import CoordinatorStore, MemberStore, StoreHub, StoreRelay
 from deadpool_megatron.wire.framing import FrameBuffer, encode
 
 EPOCH = 5

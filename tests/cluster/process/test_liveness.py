@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.descriptors import (
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, FreezeDetector, last_line
+from deadpool_megatron.cluster.process.posix import (
     needed_by_agent,
     needed_by_coordinator,
     raise_limit,
 )
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, FreezeDetector, last_line
 from tests.common.waiting import wait_for
 
 SECONDS = 20.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import file_systems
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal, JournalError
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal, JournalError
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
 from deadpool_megatron.cluster.run_directory.directory import (

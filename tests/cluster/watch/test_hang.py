@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.watch.hang import (
     STEP,
+    HangLimit,
     OnDevice,
     ProgressClock,
     RoleStatus,
     Waiting,
     find_hang,
 )
-from deadpool_megatron.cluster.watch.hang_limit import HangLimit
 from deadpool_megatron.settings import Settings
 
 LIMIT = 10.0

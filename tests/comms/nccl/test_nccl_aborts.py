@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from deadpool_megatron import nccl_environment
-from deadpool_megatron.cluster.member.store import MemberStore
+from deadpool_megatron.cluster.link.store import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.in_flight.epoch import Progress

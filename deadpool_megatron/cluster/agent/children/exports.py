@@ -18,14 +18,12 @@ from typing import Any, Protocol
 from deadpool_megatron.cluster.agent.children.starting import start_child
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
-from deadpool_megatron.cluster.run_directory.bounds import (
-    OutsideError,
-    export_directory,
-    export_name,
-)
 from deadpool_megatron.cluster.run_directory.directory import (
+    OutsideError,
     RunDirectory,
     RunInfo,
+    export_directory,
+    export_name,
     unfinished_export,
 )
 from deadpool_megatron.vault.disk.taken import Taken, drop_taken

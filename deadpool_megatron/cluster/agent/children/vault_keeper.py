@@ -21,8 +21,12 @@ from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.process.shortage import patiently
-from deadpool_megatron.cluster.run_directory.bounds import OutsideError, dump_directory
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    OutsideError,
+    RunDirectory,
+    RunInfo,
+    dump_directory,
+)
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory

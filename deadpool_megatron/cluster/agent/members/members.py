@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.limits import CloseLimits
-from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
 from deadpool_megatron.cluster.process.liveness import (
     ChildWatch,
     Ending,
     FreezeDetector,
+    fatal_words,
+    last_words,
     tail,
 )
 from deadpool_megatron.cluster.process.member_main import MemberSpec

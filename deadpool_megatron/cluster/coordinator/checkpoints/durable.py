@@ -23,18 +23,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deadpool_megatron.cluster.run_directory.bounds import OutsideError, check_save, is_checkpoint
 from deadpool_megatron.cluster.run_directory.directory import (
     DAMAGE,
     ENVIRONMENT_DIRECTORY,
     EXPORT_PREFIX,
+    OutsideError,
     RunDirectory,
+    check_save,
+    is_checkpoint,
+    point_at,
     read_json,
+    still_valid,
     unfinished_export,
     write_json,
     write_text,
 )
-from deadpool_megatron.cluster.run_directory.latest import point_at, still_valid
 from deadpool_megatron.file_systems import sync
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint

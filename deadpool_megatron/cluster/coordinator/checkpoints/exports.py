@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.export_course import (
 )
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
-from deadpool_megatron.cluster.run_directory.latest import point_at, still_valid
+from deadpool_megatron.cluster.run_directory.directory import point_at, still_valid
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Restore

@@ -30,9 +30,11 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RUN_FILE,
     RunDirectory,
     RunInfo,
+    point_at,
+    read_valid,
+    still_valid,
     write_json,
 )
-from deadpool_megatron.cluster.run_directory.latest import point_at, read_valid, still_valid
 from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.ownership import OwnershipError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deadpool_megatron.cluster.journal.entries import (
+from deadpool_megatron.cluster.journal.journal import (
     Journal,
     JournalError,
     gone_since,
@@ -14,8 +14,7 @@ from deadpool_megatron.cluster.journal.entries import (
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.glance import Glance
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.cluster.run_directory.latest import read_valid
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_valid
 from deadpool_megatron.layout.records import EpochRecord, Restore
 
 Valid = tuple[Restore, ...]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from deadpool_megatron.cluster.journal.entries import Journal, JournalError
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import Rhythm, has_begun_after, newest_term, sign
 
 

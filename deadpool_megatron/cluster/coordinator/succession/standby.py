@@ -26,7 +26,7 @@ from deadpool_megatron.cluster.coordinator.succession.first_state import (
     look_up,
     valid_checkpoints,
 )
-from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
     Succession,

@@ -22,8 +22,7 @@ from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
-from deadpool_megatron.cluster.watch.hang import ProgressClock, find_hang
-from deadpool_megatron.cluster.watch.hang_limit import HangLimit
+from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang
 from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Event
 from deadpool_megatron.settings import Settings

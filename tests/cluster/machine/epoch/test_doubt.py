@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.succession.first_state import Estate, first_state
 from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
-from deadpool_megatron.cluster.journal.entries import WRONG, DirectoryJournal, note_node
+from deadpool_megatron.cluster.journal.journal import WRONG, DirectoryJournal, note_node
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine

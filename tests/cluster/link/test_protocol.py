@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.link import reports
+from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import pack_inventory
@@ -116,7 +116,7 @@ def said(**m: Any) -> dict[str, Any]:
     ],
 )
 def test_agents_messages(message: dict[str, Any], expected: inputs.Input | None) -> None:
-    assert reports.from_agent(7, message) == expected
+    assert protocol.from_agent(7, message) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,28 +145,28 @@ def test_agents_messages(message: dict[str, Any], expected: inputs.Input | None)
 )
 def test_malformed_messages_raise(message: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
-        reports.from_agent(7, message)
+        protocol.from_agent(7, message)
 
 
 def test_events_that_tell_the_machine_something() -> None:
     step = Event(Kind.STEP, 2, iteration=5)
-    assert reports.from_event(step) == inputs.StepReported(2, 5)
+    assert protocol.from_event(step) == inputs.StepReported(2, 5)
     phase = Event(Kind.PHASE, 2, phase="rebuild", data={"seconds": 0.5})
-    assert reports.from_event(phase) == inputs.PhaseReported(2, "rebuild", 0.5)
+    assert protocol.from_event(phase) == inputs.PhaseReported(2, "rebuild", 0.5)
     corruption = Event(Kind.CORRUPTION, 2, node=3, role=1)
-    assert reports.from_event(corruption) is None, "its vault offers these bytes no more"
-    assert reports.from_event(Event(Kind.LOG)) is None
+    assert protocol.from_event(corruption) is None, "its vault offers these bytes no more"
+    assert protocol.from_event(Event(Kind.LOG)) is None
 
 
 def test_join_says_what_a_new_coordinator_has_to_know() -> None:
     places = ({0: 1}, {0: 1, 1: 4}, 3, 2, {0: 3})
     joined = inputs.NodeJoined(2, "h", 9, "d", *places, facts=FACTS)
-    assert reports.join(JOIN) == joined
+    assert protocol.join(JOIN) == joined
 
 
 @pytest.mark.parametrize("node", [-1, 100_000_000, 1 << 64])
 def test_a_node_whose_loss_could_not_be_noted_does_not_join(node: int) -> None:
     """The journal has names of eight digits, and is unreadable with one of another form."""
     with pytest.raises(ValueError, match="between 0 and 99999999"):
-        reports.join({**JOIN, "node": node})
-    assert reports.join({**JOIN, "node": 99_999_999}).node == 99_999_999, "as a replacement may"
+        protocol.join({**JOIN, "node": node})
+    assert protocol.join({**JOIN, "node": 99_999_999}).node == 99_999_999, "as a replacement may"

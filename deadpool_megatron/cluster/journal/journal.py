@@ -22,6 +22,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
 from deadpool_megatron.file_systems import linking, sync
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
@@ -299,3 +300,19 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise DamagedEntry(f"{path} is damaged: not a JSON object")
     return entry
+
+
+def open_journal(settings: Settings, run_id: str, directory: Path) -> Journal:
+    """Return the journal that the settings name; ``directory`` is where one of files lies.
+
+    Nothing is asked of etcd yet. A call of its journal ends within half of ``connect_seconds``.
+    Raises JournalError when the directory cannot be made or etcd's certificates cannot be loaded.
+    """
+    if settings.journal == "directory":
+        try:
+            return DirectoryJournal(directory)
+        except OSError as error:
+            raise JournalError(f"cannot make {directory}: {error.strerror}") from error
+    from deadpool_megatron.cluster.journal.etcd import open_etcd
+
+    return open_etcd(settings.journal, run_id, settings.connect_seconds / 2)

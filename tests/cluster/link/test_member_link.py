@@ -12,13 +12,23 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.member.link import EXIT_AGENT_LOST, Handlers, MemberLink, StopOrder
-from deadpool_megatron.cluster.member.store import MemberStore, StoreError
+from deadpool_megatron.cluster.link.member_link import (
+    EXIT_AGENT_LOST,
+    Handlers,
+    MemberLink,
+    StopOrder,
+)
+from deadpool_megatron.cluster.link.store import (
+    MAXIMUM_KEY_CHARACTERS,
+    MAXIMUM_VALUE_BYTES,
+    MemberStore,
+    StoreError,
+    pack,
+)
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import readable
-from deadpool_megatron.wire.store import MAXIMUM_KEY_CHARACTERS, MAXIMUM_VALUE_BYTES, pack
 
 SECONDS = 20.0
 
@@ -175,7 +185,7 @@ def test_member_ends_when_its_agent_is_gone() -> None:
     ours, theirs = socket.socketpair()
     program = (
         "import sys, time\n"
-        "from deadpool_megatron.cluster.member.link import Handlers, MemberLink\n"
+        "from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink\n"
         "link = MemberLink.from_environment()\n"
         "link.start(Handlers(*(lambda *a: None for _ in range(4)), status=dict))\n"
         "link.wait_record(0)\n"

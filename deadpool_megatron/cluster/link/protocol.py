@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import not_finite
-from deadpool_megatron.cluster.journal.entries import MOST_NUMBER
+from deadpool_megatron.cluster.journal.journal import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import unpack_inventory

@@ -1,1 +1,0 @@
-"""A training process's end of the line to its agent, and the pause that is ordered on it."""
