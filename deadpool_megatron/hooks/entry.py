@@ -139,7 +139,7 @@ class EpochEntry(Stages):
 
     @property
     def is_built(self) -> bool:
-        """Whether there are groups and a loop for :attr:`role`."""
+        """Return whether there are groups and a loop for :attr:`role`."""
         return self._loop is not None
 
     def warm_up(self) -> None:

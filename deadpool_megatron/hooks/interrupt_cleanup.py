@@ -1,4 +1,4 @@
-"""What an interrupted step leaves behind in Megatron: a table of what, where and why.
+"""Remains of an interrupted step in Megatron: a table of what, where and why.
 
 :meth:`InterruptCleanup.forget` goes through it before each restore. Two things go earlier, as soon
 as nothing can write any more: the frames of the exception (:func:`forget_frames`), and the list

@@ -1,4 +1,4 @@
-"""What a training program provides: the seam between any Megatron loop and the hooks."""
+"""The part of a training program: the seam between any Megatron loop and the hooks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _as_it_is(forward_backward: ForwardBackward) -> ForwardBackward:
 
 
 class Course(ABC):
-    """What an open epoch lets a loop do: one iteration or segment at a time, under protection.
+    """The things that an open epoch lets a loop do: one iteration or segment at a time, under
+    protection.
 
     All methods raise EpochClosed when the epoch is closed. Main thread only.
     """
@@ -51,11 +52,13 @@ class Course(ABC):
     @property
     @abstractmethod
     def recomputed(self) -> int:
-        """How many finished iterations this epoch computes again, as far as was known before it."""
+        """Return how many finished iterations this epoch computes again, as far as was known before
+        it."""
 
     @abstractmethod
     def is_behind(self, boundary: str) -> bool:
-        """Whether the state is already that after segment ``boundary`` of the newest iteration."""
+        """Return whether the state is already that after segment ``boundary`` of the newest
+        iteration."""
 
     @abstractmethod
     def step(self, iteration: int, run: Callable[[], _Result]) -> _Result:
@@ -142,8 +145,8 @@ class ProtectedLoop(ABC):
                     yield f"{names[path]}{name}", parameter
 
     def model_arguments(self) -> dict[str, Any]:
-        """What gives the same names and shapes another meaning, by the words of the command: state
-        of a run with another value is another model's."""
+        """Return what gives the same names and shapes another meaning, by the words of the command:
+        state of a run with another value is another model's."""
         config = model_config(self)
         return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
 
@@ -200,7 +203,8 @@ class SteppedLoop(ProtectedLoop):
 
     @abstractmethod
     def segments_after(self, iteration: int) -> tuple[str, ...]:
-        """Which of ``evaluation`` and ``save`` are due after ``iteration``, in that order."""
+        """Return which of ``evaluation`` and ``save`` are due after ``iteration``, in that
+        order."""
 
     @abstractmethod
     def run_segment(self, name: str) -> None:
@@ -231,7 +235,7 @@ class SteppedLoop(ProtectedLoop):
 
 
 class Program(ABC):
-    """How to make the loop, again and again, for the role that the environment names."""
+    """Maker of the loop, again and again, for the role that the environment names."""
 
     @abstractmethod
     def make_groups(self) -> None:
@@ -246,7 +250,8 @@ class Program(ABC):
         """Undo :meth:`make_groups`, so that another role can be taken in the same process."""
 
     def serves(self, loop: ProtectedLoop, role: int) -> bool:
-        """Whether the model of ``loop``, built for another role, serves ``role`` as it is."""
+        """Return whether the model of ``loop``, built for another role, serves ``role`` as it
+        is."""
         del loop, role
         return False
 
@@ -263,7 +268,7 @@ class Program(ABC):
         return wanted
 
     def checkpoint_directory(self) -> Path | None:
-        """Where durable checkpoints go; None for the run directory's own place."""
+        """Return where durable checkpoints go; None for the run directory's own place."""
         return None
 
     def spares_may_build(self) -> bool:

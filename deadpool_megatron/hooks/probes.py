@@ -45,8 +45,8 @@ class OwnTimeMeter(ABC):
 
 
 class HostMeter(OwnTimeMeter):
-    """Where waits hold the host (gloo). ``waited()`` answers the seconds which the main thread has
-    waited so far, in communication or for protection."""
+    """A meter where waits hold the host (gloo). ``waited()`` answers the seconds which the main
+    thread has waited so far, in communication or for protection."""
 
     def __init__(self, waited: Callable[[], float]) -> None:
         super().__init__()
@@ -64,8 +64,9 @@ class HostMeter(OwnTimeMeter):
 
 
 class DeviceMeter(OwnTimeMeter):
-    """Where waits hold a stream (NCCL): by marks in it, in as many iterations as cost next to
-    nothing. ``stalled()`` answers the seconds which the host has waited for protection so far."""
+    """A meter where waits hold a stream (NCCL): by marks in it, in as many iterations as cost next
+    to nothing. ``stalled()`` answers the seconds which the host has waited for protection so
+    far."""
 
     def __init__(self, waits: StreamWaits, stalled: Callable[[], float]) -> None:
         super().__init__()

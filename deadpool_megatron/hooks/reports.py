@@ -1,4 +1,4 @@
-"""What a member says while it plays a role: beats, phases, events. Nothing after an interrupt."""
+"""Reports of a member while it plays a role: beats, phases, events. Nothing after an interrupt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Reports:
         self.say("phase", phase=phase, seconds=seconds)
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        """What the loop reports. A line for people that was shown before is not shown again."""
+        """Emit what the loop reports. A line for people that was shown before is not shown
+        again."""
         record = self.record
         if record is None:
             return
@@ -138,7 +139,7 @@ class Reports:
         self.send_event(Kind.GATE_WAIT, generation.iteration, values)
 
     def report_rehearsal(self, facts: Mapping[str, Any]) -> None:
-        """What the rehearsal of an update has shown."""
+        """Report what the rehearsal of an update has shown."""
         self.send_event(Kind.REHEARSED, self.iteration, facts)
         if not facts["matched"]:
             print(

@@ -209,7 +209,8 @@ class Session:
         failpoints.hit("member.warm")
 
     def _is_restarted_in(self, record: EpochRecord) -> bool:
-        """Whether this process follows one that played a role: it will be given that role."""
+        """Return whether this process follows one that played a role: it will be given that
+        role."""
         place = self._link.seat.node, self._link.seat.slot
         return any((seat.node, seat.slot) == place for seat in record.seats.values())
 

@@ -90,8 +90,8 @@ def _refuse_what_cannot_be_audited(optimizer: Any) -> None:
 
 
 def is_audited(iteration: int, interval: int, every: int) -> bool:
-    """Whether it is the first one, in or after each ``interval``-th, whose state before is captured
-    where each ``every``-th generation is."""
+    """Return whether it is the first one, in or after each ``interval``-th, whose state before is
+    captured where each ``every``-th generation is."""
     before = max(0, iteration - every)
     return is_due(iteration - 1, every) and iteration // interval > before // interval
 
@@ -219,7 +219,7 @@ class Audit:
         return _Peers(group) if dist.get_world_size(group) > 1 else None
 
     def _compare_weights(self) -> None:
-        """What the forward pass has used: equal in all data-parallel peers."""
+        """Compare what the forward pass has used: equal in all data-parallel peers."""
         groups: dict[bool, _Peers] = {}
         for index, inner in enumerate(self._inner):
             is_expert = any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups)
@@ -324,7 +324,7 @@ class Audit:
             self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _updated(self, index: int) -> Iterator[list[Tensor]]:
-        """What this role's own update has made, by chunk."""
+        """Yield what this role's own update has made, by chunk."""
         inner = self._inner[index]
         for chunk in chunks(inner):
             yield [tensor for parameter in chunk for _, tensor in all_tensors(inner, parameter)]

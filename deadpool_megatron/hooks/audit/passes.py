@@ -64,7 +64,7 @@ _SYNCHRONISING = (
 
 
 def why_not_compared(loop: ProtectedLoop) -> str:
-    """Why passes of this model are not compared, in words; empty where they are."""
+    """Return why passes of this model are not compared, in words; empty where they are."""
     config = model_config(loop)
     if getattr(config, "num_moe_experts", None):
         return "experts of several replicas work on the tokens of each other"
@@ -147,14 +147,15 @@ class PassAudit:
         return given
 
     def _least_micro_batches(self) -> int:
-        """How many a pipeline takes at least: megatron/core/pipeline_parallel/schedules.py."""
+        """Return how many a pipeline takes at least:
+        megatron/core/pipeline_parallel/schedules.py."""
         if len(self._loop.model_chunks) == 1:
             return 1
         return int(model_config(self._loop).microbatch_group_size_per_vp_stage)
 
     def _agree(self, batches: Iterable[Any]) -> int | None:
-        """Whether all roles rehearse or rely on a rehearsal; None where they leave it. A process
-        that came later knows less than others, and all have to do the same."""
+        """Return whether all roles rehearse or rely on a rehearsal; None where they leave it. A
+        process that came later knows less than others, and all have to do the same."""
         state = _RELIED_ON if self._is_repeatable else _REHEARSED
         if self._is_repeatable is False:
             state = _LEFT
@@ -266,7 +267,7 @@ class PassAudit:
         return passes, {number: bool(found[number // chunks][3]) for number in passes}
 
     def _roles(self, numbers: Iterable[int]) -> list[int]:
-        """Whose chunks these are."""
+        """Return whose chunks these are."""
         return sorted({number // len(self._loop.model_chunks) for number in numbers})
 
     def _judge(
@@ -275,9 +276,9 @@ class PassAudit:
         repeated: Mapping[int, bool],
         once_more: Callable[[], Tensor] | None,
     ) -> Accusation | None:
-        """Where no majority tells who is wrong, all compute it ``once_more``, and who does not come
-        to the same is: a fault that comes and goes shows so. It is None, for all roles alike, where
-        that was done already."""
+        """Return where no majority tells who is wrong, all compute it ``once_more``, and who does
+        not come to the same is: a fault that comes and goes shows so. It is None, for all roles
+        alike, where that was done already."""
         keys = comparable(passes)
         odd = unrepeatable({number: (keys[number], same) for number, same in repeated.items()})
         if odd:

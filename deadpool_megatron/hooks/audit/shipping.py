@@ -1,4 +1,5 @@
-"""What peers need to compute a role's inner update as well: a description, then bytes by chunk.
+"""Inner updates on their way to peers that compute them as well: a description, then bytes by
+chunk.
 
 The description is made once for each update by the role whose update it is, and says which
 parameters are in which chunk, in which group, and how each tensor of them looks. A chunk is one
@@ -169,7 +170,7 @@ def unpack(chunk: list[Parameter], flat: Tensor) -> list[ParameterCopy]:
 def broadcast_bytes(
     payload: bytes, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> bytes:
-    """What role ``source`` gives as ``payload``, in all of the group. Collective."""
+    """Return what role ``source`` gives as ``payload``, in all of the group. Collective."""
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(length, src=source, group=group)
     flat = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)

@@ -120,9 +120,9 @@ def judge_repeated(
 
 @dataclass(frozen=True)
 class Pass:
-    """What one role's pass of a micro-batch gave. ``replica``: its data-parallel rank; ``stage`` of
-    the pipeline; ``place``: equal for roles that must come to the same on the same ``hardware``, a
-    number. ``output`` was passed on, ``returned`` is the gradient of it that came back,
+    """Results of one role's pass of a micro-batch. ``replica``: its data-parallel rank; ``stage``
+    of the pipeline; ``place``: equal for roles that must come to the same on the same ``hardware``,
+    a number. ``output`` was passed on, ``returned`` is the gradient of it that came back,
     ``gradient`` that of the role's weights."""
 
     replica: int
@@ -216,7 +216,8 @@ def stop_if_wrong(reports: Reports, iteration: int, verdict: Accusation | None) 
 
 
 def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Accusation:
-    """Who differs from its peers, by place; not certain where any of them have no majority."""
+    """Return who differs from its peers, by place; not certain where any of them have no
+    majority."""
     roles: list[int] = []
     is_certain = True
     for place in {place for place, _ in held.values()}:

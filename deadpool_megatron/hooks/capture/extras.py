@@ -131,7 +131,8 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
 
 
 def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
-    """What a forward and backward pass changes beside gradients: a part of :func:`capture`."""
+    """Return what a forward and backward pass changes beside gradients: a part of
+    :func:`capture`."""
     values = {f"buffer.{name}": tensor for name, tensor in frozen_and_buffers(loop)}
     values |= capture_logits(loop)
     return {**values, **capture_loss_sums(), **random_states()}
@@ -166,7 +167,7 @@ def restore_last(values: dict[str, Any]) -> None:
 
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
-    """What Megatron's scheduler goes by beside its count of steps; empty of any other.
+    """Return what Megatron's scheduler goes by beside its count of steps; empty of any other.
 
     With --use-checkpoint-opt-param-scheduler a load takes it from the checkpoint, and a process
     that takes a role over later has loaded none.
@@ -264,7 +265,7 @@ def capture_attributes(loop: ProtectedLoop) -> dict[str, Any]:
 
 
 def capture_logits(loop: ProtectedLoop) -> dict[str, Any]:
-    """What a pass changes of it; an audit has the rerun machine not look."""
+    """Return what a pass changes of it; an audit has the rerun machine not look."""
     return {f"logits.{name}": tensor for name, tensor in largest_logits(loop)}
 
 

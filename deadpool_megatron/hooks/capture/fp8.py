@@ -1,4 +1,4 @@
-"""What Transformer Engine keeps for training in FP8: captured, put back in place, reset.
+"""State that Transformer Engine keeps for training in FP8: captured, put back in place, reset.
 
 With delayed scaling every module has scaling factors and histories of largest values (amax) that
 each forward and each backward pass changes, and that no parameter tells: unique state. So has

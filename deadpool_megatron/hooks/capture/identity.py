@@ -70,7 +70,7 @@ def _rank(name: str) -> str:
 
 
 def role_meaning(loop: ProtectedLoop) -> str:
-    """Which role of which model ``loop`` was built for."""
+    """Return which role of which model ``loop`` was built for."""
     facts = {**loop.model_arguments(), "virtual_stages": len(loop.model_chunks)}
     facts |= {f"{name}_rank": _rank(name) for name in (*_OTHERS, *_EXPERTS)}
     facts["layers"] = "+".join(_layers(chunk) for chunk in loop.model_chunks)

@@ -92,7 +92,7 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
 
 
 def _refused_low_precision(config: Any, inner: list[Any]) -> str:
-    """Why this FP8 or FP4 cannot be captured; empty when it can (:mod:`.fp8`)."""
+    """Return why this FP8 or FP4 cannot be captured; empty when it can (:mod:`.fp8`)."""
     if getattr(config, "fp4", None):
         return "fp4: nobody has made an inventory of what Transformer Engine keeps for it"
     if not getattr(config, "fp8", None):
@@ -121,7 +121,7 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
 
 
 def _refused_adam(inner: Any) -> str:
-    """Why the state of this one's Adam is not known; empty when it is."""
+    """Return why the state of this one's Adam is not known; empty when it is."""
     fused = hasattr(inner.optimizer, "initialize_state")
     if getattr(inner.config, "use_precision_aware_optimizer", False) and not fused:
         kind = type(inner.optimizer).__name__
@@ -133,7 +133,8 @@ def _refused_adam(inner: Any) -> str:
 
 
 def masters_in_adam(inner: Any) -> bool:
-    """Whether FusedAdam holds the master weights, and updates the model's parameters in place.
+    """Return whether FusedAdam holds the master weights, and updates the model's parameters in
+    place.
 
     Then the model's shard is state of its own: with remainders it is the upper half of the master
     weights; with scaled fp16 masters it was rounded from what they were before their rounding.
@@ -302,7 +303,7 @@ class ShardState:
 
 
 class SharedCapture:
-    """What the peers of one inner optimizer have in common, and who captures what of it.
+    """State that the peers of one inner optimizer have in common, and who captures what of it.
 
     ``tensors``: all of its state, laid out alike in all peers. ``group``: the peers; ``classes``:
     into how many of them they are dealt, neighbours into different ones, since they are likely to
@@ -322,8 +323,8 @@ class SharedCapture:
         return self._roles[self._class :: self._classes]
 
     def own_tensors(self) -> list[Tensor]:
-        """What this role captures: the piece of its class of each tensor; whole tensors where
-        there is nothing to gain, or they are not where the group communicates."""
+        """Return what this role captures: the piece of its class of each tensor; whole tensors
+        where there is nothing to gain, or they are not where the group communicates."""
         return [
             pieces(tensor, self._classes)[self._class] if self._is_cut(tensor) else tensor
             for tensor in self._tensors

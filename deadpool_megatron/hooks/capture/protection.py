@@ -81,7 +81,7 @@ class ReplayRefused(RuntimeError):
 
 
 class UpdateCapture:
-    """What a scheme keeps of each update beside the state that it made. Main thread.
+    """The part that a scheme keeps of each update beside the state that it made. Main thread.
 
     Here nothing: schemes with whole copies of the state need no more.
     """
@@ -315,11 +315,13 @@ class Protection:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the generation announced last is due, so that :meth:`complete` has to follow."""
+        """Return whether the generation announced last is due, so that :meth:`complete` has to
+        follow."""
         return self._upcoming_is_due
 
     def holds(self, generation: Generation) -> bool:
-        """Whether ``generation`` is the newest one handed over or restored: its segments count."""
+        """Return whether ``generation`` is the newest one handed over or restored: its segments
+        count."""
         return generation == self._newest_due
 
     def restore(self, restored: RestoredParts, generation: Generation) -> Mapping[str, Any]:

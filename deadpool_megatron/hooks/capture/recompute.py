@@ -100,7 +100,7 @@ class StepKeeper(UpdateCapture):
         self._updates, self._copies, self._reading = {}, {}, []
 
     def keeps(self) -> bool:
-        """Whether steps are kept at all; not after a rehearsal has failed."""
+        """Return whether steps are kept at all; not after a rehearsal has failed."""
         return self._is_wanted and self._matched is not False
 
     def capture(self, index: int, writer: SlotWriter) -> None:

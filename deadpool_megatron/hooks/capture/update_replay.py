@@ -34,8 +34,8 @@ _KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
 
 @dataclass(frozen=True)
 class InnerUpdate:
-    """What one inner optimizer used: ``groups`` holds the plain values of its parameter groups,
-    ``without_gradient`` the numbers of parameters (over all groups) that had none."""
+    """Everything that one inner optimizer used: ``groups`` holds the plain values of its parameter
+    groups, ``without_gradient`` the numbers of parameters (over all groups) that had none."""
 
     groups: list[dict[str, Any]]
     without_gradient: tuple[int, ...]
@@ -51,7 +51,7 @@ class InnerUpdate:
 
 
 def why_not_replayed(optimizer: Any) -> str:
-    """Why the same update could give other bytes, in words; empty where it cannot."""
+    """Return why the same update could give other bytes, in words; empty where it cannot."""
     if param_group_tensors(optimizer):
         return "the optimizer is capturable: its steps and learning rate lie on the device"
     for inner in inner_optimizers(optimizer):
@@ -161,7 +161,7 @@ class ParameterCopy:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the optimizer keeps for it."""
+        """Return what the optimizer keeps for it."""
         return {**self.values, **{name: t for name, t in self.tensors.items() if name}}
 
 

@@ -43,7 +43,7 @@ class FrozenWeights:
         return self._name
 
     def forget(self) -> None:
-        """What comes now may be other weights: those of a checkpoint."""
+        """Forget them: what comes now may be other weights, those of a checkpoint."""
         self._name = ""
 
     def leave(self, wait: frozen_file.Wait) -> None:

@@ -97,8 +97,8 @@ def leave_skeleton(skeleton: Skeleton, settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where the bytes of some memory lie in a generation: ``count`` elements from ``address`` on,
-    each ``itemsize`` wide there and of dtype ``stored`` in the generation."""
+    """The place of the bytes of some memory in a generation: ``count`` elements from ``address``
+    on, each ``itemsize`` wide there and of dtype ``stored`` in the generation."""
 
     address: int
     count: int
@@ -355,7 +355,7 @@ class _Maker:
         }
 
     def _marked(self, node: Any, index: int, inner: Any) -> Any:
-        """What one inner optimizer saves beside its tensors, with marks."""
+        """Return what one inner optimizer saves beside its tensors, with marks."""
         if isinstance(node, ShardedObject):
             node.data = self._marked(node.data, index, inner)
             return node
@@ -413,7 +413,8 @@ class _Maker:
 
 
 def _leads_its_copies(replica_id: Any) -> bool:
-    """Whether this is the main copy but for the data-parallel rank, the last of the numbers."""
+    """Return whether this is the main copy but for the data-parallel rank, the last of the
+    numbers."""
     if isinstance(replica_id, int):
         raise SkeletonError(f"copies of a parameter are numbered {replica_id}, without groups")
     return all(number == 0 for number in replica_id[:-1])

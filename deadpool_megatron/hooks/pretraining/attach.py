@@ -58,7 +58,8 @@ def refuse(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | None:
-    """Why this process cannot be protected as it was started, and the command that can; one line.
+    """Return why this process cannot be protected as it was started, and the command that can; one
+    line.
 
     None for a member of a run, and without ``--deadpool``.
     """

@@ -52,7 +52,7 @@ class CommandLine:
             return parse()
 
     def parse_for_role(self) -> None:
-        """Where the script has parsed them: parse them again, for RANK as it is now."""
+        """Parse arguments that the script has parsed again, for RANK as it is now."""
         if self._parse is not None:
             forget_globals()
             self._parse()
@@ -71,8 +71,8 @@ def no_writers() -> Iterator[None]:
 
 
 def forget_globals() -> None:
-    """What parsing and initialize_megatron() set, so that they can be called again. The groups
-    stay."""
+    """Forget what parsing and initialize_megatron() set, so that they can be called again. The
+    groups stay."""
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars
 

@@ -25,11 +25,11 @@ class Place:
 
 
 class Family(ABC):
-    """What the hooks ask of versions of Megatron-LM that answer it in the same way."""
+    """Versions of Megatron-LM that answer what the hooks ask in the same way."""
 
     @abstractmethod
     def globals_setter(self) -> Place:
-        """What makes tokenizer, writers and timers of the parsed arguments."""
+        """Return what makes tokenizer, writers and timers of the parsed arguments."""
 
     @abstractmethod
     def own_config(self, argument: Any) -> Any:
@@ -45,16 +45,16 @@ class Family(ABC):
 
     @abstractmethod
     def common_saves(self) -> tuple[Place, ...]:
-        """Where role 0 writes what all roles have in common, without its peers."""
+        """Return where role 0 writes what all roles have in common, without its peers."""
 
     @abstractmethod
     def openers(self) -> tuple[Place, ...]:
-        """What opens the files that role 0 writes at the end of a save: the tracker, the log of
-        progress."""
+        """Return what opens the files that role 0 writes at the end of a save: the tracker, the log
+        of progress."""
 
     @abstractmethod
     def finalising(self) -> Place:
-        """Where all roles together write the metadata of a checkpoint."""
+        """Return where all roles together write the metadata of a checkpoint."""
 
     @abstractmethod
     def drop_saves(self) -> None:

@@ -21,7 +21,7 @@ POSITIONS = ("consumed_train_samples", "skipped_train_samples")
 
 
 class Newest:
-    """What ``train_step()`` answered in the newest iteration, and what was there before it.
+    """The answer of ``train_step()`` in the newest iteration, and what was there before it.
 
     Kept as JSON, exactly, because it travels with the generation. ``operations``: Megatron's count
     of floating-point operations, which train() keeps in a local variable.
@@ -38,12 +38,12 @@ class Newest:
 
     @property
     def known(self) -> bool:
-        """Whether there is an answer; not at the start and after a load of a checkpoint."""
+        """Return whether there is an answer; not at the start and after a load of a checkpoint."""
         return self._answer is not None
 
     @property
     def skipped(self) -> int:
-        """Whether the update was skipped, as train_step() answers it."""
+        """Return whether the update was skipped, as train_step() answers it."""
         return int(self._answer["tuple"][SKIPPED])
 
     @property

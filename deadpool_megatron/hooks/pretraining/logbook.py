@@ -103,7 +103,7 @@ class Logbook:
     def lines(
         self, kind: str, iteration: int, check: Callable[[], None], epoch: int
     ) -> Iterator[None]:
-        """What the block prints and writes are the lines of ``kind`` of ``iteration``.
+        """Take what the block prints and writes for the lines of ``kind`` of ``iteration``.
 
         They are written at its end, when ``check`` has not raised EpochClosed.
         """
@@ -166,7 +166,7 @@ class Logbook:
 
     @contextmanager
     def _held(self) -> Iterator[list[functools.partial[None]]]:
-        """What the block writes is put off: calls to make. Megatron looks at the types of writers,
+        """Put off what the block writes: calls to make. Megatron looks at the types of writers,
         so they stay what they are."""
         calls: list[functools.partial[None]] = []
 
@@ -206,7 +206,7 @@ class Logbook:
         global_vars._GLOBAL_WANDB_WRITER = wandb
 
     def _is_last(self) -> bool:
-        """Whether this is the role that Megatron writes lines on."""
+        """Return whether this is the role that Megatron writes lines on."""
         return dist.get_rank() == dist.get_world_size() - 1
 
     def _take_over(self) -> None:
@@ -223,7 +223,7 @@ class Logbook:
                 os.truncate(note["file"], note["bytes"])
 
     def _write_note(self) -> None:
-        """What is written now is complete."""
+        """Note that what is written now is complete."""
         file, size = "", 0
         if self._writer is not None:
             # Within its own two minutes a kill would take the lines with it.
@@ -372,7 +372,7 @@ class Reporter:
 def _row(
     values: Mapping[str, Any], step: int | None = None, *_more: Any, **_named: Any
 ) -> Call | None:
-    """What wandb.log() is given, if it says for which step."""
+    """Return what wandb.log() is given, if it says for which step."""
     return None if step is None else (values, step)
 
 

@@ -234,7 +234,7 @@ class PretrainLoop(ProtectedLoop):
         self.build.train_arguments["config"].timers = _timers()
 
     def _follow_up(self, result: Any) -> None:
-        """What pretrain() does when train() has returned ``result``: last save, evaluations.
+        """Do what pretrain() does when train() has returned ``result``: last save, evaluations.
 
         Everything before is passed over: the functions that build answer with what there is.
         """

@@ -113,7 +113,7 @@ class Saves:
         return bool(async_utils.is_empty_async_queue())
 
     def _is_lost(self, directory: Path, iteration: int) -> bool:
-        """Whether a checkpoint cannot count, told once. Collective."""
+        """Return whether a checkpoint cannot count, told once. Collective."""
         if not self._faults.tolerated or not self._faults.agree(current_device()):
             return False
         why = self._faults.forget()
@@ -124,7 +124,7 @@ class Saves:
 
 
 def checkpoint_directory(iteration: int, lasting: bool) -> Path:
-    """Where Megatron writes a distributed checkpoint (checkpointing.py, save_checkpoint)."""
+    """Return where Megatron writes a distributed checkpoint (checkpointing.py, save_checkpoint)."""
     from megatron.training import checkpointing, get_args
 
     args = get_args()

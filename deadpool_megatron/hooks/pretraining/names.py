@@ -1,4 +1,4 @@
-"""What the hooks rely on in Megatron-LM, by name: one table, and whether a source has all of it.
+"""Names in Megatron-LM that the hooks rely on: one table, and whether a source has all of it.
 
 A version that was never tried is held against it at the start of a run. Nothing of Megatron is
 imported for that: the source is read, so that what methods set on ``self`` is seen as well.

@@ -148,7 +148,7 @@ class PretrainProgram(Program):
 
 
 def _note_saves(note: Path) -> None:
-    """Where checkpoints are looked for of which nobody was told; once, for its time counts."""
+    """Note where checkpoints are looked for of which nobody was told; once, for its time counts."""
     from megatron.training import get_args
 
     if get_args().save and not note.exists():

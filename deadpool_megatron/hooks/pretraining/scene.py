@@ -1,4 +1,5 @@
-"""What Megatron-LM's functions do at this moment: each pass through pretrain() sets its own scene.
+"""The scene, in which Megatron-LM's functions are played: each pass through pretrain() sets its own
+scene.
 
 A marked function (:mod:`deadpool_megatron.hookpoints`) for which the scene has a handler goes
 there; any other does what it always did. One scene at a time, on the main thread.

@@ -1,4 +1,4 @@
-"""Which roles can use each other's model objects: stage classes, and what still names the role.
+"""Roles that can use each other's model objects: stage classes, and what still names the role.
 
 Two roles are of one class when their models have equal layers and equal slices of them. Then a
 spare that was built for one becomes the other in place: its groups are renumbered, the numbers of

@@ -33,7 +33,7 @@ _PROBE_BYTES = 4096
 
 
 class StorageFaults:
-    """What went wrong in the save of this moment. ``tolerated``: whether it may be passed over."""
+    """Errors of the save of this moment. ``tolerated``: whether it may be passed over."""
 
     def __init__(self) -> None:
         self.tolerated = False
@@ -153,6 +153,6 @@ class StorageFaults:
 
 
 def _named(place: Any, name: str) -> Callable[..., Any]:
-    """What ``place`` calls by that name: a builtin, where it has none of its own."""
+    """Return what ``place`` calls by that name: a builtin, where it has none of its own."""
     found: Callable[..., Any] = getattr(place, name, None) or getattr(builtins, name)
     return found

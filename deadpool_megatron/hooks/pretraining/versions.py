@@ -1,4 +1,4 @@
-"""Which Megatron-LM is this, and does it have the functions that the hooks take part in?
+"""The version of Megatron-LM, and whether it has the functions that the hooks take part in.
 
 :func:`install_points` wraps those functions at run time, for a tree that ``deadpool patch`` has not
 changed. Copies that ``from ... import`` has made of them are replaced as well.
@@ -53,7 +53,7 @@ class FoundPoint:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`examine` found. ``version`` is that of the megatron.core in use, ``beside`` that
+    """Findings of :func:`examine`. ``version`` is that of the megatron.core in use, ``beside`` that
     of the one which lies beside megatron.training (empty: none does). ``lacking``: names of
     :mod:`.names` that a version which was never tried does not have.
     """
