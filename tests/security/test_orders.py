@@ -23,12 +23,12 @@ from tests.security.users import ATTACKER, VICTIM, as_user, needs_root
 
 
 @pytest.mark.parametrize(
-    "directory",
+    "place",
     ["/home/thesis", "/home/.export-0123abcd-1.2/..", "x/.export-0123abcd-1.1", "/", "", "/home"],
 )
-def test_an_export_is_written_and_removed_under_its_own_name_only(directory: str) -> None:
+def test_an_export_is_written_and_removed_under_its_own_name_only(place: str) -> None:
     with pytest.raises(OutsideError):
-        directory.export_directory(directory, f".export-{RUN}-1.1")
+        directory.export_directory(place, f".export-{RUN}-1.1")
 
 
 @pytest.mark.parametrize("name", ["../1", "1", "*", "1.1/../..", "", "1.1\n"])
