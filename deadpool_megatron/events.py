@@ -225,9 +225,9 @@ class Place:
 
 
 def files_behind(path: Path, place: Place, before_term: int) -> list[tuple[Path, int, int]]:
-    """What there is behind a place, in order: files, where to begin in each, and how much there is
-    of it; ``path``: the first one of the first term, ``before_term``: only of earlier terms. None
-    of them is opened, and those before the place are not named. Raises OSError.
+    """Return what there is behind a place, in order: files, where to begin in each, and how much
+    there is of it; ``path``: the first one of the first term, ``before_term``: only of earlier
+    terms. None of them is opened, and those before the place are not named. Raises OSError.
     """
     found, passed = [], 0
     for term, file in _files_by_term(path):

@@ -125,7 +125,7 @@ def hookpoint(function: _Function) -> _Function:
 
 
 def is_marked(function: object) -> bool:
-    """Whether ``function`` has passed through :func:`hookpoint`."""
+    """Return whether ``function`` has passed through :func:`hookpoint`."""
     return getattr(function, _MARK, False) is True
 
 

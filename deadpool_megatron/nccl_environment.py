@@ -49,7 +49,8 @@ class Variable:
     contrary: tuple[str, ...] = ()
 
     def is_contrary(self, given: str) -> bool:
-        """Whether a recovery, or the search for who hangs, cannot have the value ``given``."""
+        """Return whether a recovery, or the search for who hangs, cannot have the value
+        ``given``."""
         if self.contrary:
             return given.lower() in self.contrary
         return given.lower() not in {self.value.lower(), *self.as_good}
@@ -228,8 +229,8 @@ REFUSED_VERSIONS: tuple[RefusedVersions, ...] = (
 
 
 def is_needed(communicator: str) -> bool:
-    """Whether members need these values with this value of ``--deadpool-communicator``: what plays
-    NCCL reads some of them, too."""
+    """Return whether members need these values with this value of ``--deadpool-communicator``: what
+    plays NCCL reads some of them, too."""
     return communicator != "gloo"
 
 

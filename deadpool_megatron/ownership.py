@@ -51,8 +51,8 @@ def check_directory(path: Path) -> None:
 
 
 def danger_above(path: Path) -> str:
-    """Why somebody else could put another directory in place of ``path``, in a line; empty where
-    nobody can but this user and root, or where the user trusts it.
+    """Return why somebody else could put another directory in place of ``path``, in a line; empty
+    where nobody can but this user and root, or where the user trusts it.
 
     Whoever may write to a directory above it may rename what leads to it, unless the sticky bit is
     set there, as in /tmp. That is no reason to refuse: directories of a team are like that. What
@@ -82,7 +82,8 @@ def danger_above(path: Path) -> str:
 
 
 def is_private(path: Path) -> bool:
-    """Whether it is a directory, no link, that belongs to us and that nobody else can enter."""
+    """Return whether it is a directory, no link, that belongs to us and that nobody else can
+    enter."""
     try:
         facts = os.lstat(path)
     except OSError:

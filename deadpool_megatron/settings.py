@@ -366,12 +366,13 @@ class Settings:
 
     @property
     def exports(self) -> bool:
-        """Whether a run that has to end exports its state, and not only when somebody asks."""
+        """Return whether a run that has to end exports its state, and not only when somebody
+        asks."""
         return bool(self.persist_interval or self.persist_directory)
 
     @property
     def holders(self) -> int:
-        """How many roles capture what more of them have in common; 0: all of them."""
+        """Return how many roles capture what more of them have in common; 0: all of them."""
         return self.replicas + 1 if self.share_snapshots == "on" else 0
 
     @property

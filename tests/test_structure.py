@@ -27,6 +27,8 @@ SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 # Reads an index of torch's with a list of the classes it may name; see test_verify.py.
 RESTRICTED_UNPICKLER = PACKAGE / "cli" / "storage" / "checkpoint_files.py"
 
+RELATIVE_WORDS = {"What", "Whether", "Whom", "Whose", "Which", "Who", "How", "Where", "Why", "When"}
+
 
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:
@@ -188,6 +190,12 @@ def test_modules_are_short_documented_and_careful(path: Path) -> None:
     if tree.body:
         assert ast.get_docstring(tree), "a module says what its one job is"
     for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "-").split()[0].strip(",.:")
+            where = (
+                f"{getattr(node, 'name', 'the module')}: a docstring begins with a verb or a noun"
+            )
+            assert first not in RELATIVE_WORDS, where
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"line {node.lineno}: bare except"
         if isinstance(node, ast.Attribute) and node.attr == "select":

@@ -23,7 +23,7 @@ EXIT_EXTRAS_OUTGROWN = 76
 
 
 class FailureKind(StrEnum):
-    """Why an epoch ended, or a node or process was lost."""
+    """The reason why an epoch ended, or a node or process was lost."""
 
     PROCESS_CRASH = "process-crash"  # ended by itself, or killed by somebody outside of the run
     DEVICE_ERROR = "device-error"  # the accelerator, its memory or its driver

@@ -69,7 +69,7 @@ class Builders:
 
     @property
     def finished(self) -> bool:
-        """Whether no thread hangs in a group any more. Any thread."""
+        """Return whether no thread hangs in a group any more. Any thread."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self) -> None:
@@ -110,12 +110,12 @@ class LeftBehind:
 
     @property
     def finished(self) -> bool:
-        """Whether none of them hangs in a group any more. Any thread."""
+        """Return whether none of them hangs in a group any more. Any thread."""
         return all(one.finished for one in self.threads)
 
 
 class Connecting:
-    """What the main thread waits in during an attach; see in_flight.epoch.Waiting."""
+    """The place where the main thread waits during an attach; see in_flight.epoch.Waiting."""
 
     operation = "attach"
     sequence = 0

@@ -138,7 +138,7 @@ class Communicators(Observed):
 
     @property
     def default_backend(self) -> str:
-        """What a group is that asks for nothing: "gloo" or "nccl"."""
+        """Return what a group is that asks for nothing: "gloo" or "nccl"."""
         return "gloo" if self._kind == "gloo" else "nccl"
 
     def make_group(
@@ -360,7 +360,8 @@ class Communicators(Observed):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the current epoch is closed: from the interrupt to the next attach or detach."""
+        """Return whether the current epoch is closed: from the interrupt to the next attach or
+        detach."""
         current, attaching = self._current, self._attaching
         if attaching is not None:
             return attaching.closed
@@ -505,7 +506,7 @@ class Communicators(Observed):
         store: Store,
         made: dict[ReconfigurableGroup, InnerGroup],
     ) -> Job:
-        """What connects the group; its key in the store is numbered now, in order."""
+        """Return what connects the group; its key in the store is numbered now, in order."""
         prefixed = PrefixStore(self._roster.next_key(group), store)
 
         def connect() -> None:

@@ -44,7 +44,7 @@ class CommunicatorFault(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What is needed to make one communicator; equal on all its ranks but for ``rank``.
+    """Everything that is needed to make one communicator; equal on all its ranks but for ``rank``.
 
     ``ranks`` are global ranks in group order, ``rank`` is the own position among them, ``timeout``
     is a timeout that was set explicitly (None: the fabric's default) and ``requested_timeout`` the
@@ -68,13 +68,13 @@ class GroupSpec:
 
     @property
     def place(self) -> str:
-        """What diagnosis calls the group: one description is that of many groups."""
+        """Return what diagnosis calls the group: one description is that of many groups."""
         return group_name(self.description, self.ranks)
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a device has come with the operations of one group, by numbers from 1 in each epoch.
+    """The progress of a device with the operations of one group, by numbers from 1 in each epoch.
 
     ``collective``: the group has had no messages between two of its ranks, so that equal numbers
     mean the same operation on all ranks. Else a number is that of the last operation, whether it
@@ -89,14 +89,14 @@ class Position:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an operation was enqueued and has not ended."""
+        """Return whether an operation was enqueued and has not ended."""
         # The first collective after the ninth message has a lower number than what has ended.
         return self.enqueued != self.completed
 
 
 @dataclass(frozen=True)
 class Begun:
-    """How many operations the host has begun in one group, by numbers from 1 in each epoch:
+    """The operations that the host has begun in one group, by numbers from 1 in each epoch:
     collectives, which are the same ones on all ranks, and messages, which are not.
     """
 
@@ -136,7 +136,7 @@ class InnerGroup(ABC):
         raise NotImplementedError(f"monitored_barrier on a {type(self).__name__}")
 
     def begun(self) -> Begun | None:
-        """What the host has begun; None where a device runs the operations. Any thread."""
+        """Return what the host has begun; None where a device runs the operations. Any thread."""
         return None
 
     def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027
@@ -150,7 +150,7 @@ class InnerGroup(ABC):
 
 
 class Fabric(ABC):
-    """What the inner groups of one kind and one epoch share."""
+    """The base that the inner groups of one kind and one epoch share."""
 
     @abstractmethod
     def create(self, spec: GroupSpec, store: Store) -> InnerGroup:
@@ -167,7 +167,7 @@ class Fabric(ABC):
         """Make pending operations of all groups end. Any thread, any number of times."""
 
     def aborting(self) -> bool:
-        """Whether an abort is still under way in another thread."""
+        """Return whether an abort is still under way in another thread."""
         return False
 
     def ruin(self) -> str:
@@ -179,8 +179,8 @@ class Fabric(ABC):
         return None
 
     def positions(self) -> Mapping[str, Position] | None:
-        """How far the device is with each group; None where the host itself waits in operations.
-        Costs a millisecond or so: for a process that stands still.
+        """Return how far the device is with each group; None where the host itself waits in
+        operations. Costs a millisecond or so: for a process that stands still.
         """
         return None
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 
 class Meeting(Protocol):
-    """Where the roles of an epoch leave values for each other; see MemberStore."""
+    """The place where the roles of an epoch leave values for each other; see MemberStore."""
 
     def set(self, epoch: int, key: str, value: bytes) -> None:
         """Write a value."""

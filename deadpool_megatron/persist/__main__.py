@@ -81,7 +81,7 @@ def _carry_out(job: Mapping[str, Any]) -> None:
 
 
 def _sources(job: Mapping[str, Any]) -> Iterator[Taken]:
-    """Where the bytes of each role are; one after the other, as there may be many files."""
+    """Yield where the bytes of each role are; one after the other, as there may be many files."""
     yield from map(Taken.from_dict, job["taken"])
     dump = job["dump"]
     for role in [] if dump is None else dump["roles"]:

@@ -143,7 +143,7 @@ class Attributes(Mark):
 
 
 def has_marks(value: Any) -> bool:
-    """Whether :func:`fill` would put something in."""
+    """Return whether :func:`fill` would put something in."""
     if isinstance(value, dict):
         return any(map(has_marks, value.values()))
     if isinstance(value, list | tuple):

@@ -20,7 +20,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def fits(name: str, digest: xxhash.xxh3_128) -> bool:
-    """Whether a file of this name holds bytes of this checksum."""
+    """Return whether a file of this name holds bytes of this checksum."""
     return digest.hexdigest() == name.rpartition("-")[2]
 
 
@@ -65,8 +65,8 @@ def _copy(path: Path, half: Path) -> int:
 
 
 def trouble_with(path: Path, progress: Callable[[int], None]) -> str:
-    """Why a file does not hold what its name says; empty if it does. ``progress`` gets the bytes
-    read since the last call."""
+    """Return why a file does not hold what its name says; empty if it does. ``progress`` gets the
+    bytes read since the last call."""
     digest = xxhash.xxh3_128()
     try:
         with os.fdopen(ownership.open_own(path), "rb", buffering=0) as file:

@@ -68,7 +68,7 @@ class Skeleton:
 
 
 def skeleton_path(directory: Path, role: int) -> Path:
-    """Where the member that plays ``role`` on this node leaves its skeleton."""
+    """Return where the member that plays ``role`` on this node leaves its skeleton."""
     return directory / f"skeleton-{role}.pt"
 
 

@@ -1,4 +1,4 @@
-"""What the rest of the package needs from the device: waiting, pinning, copying beside training."""
+"""The device, as the rest of the package needs it: waiting, pinning, copying beside training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CopyHandle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all bytes have arrived. Never blocks; raises CopyFailedError."""
+        """Return whether all bytes have arrived. Never blocks; raises CopyFailedError."""
 
     @abstractmethod
     def wait(self, timeout_seconds: float) -> bool:
@@ -54,8 +54,8 @@ class Platform(ABC):
         so far. Returns whether it has; raises CopyFailedError for a device in error."""
 
     def thread_entry(self) -> Callable[[], None]:
-        """What a thread calls first that is made here and asks the device for anything, be it only
-        whether a copy has ended: its device is then that of the calling thread."""
+        """Return what a thread calls first that is made here and asks the device for anything, be
+        it only whether a copy has ended: its device is then that of the calling thread."""
         return _nothing
 
     def memory_node(self) -> int | None:
@@ -84,7 +84,7 @@ class Platform(ABC):
 
 
 def _nothing() -> None:
-    """Where the device is the same for all threads."""
+    """Do nothing, where the device is the same for all threads."""
 
 
 def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:

@@ -50,7 +50,7 @@ class SeveralWorks:
 
     @property
     def private(self) -> bool:
-        """Whether nothing of the caller is written before ``copy_results``."""
+        """Return whether nothing of the caller is written before ``copy_results``."""
         return bool(self._results)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -65,11 +65,12 @@ class SeveralWorks:
         return True
 
     def is_completed(self) -> bool:
-        """Whether all have ended; in failure too."""
+        """Return whether all have ended; in failure too."""
         return all(work.is_completed() for work in self._works)
 
     def failure(self) -> str | None:
-        """What the first that has failed says; others may go on for as long as their timeout."""
+        """Return what the first that has failed says; others may go on for as long as their
+        timeout."""
         failed = (one for one in self._works if one.is_completed() and not one.is_success())
         return next((text for text in map(failure_of, failed) if text is not None), None)
 

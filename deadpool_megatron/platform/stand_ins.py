@@ -1,4 +1,4 @@
-"""What Megatron takes for granted of a GPU, answered on a machine that has none.
+"""Stand-ins for what Megatron takes for granted of a GPU, answered on a machine that has none.
 
 Megatron runs its real components here (parallel state, model, DDP, distributed optimizer,
 schedules); nothing of it is edited. Each stand-in names the places that reach it, in 0.16.1. All of

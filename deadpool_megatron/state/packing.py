@@ -71,8 +71,8 @@ class Part:
         return _view(buffer, self.offset_of(tensor), tensor)
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Where the bytes of a live tensor, which lies in one of this part's, begin in the buffer.
-        Raises KeyError for any other tensor, and for one without bytes.
+        """Return where the bytes of a live tensor, which lies in one of this part's, begin in the
+        buffer. Raises KeyError for any other tensor, and for one without bytes.
         """
         size = tensor.numel() * tensor.element_size()
         if self._starts is None:

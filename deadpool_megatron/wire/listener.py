@@ -1,4 +1,4 @@
-"""Where connections come in on an asyncio loop: TLS, the handshake, and a limit for strangers.
+"""Listener for connections on an asyncio loop: TLS, the handshake, and a limit for strangers.
 
 Who has not proved yet that it knows the run secret is a stranger. Who says nothing at all stays in
 the kernel, which hands a connection over when there is something to read. There are never more than
@@ -39,7 +39,7 @@ _MOST_STRANGERS = 256
 
 
 class Visitors(Protocol):
-    """Who is behind the door."""
+    """Visitors behind the door."""
 
     async def serve(self, reader: RecordReader, writer: asyncio.StreamWriter, who: str) -> None:
         """A connection that knows the run secret, until its end."""
@@ -50,7 +50,7 @@ class Visitors(Protocol):
 
 @dataclass(frozen=True)
 class Lock:
-    """What it takes to get in. ``seconds``: limit for TLS and the handshake together."""
+    """The conditions to get in. ``seconds``: limit for TLS and the handshake together."""
 
     secret: bytes
     run_id: str

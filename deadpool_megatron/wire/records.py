@@ -1,4 +1,4 @@
-"""What passes behind a handshake without TLS: records, each under a MAC of its own.
+"""Records, which pass behind a handshake without TLS, each under a MAC of its own.
 
 Record: four bytes (the highest bit: bulk; the others: length), the bytes, a tag. The keys come out
 of the run secret and the nonces of both sides, one for each direction; each record has a number,
@@ -122,7 +122,7 @@ class Opener:
 
     @property
     def is_between(self) -> bool:
-        """Whether no part of a record is there."""
+        """Return whether no part of a record is there."""
         return not self._bytes
 
 

@@ -37,7 +37,7 @@ class Tls:
 
 
 def contexts(settings: Settings) -> Tls | None:
-    """What the settings name, or None where they name nothing.
+    """Return what the settings name, or None where they name nothing.
 
     Raises TlsError for files that cannot be read or do not belong together: certificate and key
     have to fit, and the authority has to vouch for the certificate in both roles, today.

@@ -212,7 +212,7 @@ class Credentials:
 
 
 def credentials_from(environment: Mapping[str, str], secure: bool) -> Credentials:
-    """What the environment gives. Raises EtcdError for files that cannot be loaded."""
+    """Return what the environment gives. Raises EtcdError for files that cannot be loaded."""
     name, _, password = environment.get("ETCDCTL_USER", "").partition(":")
     password = password or environment.get("ETCDCTL_PASSWORD", "")
     if not secure:

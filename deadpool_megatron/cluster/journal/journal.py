@@ -78,8 +78,8 @@ class Journal(ABC):
 
     @abstractmethod
     def has(self, kind: str, number: int) -> bool:
-        """Whether there is such an entry; costs the same however many others there are. A client of
-        a network file system may say no for some time after another host has written it.
+        """Return whether there is such an entry; costs the same however many others there are. A
+        client of a network file system may say no for some time after another host has written it.
         """
 
     @abstractmethod
@@ -247,7 +247,8 @@ def _notes_since(
     unknown: str,
     on_trouble: Callable[[str], None],
 ) -> Mapping[int, str]:
-    """What a ``note`` (kind and key) says of each node; ``unknown``: of one without sense."""
+    """Return what a ``note`` (kind and key) says of each node; ``unknown``: of one without
+    sense."""
     (kind, key), found = note, {}
     for node in journal.numbers(kind):
         if node not in known:

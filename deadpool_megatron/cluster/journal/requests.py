@@ -25,7 +25,7 @@ _CHARACTERS = 300
 
 
 class Verb(StrEnum):
-    """What may be asked."""
+    """The things that may be asked."""
 
     DRAIN = "drain"
     PROTECT = "protect"
@@ -34,7 +34,7 @@ class Verb(StrEnum):
 
 
 class Stage(StrEnum):
-    """What became of a request."""
+    """The state of a request."""
 
     ASKED = "asked"
     UNDER_WAY = "under way"
@@ -59,7 +59,7 @@ class Request:
 
     @property
     def is_open(self) -> bool:
-        """Whether its outcome is still to come."""
+        """Return whether its outcome is still to come."""
         return self.stage in (Stage.ASKED, Stage.UNDER_WAY)
 
     def at(self, stage: Stage, why: str = "") -> Request:
@@ -67,7 +67,7 @@ class Request:
         return replace(self, stage=stage, why=why)
 
     def in_words(self) -> str:
-        """What was asked."""
+        """Return what was asked."""
         match self.verb:
             case Verb.DRAIN:
                 return f"drain of node {self.what['node']}"
@@ -129,7 +129,7 @@ def kept(requests: Iterable[Request]) -> tuple[Request, ...]:
 
 @dataclass(frozen=True)
 class Found:
-    """What the newest entry says: its number, the term of who wrote it, the requests, and in lines
+    """Content of the newest entry: its number, the term of who wrote it, the requests, and in lines
     for people what of them could not be understood. Zeros and nothing where there is none.
     """
 

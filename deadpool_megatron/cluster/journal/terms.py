@@ -84,7 +84,7 @@ def term_of(beat: str) -> int:
 
 
 def has_begun_after(journal: Journal, term: int) -> bool:
-    """Whether a term newer than ``term``, which there is, has begun. Raises JournalError.
+    """Return whether a term newer than ``term``, which there is, has begun. Raises JournalError.
 
     No entries are listed, so that this costs the same however old the run is, and nothing is found
     later than by a list. A term is claimed under the number behind the newest that its claimant
@@ -167,7 +167,7 @@ def claim_order(
 
 
 class Succession:
-    """When a standby may claim the next term. Pure of I/O; times are monotonic seconds.
+    """The moment when a standby may claim the next term. Pure of I/O; times are monotonic seconds.
 
     ``order``: see :func:`claim_order`; each place further back waits one ``stall`` longer. Two
     standbys may learn of the same sign of life with less than that between them, so the first in
@@ -187,7 +187,7 @@ class Succession:
         self._seen_at = now
 
     def look(self, term: int, beat: str, began: float, ended: float) -> None:
-        """What the journal said, in a look from ``began`` to ``ended``."""
+        """Take what the journal said, in a look from ``began`` to ``ended``."""
         blind_seconds, self._seen_at = ended - self._seen_at, ended
         if (term, beat) != self._mark:
             self._mark = (term, beat)
@@ -196,7 +196,7 @@ class Succession:
             self._changed_at = ended
 
     def is_stale(self, now: float) -> bool:
-        """Whether it is time to knock at the coordinator's door."""
+        """Return whether it is time to knock at the coordinator's door."""
         return now - self._changed_at >= self._rhythm.stall - self._rhythm.beat
 
     def may_claim(self, order: int, refused: bool, now: float, *, in_touch: bool = False) -> bool:

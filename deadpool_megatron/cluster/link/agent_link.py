@@ -238,12 +238,12 @@ class CoordinatorLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the welcome of the current connection has arrived."""
+        """Return whether the welcome of the current connection has arrived."""
         return self._session is not None
 
     @property
     def trouble(self) -> str:
-        """Why the newest attempt to connect came to nothing."""
+        """Return why the newest attempt to connect came to nothing."""
         return self._greetings.why
 
     def send(self, message: Mapping[str, Any], *, retain: bool = False) -> None:
@@ -271,8 +271,8 @@ class CoordinatorLink:
 
     @property
     def beat_is_due(self) -> bool:
-        """Whether the time between beats that the coordinator asked for is over; asking starts the
-        next one.
+        """Return whether the time between beats that the coordinator asked for is over; asking
+        starts the next one.
         """
         return self._pace.is_due(time.monotonic())
 
@@ -379,7 +379,7 @@ class CoordinatorLink:
             self._greetings.begin(address, limit)
 
     def _is_in_doubt(self) -> bool:
-        """Whether what there is may not lead to the newest coordinator any more."""
+        """Return whether what there is may not lead to the newest coordinator any more."""
         in_touch = self._session is not None and not self._is_silent(self.contact_seconds)
         if self._refused or (in_touch and not self._has_moved()):
             return False

@@ -82,8 +82,8 @@ class Pace:
 
 
 class Outbox:
-    """What one end has said to the other and what that has not acknowledged yet: numbered frames in
-    order, the oldest first. Not thread-safe.
+    """Messages of one end to the other, and those that it has not acknowledged yet: numbered frames
+    in order, the oldest first. Not thread-safe.
     """
 
     def __init__(self, most_frames: int, most_bytes: int) -> None:

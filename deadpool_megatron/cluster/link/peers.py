@@ -79,7 +79,7 @@ class AgentPeer:
             self.send({"t": "ping"})
 
     def undelivered_bytes(self) -> int:
-        """What was sent and is not acknowledged by the kernel of the other host."""
+        """Return what was sent and is not acknowledged by the kernel of the other host."""
         waiting = self.writer.transport.get_write_buffer_size()
         connection = self.writer.get_extra_info("socket")
         if connection is None or self.writer.is_closing():
@@ -110,7 +110,7 @@ def _join_credit_seconds(settings: Settings) -> float:
 
 
 class PeerEvents(Protocol):
-    """What the coordinator does about connections."""
+    """The part of the coordinator that acts on connections."""
 
     def agent_joined(self, peer: AgentPeer, message: Message, again: bool) -> None:
         """``again``: the same agent process, before its old connection was noticed to be gone. It
@@ -224,8 +224,8 @@ class Peers:
         return [p for p in self.agents.values() if now - p.heard_at > limit_seconds]
 
     def hears_most(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
-        """Whether at least half of the connected agents have spoken within the limit, without the
-        one on the host of this coordinator: no cable lies between.
+        """Return whether at least half of the connected agents have spoken within the limit,
+        without the one on the host of this coordinator: no cable lies between.
         """
         others = [peer for peer in self.agents.values() if peer.node != own_node]
         silent = sum(now - peer.heard_at > limit_seconds for peer in others)
@@ -319,7 +319,7 @@ class Peers:
                 self._events.agent_left(peer, cause)
 
     def _is_late(self, first: Message) -> bool:
-        """Whether the agent has greeted anew since it said this."""
+        """Return whether the agent has greeted anew since it said this."""
         process, number = (int(first["node"]), str(first["boot"])), int(first["greeting"])
         newest = self._greeted.get(process, 0)
         self._greeted[process] = max(newest, number)
@@ -371,7 +371,7 @@ class Peers:
     def _hand_over(
         self, peer: AgentPeer, message: Message, take: Callable[[AgentPeer, Message], None]
     ) -> bool:
-        """Whether a message was taken; what is raised over it refuses it."""
+        """Return whether a message was taken; what is raised over it refuses it."""
         self.hearing = f"agent of node {peer.node}"
         try:
             take(peer, message)

@@ -93,7 +93,7 @@ def from_agent(
 
 
 def from_event(event: Event) -> inputs.Input | None:
-    """What an event tells the machine, if anything."""
+    """Return what an event tells the machine, if anything."""
     if event.kind is Kind.STEP and event.iteration is not None:
         return _step(event, event.iteration)
     if event.kind is Kind.STACK:
@@ -131,7 +131,7 @@ def signal_number(name: str) -> int:
 
 
 def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
-    """What a member's message says to people and results, besides the machine."""
+    """Return what a member's message says to people and results, besides the machine."""
     if m["t"] == "done":
         data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
         return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)

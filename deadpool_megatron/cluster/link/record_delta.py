@@ -45,7 +45,8 @@ class RecordTeller:
         self._change(max(self._bases, default=0))
 
     def parts(self, node: int, known_epoch: int) -> dict[str, Any] | None:
-        """What a node lacks that has the record of ``known_epoch`` (0: none); None: nothing."""
+        """Return what a node lacks that has the record of ``known_epoch`` (0: none); None:
+        nothing."""
         if known_epoch >= self.record.epoch:
             return None
         base = known_epoch if known_epoch in self._bases else 0

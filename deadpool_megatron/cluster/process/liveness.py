@@ -26,7 +26,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: exactly one of the two is set."""
+    """The end of a process: exactly one of the two is set."""
 
     exit_code: int | None = None
     signal_name: str | None = None

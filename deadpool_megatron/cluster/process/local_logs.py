@@ -1,4 +1,4 @@
-"""Where the processes of a node write what they print: in the memory of the host.
+"""Logs, in which the processes of a node write what they print: in the memory of the host.
 
 A file system that is full, or hangs, must not fail or stop a process that prints. What is written
 here is copied to the run directory by the process that does file operations (file_worker.py).

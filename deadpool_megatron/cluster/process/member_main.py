@@ -1,4 +1,4 @@
-"""What a new member process does before the user's command, after a fork or after an exec.
+"""The start of a new member process before the user's command, after a fork or after an exec.
 
 ``python -m deadpool_megatron.cluster.process.member_main FD MODULES`` is a parked process: it has
 imported MODULES (comma separated) and waits on socket FD for the frame that says which member it

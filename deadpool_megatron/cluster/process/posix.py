@@ -49,7 +49,8 @@ def state_and_cpu_ticks(pid: int) -> tuple[str, int] | None:
 
 
 def is_alive(pid: int, started: int | None = None) -> bool:
-    """Whether the process exists and is no zombie; ``started`` guards against a reused pid."""
+    """Return whether the process exists and is no zombie; ``started`` guards against a reused
+    pid."""
     fields = _stat(pid)
     if fields is None or fields[0] in "ZX":
         return False

@@ -1,4 +1,4 @@
-"""Where a process that does not move stands: the Python stacks of all its threads.
+"""The place where a process that does not move stands: the Python stacks of all its threads.
 
 A member answers :data:`ASK` by writing them to its log (``faulthandler``, in C, so that it needs
 neither the interpreter lock nor a main thread that runs). Its agent asks, and reads the log.
@@ -43,7 +43,7 @@ class Stacks:
 
 
 def read_stacks(text: str) -> Stacks:
-    """What ``faulthandler`` wrote. Pure. The main thread is the last of its listing."""
+    """Return what ``faulthandler`` wrote. Pure. The main thread is the last of its listing."""
     threads: list[list[str]] = []
     for line in text.splitlines():
         if _THREAD.match(line):

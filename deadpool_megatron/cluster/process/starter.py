@@ -1,4 +1,4 @@
-"""How members start: forked from this process (imports shared), or as fresh processes.
+"""Starts of members: forked from this process (imports shared), or as fresh processes.
 
 ``ForkStarter`` needs a single-threaded process that has never touched a GPU driver. ``ExecStarter``
 serves all others: it keeps one parked process per slot whose imports are done, so that a

@@ -62,7 +62,7 @@ class BadNode:
 
 
 def bad_nodes_file(runs: Path) -> Path:
-    """Where it is, for the directory that holds the runs."""
+    """Return where it is, for the directory that holds the runs."""
     return runs / "bad-nodes.json"
 
 

@@ -44,7 +44,7 @@ _REMOVE_TRIES, _REMOVE_PAUSE_SECONDS = 20, 0.01
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was removed: pids, bytes and directories of shared memory."""
+    """Everything that was removed: pids, bytes and directories of shared memory."""
 
     pids: tuple[int, ...]
     nbytes: int
@@ -82,7 +82,7 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
 
 
 def is_held(run_id: str) -> bool:
-    """Whether a process on this host still has what :func:`claim_segments` returned."""
+    """Return whether a process on this host still has what :func:`claim_segments` returned."""
     if not ownership.is_private(segment_root(run_id)):
         return False
     try:
@@ -248,8 +248,8 @@ def runs_in_memory() -> dict[str, Path | None]:
 
 
 def kept_memory(run: RunDirectory, run_id: str) -> str:
-    """What of a run that can go on is in this host's memory, and both ways from there, in a line;
-    empty where the run is over, or holds nothing here."""
+    """Return what of a run that can go on is in this host's memory, and both ways from there, in a
+    line; empty where the run is over, or holds nothing here."""
     held = [directory for directory in node_directories(run_id) if any(directory.glob("*.seg"))]
     if not held or (run.final.exists() and not slots_are_kept(run)):
         return ""
@@ -261,7 +261,7 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
 
 
 def _copy_logs(run: RunDirectory, segments: Path) -> None:
-    """What a node has printed last may be in its memory only."""
+    """Copy what a node has printed last: it may be in its memory only."""
     LogCopier(segments / LOGS, run.logs).copy()
 
 
@@ -278,8 +278,8 @@ def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
 
 
 def _bytes_in(root: Path) -> int:
-    """What the files there take of memory. Some may go meanwhile: the process that copies the logs
-    of an agent outlives it for a moment, and replaces a file of its own."""
+    """Return what the files there take of memory. Some may go meanwhile: the process that copies
+    the logs of an agent outlives it for a moment, and replaces a file of its own."""
     nbytes = 0
     for directory, _, names in os.walk(root):
         for name in names:

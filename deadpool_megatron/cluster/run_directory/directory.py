@@ -67,7 +67,7 @@ class RunDirectoryError(Exception):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ``run.json`` says: fixed until the run is started again, the same on every node.
+    """Content of ``run.json``: fixed until the run is started again, the same on every node.
 
     ``check_only``: it ends when its nodes are judged. ``finished``: iterations that were finished
     before this start; ``from_scratch``: it may begin anew where nothing is left of them.
@@ -167,7 +167,7 @@ class RunDirectory:
 
     @property
     def skeletons(self) -> Path:
-        """What each role writes to a checkpoint, for exports after its node is lost."""
+        """Return what each role writes to a checkpoint, for exports after its node is lost."""
         return self.path / "skeletons"
 
     @property
@@ -177,7 +177,7 @@ class RunDirectory:
 
     @property
     def exported(self) -> Path:
-        """Which of these there are, for the next one to prune."""
+        """Return which of these there are, for the next one to prune."""
         return self.path / "exported.json"
 
     @property
@@ -206,7 +206,7 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """What processes of the run have printed, a file for each."""
+        """Return what processes of the run have printed, a file for each."""
         return self.path / "logs"
 
     def log(self, name: str) -> Path:
@@ -247,8 +247,8 @@ class RunDirectory:
             ownership.check_directory(path)
 
     def read_run(self, *, only_to_show: bool = False) -> RunInfo:
-        """What the run is. Raises RunDirectoryError when this is not the directory of a run, and
-        OwnershipError when somebody else could have written it, unless it is ``only_to_show``.
+        """Return what the run is. Raises RunDirectoryError when this is not the directory of a run,
+        and OwnershipError when somebody else could have written it, unless it is ``only_to_show``.
         """
         if not only_to_show:
             self._check_owner()
@@ -264,14 +264,14 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
 
     def has_final(self) -> bool:
-        """Whether there is a result; not while the directory is away for a moment."""
+        """Return whether there is a result; not while the directory is away for a moment."""
         try:
             return self.final.exists()
         except OSError:
             return False
 
     def read_final(self) -> dict[str, Any]:
-        """How the run ended: all of ``final.json``, with ``exit_status``, ``reason`` and
+        """Return how the run ended: all of ``final.json``, with ``exit_status``, ``reason`` and
         ``iterations``. Raises RunDirectoryError when that cannot be read.
         """
         try:
@@ -322,7 +322,8 @@ def _listing(path: Path) -> dict[str, Any]:
 
 
 def address_in(text: str) -> tuple[str, int] | None:
-    """Where the coordinator listens, by its ``coordinator.json``; None when that does not say."""
+    """Return where the coordinator listens, by its ``coordinator.json``; None when that does not
+    say."""
     try:
         values = json.loads(text)
         return str(values["host"]), int(values["port"])
@@ -331,7 +332,8 @@ def address_in(text: str) -> tuple[str, int] | None:
 
 
 def slots_are_kept(run: RunDirectory) -> bool:
-    """Whether the run ended with a result, but left what it held in memory for another start."""
+    """Return whether the run ended with a result, but left what it held in memory for another
+    start."""
     try:
         return bool(read_json(run.final).get("slots_kept", False))
     except (OSError, ValueError):

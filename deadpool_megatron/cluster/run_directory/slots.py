@@ -67,8 +67,8 @@ def _lock(segments: Path, node: int) -> int:
 
 
 def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> list[HeldName]:
-    """What an agent needs of names in shared memory, besides what its vault looks after. Made anew
-    they are held until this process ends."""
+    """Return what an agent needs of names in shared memory, besides what its vault looks after.
+    Made anew they are held until this process ends."""
     held: list[int] = []
     return [
         HeldName(owner_file(run_id), lambda: held.append(claim_segments(run, run_id))),

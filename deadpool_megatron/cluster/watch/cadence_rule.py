@@ -27,7 +27,7 @@ _ROOM_DOWN = 1.6
 
 @dataclass(frozen=True)
 class Stretch:
-    """What was seen over some iterations of one epoch.
+    """Measurements over some iterations of one epoch.
 
     ``stall_seconds``: in which training waited for protection. ``ship_seconds``: that the slowest
     role needs for one generation, and ``window_seconds``: that it has for it; 0 when not known.
@@ -41,7 +41,7 @@ class Stretch:
 
     @property
     def is_long(self) -> bool:
-        """Whether something can be concluded from it."""
+        """Return whether something can be concluded from it."""
         return self.iterations >= LEAST_ITERATIONS and self.seconds >= LEAST_SECONDS
 
     @property
@@ -73,7 +73,7 @@ def denser_or_thinner(every: int, stretch: Stretch, calm: int) -> int:
 
 
 def in_words(stretch: Stretch) -> str:
-    """Why: one clause for people."""
+    """Return why: one clause for people."""
     waited = f"training waited {stretch.share:.0%} of the time for copies"
     return f"{waited}, a step without waiting takes {stretch.step_seconds:.2g} s"
 
@@ -117,7 +117,7 @@ class StretchMeter:
             self._fits[role] = count + 1, ship + ship_seconds, window + window_seconds
 
     def stretch(self) -> Stretch:
-        """What was seen since the present stretch began."""
+        """Return what was seen since the present stretch began."""
         if self._first is None:
             return Stretch(0, 0.0)
         iterations, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]

@@ -72,12 +72,12 @@ class OnDevice:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the device is not through with what it was given."""
+        """Return whether the device is not through with what it was given."""
         return self.enqueued != self.completed
 
     @property
     def is_inside(self) -> bool | None:
-        """Whether the device is in what is pending; None: it is not known."""
+        """Return whether the device is in what is pending; None: it is not known."""
         if self.started is None or not self.collective:
             return None
         return self.started > self.completed
@@ -339,5 +339,5 @@ class HangLimit:
         self._since = None
 
     def forget_step(self) -> None:
-        """What comes next does not begin where a step does: another epoch."""
+        """Forget the step: what comes next does not begin where one does, in another epoch."""
         self._since = None

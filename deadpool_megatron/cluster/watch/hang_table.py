@@ -23,7 +23,7 @@ MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 
 
 class Where(StrEnum):
-    """Where a role is, as its group sees it; in the order of a table."""
+    """The place of a role, as its group sees it; in the order of a table."""
 
     MISSING = "missing"  # it has not begun the operation that others wait in
     NOT_STARTED = "not-started"  # it has, and its device is known to be busy with something else
@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the beats of one role say of one group."""
+    """Words of the beats of one role on one group."""
 
     waiting: Waiting | None = None
     host: OnHost | None = None

@@ -21,8 +21,8 @@ _LEAST_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class OwnTime:
-    """What a role has spent without waiting, since its epoch began: finished iterations and the
-    seconds of all of them."""
+    """Time that a role has spent without waiting, since its epoch began: finished iterations and
+    the seconds of all of them."""
 
     iterations: int
     seconds: float
@@ -50,7 +50,7 @@ class Slowness:
 
     @property
     def factor(self) -> float:
-        """How many times as long as its peers."""
+        """Return how many times as long as its peers."""
         return self.seconds / max(self.peer_seconds, 1e-9)
 
 
@@ -70,7 +70,8 @@ class SlownessWatch:
         return self._slow
 
     def look(self, epoch: int, players: Mapping[int, Player]) -> list[Slowness]:
-        """What has changed, given all roles of the open epoch; nothing until a window is full."""
+        """Return what has changed, given all roles of the open epoch; nothing until a window is
+        full."""
         if epoch != self._epoch or self._began.keys() != players.keys():
             self._epoch = epoch
             self._begin(players)

@@ -27,7 +27,7 @@ _NO_DATA = torch.device("meta")
 
 
 class Owner(Protocol):
-    """What a group tells its Communicators."""
+    """The listener to which a group tells of itself: its Communicators."""
 
     def forget(self, group: ReconfigurableGroup) -> None:
         """The group was destroyed by its user."""
@@ -89,7 +89,7 @@ class ReconfigurableGroup(ProcessGroup):
         self.inner: InnerGroup = DetachedGroup(self.spec())
 
     def spec(self) -> GroupSpec:
-        """What an inner group is made from; description and name as they are now."""
+        """Return what an inner group is made from; description and name as they are now."""
         return GroupSpec(
             description=self.description,
             name=self._name,
@@ -209,7 +209,7 @@ class ReconfigurableGroup(ProcessGroup):
         """Nothing: epochs are closed as a whole, by Communicators.interrupt."""
 
     def shutdown(self) -> None:
-        """How destroy_process_group says goodbye; fine on a detached group."""
+        """Take the goodbye of destroy_process_group; fine on a detached group."""
         self._owner.forget(self)
 
 

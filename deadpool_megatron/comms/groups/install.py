@@ -32,11 +32,11 @@ _dist: Any = dist
 
 
 class Host(Protocol):
-    """What the installed functions need of Communicators."""
+    """The part of Communicators that the installed functions need."""
 
     @property
     def default_backend(self) -> str:
-        """What a group is that asks for nothing: "gloo" or "nccl"."""
+        """Return what a group is that asks for nothing: "gloo" or "nccl"."""
 
     def make_group(
         self, ranks: tuple[int, ...], rank: int, requested: str, timeout: timedelta, options: Any
@@ -54,7 +54,7 @@ class Host(Protocol):
 
 
 class Installation:
-    """What was replaced; ``remove`` puts it back."""
+    """Everything that was replaced; ``remove`` puts it back."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -46,14 +46,14 @@ class Pending(Protocol):
     """An operation that was started and not seen to end."""
 
     def unfinished_in(self) -> Stuck | None:
-        """Where it can still write into its outputs; None: it is finished, or only reads."""
+        """Return where it can still write into its outputs; None: it is finished, or only reads."""
 
     def finish(self) -> None:
         """Wait for it, abandonably."""
 
 
 class Waiting(Protocol):
-    """What a thread waits in."""
+    """The place where a thread waits."""
 
     @property
     def place(self) -> str: ...
@@ -98,7 +98,7 @@ class Limits:
 
 @dataclass
 class Leftovers:
-    """What an epoch leaves behind for the reaper."""
+    """Remains of an epoch for the reaper."""
 
     works: list[Pending] = field(default_factory=list)
     groups: list[InnerGroup] = field(default_factory=list)
@@ -172,7 +172,7 @@ class Epoch:
             fabric.abort()
 
     def grace_is_over(self) -> bool:
-        """Whether a wait on the closed epoch should be left now."""
+        """Return whether a wait on the closed epoch should be left now."""
         return time.monotonic() >= self.closed_at_seconds + self.grace_seconds
 
     def check(self, operation: str) -> None:
@@ -224,12 +224,14 @@ class Epoch:
         return work.place, work.operation, work.sequence
 
     def begun(self) -> dict[str, Begun]:
-        """How many operations the host has begun, by group, where devices do not run them."""
+        """Return how many operations the host has begun, by group, where devices do not run
+        them."""
         found = {group.place: group.begun() for group in list(self.groups)}
         return {place: one for place, one in found.items() if one is not None}
 
     def positions(self) -> dict[str, Position] | None:
-        """How far devices are with the operations of each group; None where there are none."""
+        """Return how far devices are with the operations of each group; None where there are
+        none."""
         known = [found for one in list(self.fabrics) if (found := one.positions()) is not None]
         return {place: one for found in known for place, one in found.items()} if known else None
 
@@ -296,8 +298,8 @@ class Observed:
         return None if epoch is None else epoch.waiting()
 
     def positions(self) -> Mapping[str, Position] | None:
-        """How far the device is with the operations of each group; None where waits hold the host,
-        and :meth:`waiting_for` says it. Any thread; not often.
+        """Return how far the device is with the operations of each group; None where waits hold the
+        host, and :meth:`waiting_for` says it. Any thread; not often.
         """
         epoch = self._attaching or self._current
         return None if epoch is None else epoch.positions()
@@ -309,7 +311,8 @@ class Observed:
             epoch.look()
 
     def begun(self) -> Mapping[str, Begun]:
-        """How many operations the host has begun in each group in which it waits. Any thread."""
+        """Return how many operations the host has begun in each group in which it waits. Any
+        thread."""
         epoch = self._attaching or self._current
         return {} if epoch is None else epoch.begun()
 
@@ -318,12 +321,13 @@ class Observed:
         return self._progress.finished
 
     def waited_seconds(self) -> float:
-        """How long the main thread has waited in operations that block the host. Any thread."""
+        """Return how long the main thread has waited in operations that block the host. Any
+        thread."""
         return self._progress.waited_seconds
 
     @property
     def stream_waits(self) -> StreamWaits:
-        """How long streams wait in operations that do not block the host."""
+        """Return how long streams wait in operations that do not block the host."""
         return self._progress.stream_waits
 
 

@@ -1,4 +1,5 @@
-"""How long streams of a device stand still for communication, in iterations that are measured.
+"""The time for which streams of a device stand still for communication, in iterations that are
+measured.
 
 Where a wait only orders streams (NCCL), the host does not wait and its clock says nothing. So a
 stream is marked before and after each wait; when the device has passed the marks, the time between
@@ -24,11 +25,11 @@ class DeviceClock(ABC, Generic[_Mark]):
 
     @abstractmethod
     def mark(self) -> _Mark:
-        """Where the stream is now; costs microseconds and never blocks."""
+        """Return where the stream is now; costs microseconds and never blocks."""
 
     @abstractmethod
     def is_passed(self, mark: _Mark) -> bool:
-        """Whether the device has come to it. Never blocks."""
+        """Return whether the device has come to it. Never blocks."""
 
     @abstractmethod
     def seconds(self, earlier: _Mark, later: _Mark) -> float:

@@ -27,7 +27,7 @@ _STATUS = re.compile(r"^State:\s+(\S).*?^voluntary_ctxt_switches:\s+(\d+)", re.M
 
 
 class Closable(Protocol):
-    """What a blocking call is bound to; see :class:`.epoch.Epoch`."""
+    """The thing that a blocking call is bound to; see :class:`.epoch.Epoch`."""
 
     closed: bool
     grace_seconds: float

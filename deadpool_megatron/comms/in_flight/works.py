@@ -25,7 +25,7 @@ SLICE = timedelta(milliseconds=50)
 
 
 class WorkGroup(Protocol):
-    """What a Work knows of its inner group."""
+    """The part of its inner group that a Work knows."""
 
     epoch: Epoch
     description: str
@@ -272,7 +272,8 @@ class HostWork(SeamWork):
         self.wait()
 
     def unfinished_in(self) -> Stuck | None:
-        """Where the operation may still write into its outputs; after the close of its epoch."""
+        """Return where the operation may still write into its outputs; after the close of its
+        epoch."""
         if self._done or not self._writes:
             return None
         if self.operation in RECEIVES:

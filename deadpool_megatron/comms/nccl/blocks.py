@@ -56,8 +56,8 @@ class Blocks:
         return self._lost
 
     def ruin(self) -> str:
-        """Why a thread of this process launches nothing any more, the calling one by NCCL's own
-        word; empty while all do."""
+        """Return why a thread of this process launches nothing any more, the calling one by NCCL's
+        own word; empty while all do."""
         if self.cut:
             return "a thread was stuck in an operation of NCCL, or in a block of them"
         if not self.is_open_here() and self._is_left_open():
@@ -75,7 +75,7 @@ class Blocks:
         return True
 
     def is_open_here(self) -> bool:
-        """Whether the calling thread is in a block, so that nothing may raise."""
+        """Return whether the calling thread is in a block, so that nothing may raise."""
         return get_ident() in self._depths
 
     def keep(self, problem: RuntimeError) -> None:

@@ -71,7 +71,7 @@ class NcclFabric(Fabric):
         return CudaClock()
 
     def _is_left_open(self) -> bool:
-        """Whether the calling thread is in a group of NCCL that nobody will end."""
+        """Return whether the calling thread is in a group of NCCL that nobody will end."""
         return blocks.is_left_open()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
@@ -310,7 +310,7 @@ class NcclGroup(InnerGroup):
 
     @property
     def is_collective(self) -> bool:
-        """Whether its ranks have had no messages for one another."""
+        """Return whether its ranks have had no messages for one another."""
         return not self._messages
 
     def backend(self) -> Any:
@@ -380,9 +380,9 @@ class NcclGroup(InnerGroup):
 def _barrier_options(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> BarrierOptions:
-    """What a barrier is called with: it answers a Work, else it holds the host where nobody sees it
-    wait, and is on the device of its group. Torch would take the current one of the thread: that is
-    the first one of the node where nobody has set it, and gets a context of this process.
+    """Return what a barrier is called with: it answers a Work, else it holds the host where nobody
+    sees it wait, and is on the device of its group. Torch would take the current one of the thread:
+    that is the first one of the node where nobody has set it, and gets a context of this process.
     """
     opts = BarrierOptions()
     for given in (*args, *kwargs.values()):
