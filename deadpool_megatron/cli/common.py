@@ -50,7 +50,7 @@ class RunNotReachable(CommandError):
 
 
 class NotNow(RunNotReachable):
-    """The coordinator cannot take the request as long as the journal does not work."""
+    """The coordinator cannot take it now: the journal does not work, or agents are not back."""
 
 
 class Refused(CommandError):

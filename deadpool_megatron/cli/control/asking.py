@@ -230,10 +230,17 @@ def _kill(args: argparse.Namespace) -> int:
     given = {part: number for part, number in numbers.items() if number is not None}
     part, number = next(iter(given.items()), ("coordinator", None))
     what = {"part": part, "number": number, "signal": args.signal}
-    try:
-        ask(RunDirectory(args.run_dir), {"command": "kill", **what})
-    except Refused as error:
-        return _refused("kill", str(error))
+    run, patience = RunDirectory(args.run_dir), time.monotonic() + _TAKEOVER_SECONDS
+    while True:
+        try:
+            ask(run, {"command": "kill", **what})
+            break
+        except Refused as error:
+            return _refused("kill", str(error))
+        except RunNotReachable:
+            if time.monotonic() > patience or run.final.exists() or not _may_be_alive(run):
+                raise
+            time.sleep(_LOOK_SECONDS)
     whom = part if number is None else f"{part} {number}"
     print(f"SIG{args.signal} to {whom} (give it again if the coordinator was just replaced)")
     return 0

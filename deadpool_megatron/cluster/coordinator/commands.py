@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ from deadpool_megatron.cluster.journal.journal import JournalError, LostRace
 from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.protection import memory_refusal
 from deadpool_megatron.cluster.machine.requests import not_connected
+from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.sizing import refusal
 
@@ -28,7 +30,7 @@ SIGNALS = ("KILL", "STOP", "SEGV")
 
 _KNOWN = ("status", "info", "attach", "kill", *Verb)
 _STATUS_SECONDS = 1.0
-# It may be this very process: the answer goes first.
+# It may take this very process along: the answer goes first.
 _KILL_SECONDS = 0.1
 
 
@@ -102,12 +104,15 @@ class Commands:
         """Send a signal for a user who wants to see a run recover. It is an order and no request:
         one that a takeover crosses may be lost."""
         state, part, name = self._state(), str(message["part"]), str(message["signal"])
+        later = functools.partial(asyncio.get_running_loop().call_later, _KILL_SECONDS)
         if part not in PARTS or name not in SIGNALS:
             raise ValueError(f"no such part or signal: {part}, {name}")
         if part == "coordinator":
-            number = signal.Signals[f"SIG{name}"]
-            asyncio.get_running_loop().call_later(_KILL_SECONDS, os.kill, os.getpid(), number)
+            later(os.kill, os.getpid(), signal.Signals[f"SIG{name}"])
             return {"ok": True}
+        if state.phase is Phase.GATHERING and state.record is not None:
+            error = "the coordinator has just taken over, and waits for the agents: ask again"
+            return {"ok": False, "again": True, "error": error}
         of = int(message["number"])
         seat = state.seats.get(of) if part == "role" else None
         why = "" if seat is not None else not_connected(state, of)
@@ -116,9 +121,9 @@ class Commands:
         if why:
             return {"ok": False, "refused": why, "error": why}
         if seat is None:
-            self._orders.strike(of, part, name)
+            later(self._orders.strike, of, part, name)
         else:
-            self._orders.strike(seat.node, part, name, seat.slot, seat.incarnation)
+            later(self._orders.strike, seat.node, part, name, seat.slot, seat.incarnation)
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -199,10 +199,18 @@ def test_a_run_that_ends_meanwhile(command: Any, tmp_path: Path) -> None:
 def test_every_part_can_be_killed(
     arguments: tuple[str, ...], part: str, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Again where a coordinator has just gone, or come."""
     asked: list[Any] = []
-    monkeypatch.setattr(asking, "ask", lambda _run, message: asked.append(message))
+
+    def ask(_run: Any, message: dict[str, Any]) -> None:
+        asked.append(message)
+        if len(asked) == 1:
+            raise NotNow("the coordinator has just taken over")
+
+    monkeypatch.setattr(asking, "ask", ask)
+    monkeypatch.setattr(asking, "_may_be_alive", lambda _run: True)
     assert cli.main(["kill", "run", *arguments, "--signal", "STOP"]) == 0
-    assert asked == [{"command": "kill", "part": part, "number": number, "signal": "STOP"}]
+    assert asked == 2 * [{"command": "kill", "part": part, "number": number, "signal": "STOP"}]
 
 
 def test_where_a_checkpoint_is_to_go(

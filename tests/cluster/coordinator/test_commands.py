@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.coordinator.commands import _KILL_SECONDS, Commands
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal, Journal
+from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 
@@ -91,8 +93,13 @@ async def test_a_signal_goes_to_the_agent_of_the_part(
     struck_so_far: list[object] = []
     orders = SimpleNamespace(strike=lambda *what: struck_so_far.append(what))
     seats = {0: Seat(1, 0, 0), 1: Seat(0, 3, 7)}
-    state = SimpleNamespace(seats=seats, fleet=SimpleNamespace(nodes=dict.fromkeys(range(3))))
+    fleet = SimpleNamespace(nodes=dict.fromkeys(range(3)))
+    state = SimpleNamespace(seats=seats, fleet=fleet, phase=Phase.GATHERING, record=object())
     given = commands(DirectoryJournal(tmp_path / "journal"), tmp_path, state, orders)
     message = {"command": "kill", "part": part, "number": number, "signal": "KILL"}
+    assert (await given.answer(message))["again"], "agents come back to a new coordinator"
+    state.phase = Phase.RUNNING
     answer = await given.answer(message)
+    assert not struck_so_far, "the answer goes first: it may be this coordinator's node"
+    await asyncio.sleep(2 * _KILL_SECONDS)
     assert (answer.get("refused", ""), struck_so_far) == (why, [struck] if struck else [])
