@@ -215,10 +215,15 @@ def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(
 ) -> None:
     monkeypatch.setattr(posix, "_ORPHAN_SECONDS", 0.0)
     orphans = posix.Orphans(inherits=True)
+    # It ends after its shell, which would reap it.
+    read, write = os.pipe()
+    line = f"cat <&{read} >/dev/null 2>&1 & echo $!"
     said = subprocess.run(
-        ["sh", "-c", "sleep 0 & echo $!"], capture_output=True, text=True, check=True
+        ["sh", "-c", line], pass_fds=[read], capture_output=True, text=True, check=True
     )
     orphan = int(said.stdout)
+    os.close(write)
+    os.close(read)
     wait_for("the orphan has ended", lambda: (posix.state_and_cpu_ticks(orphan) or "X")[0] == "Z")
     orphans.reap()
     own = subprocess.Popen(["sh", "-c", "exit 3"])
