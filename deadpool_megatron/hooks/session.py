@@ -332,7 +332,7 @@ class Session:
         course.hash_restored()
         built.loop.train(course)
         self._reports.section = "finish"
-        built.protection.settle()
+        built.protection.end()
 
     def _finish(self, record: EpochRecord, role: int) -> NoReturn:
         """Report the end and stay available: a late failure may need this role again."""

@@ -108,6 +108,8 @@ class FakeProtection:
     def settle(self) -> None:
         self._calls.append("settle")
 
+    end = settle
+
 
 class FakeLoop(SteppedLoop):
     """Four iterations, evaluation after each second one; ``acts`` replace what a step does."""

@@ -236,6 +236,11 @@ class Protection:
         if self._pending:
             self._await_commit(*self._pending[-1])
 
+    def end(self) -> None:
+        """Wait until all is committed that the run has made; nothing newer will come."""
+        self.settle()
+        self._vault.ended()
+
     def fence(self) -> None:
         """Before an inner update: no copy may still read the shard, the epoch must be open."""
         if not self._epoch:

@@ -73,6 +73,8 @@ class VaultState:
         self.ledger: Ledger | None = None
         # Roles whose members have shown that a replay gives the very bytes of an update.
         self.rehearsed: set[int] = set()
+        # Roles whose members have come to the end of the run: nothing newer will be sealed.
+        self.ended: set[int] = set()
         self.open_epoch = 0
         self.closed_epoch = 0
         self.reports = Reports(node, emit, lambda: self.open_epoch)
@@ -143,7 +145,7 @@ class VaultState:
             if self.ledger is not None:
                 self.ledger.scheme.cut()
             self.record, self.ledger = record, Ledger(scheme_of(record, self.rehearsed))
-            self.committed = {}
+            self.committed, self.ended = {}, set()
             self._newest = restore.generation
             self.traffic.begin()
             self._remove_unneeded_at_adopt(record)

@@ -89,9 +89,9 @@ def taken_bytes(directory: Path) -> dict[str, int]:
 def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
     """Copy the generation of ``iteration``, computed in the open epoch, for all roles seated here.
 
-    Returns once it is committed for each of them and the next one is sealed, so that all extras
-    captured after it are there. Raises TooLate, or VaultError: no room, epoch closed, or not in
-    time.
+    Returns once it is committed for each of them and the next one is sealed, or none will come, so
+    that all extras captured after it are there. Raises TooLate, or VaultError: no room, epoch
+    closed, or not in time.
     Blocks; threads of their own only.
     """
     limit = time.monotonic() + deadline_seconds
@@ -191,7 +191,8 @@ class _Taker:
         return [slot for slot in self._state.table.sealed(self._role) if slot.parts]
 
     def _followed(self) -> bool:
-        return any(slot.generation > self._generation for slot in self._slots())
+        newer = any(slot.generation > self._generation for slot in self._slots())
+        return newer or self._role in self._state.ended
 
     def _boundary(self) -> str:
         with self._state.lock:

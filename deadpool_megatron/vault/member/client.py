@@ -142,6 +142,10 @@ class VaultClient:
         self._rehearsed = matched
         self.tell({"t": "rehearsed", "matched": matched})
 
+    def ended(self) -> None:
+        """Tell the vault that no newer generation comes in this epoch: the run is at its end."""
+        self.tell({"t": "ended", "epoch": self._epoch})
+
     def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
         """Bytes of a part in this member's own segment, None unless they are sealed there.
 

@@ -170,6 +170,11 @@ class MemberDialogue:
         elif kind == "waiting":
             if self._state.is_open(int(message["epoch"])):
                 self._state.traffic.waits(self.role, Generation.from_list(message["generation"]))
+        elif kind == "ended":
+            with self._state.changed:
+                if self._state.is_open(int(message["epoch"])):
+                    self._state.ended.add(self.role)
+                    self._state.changed.notify_all()
         elif kind == "release":
             self._unpin()
         elif kind == "rehearsed":

@@ -80,6 +80,24 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path) -> None:
         assert left(running.nodes[0]) == []
 
 
+def test_the_last_generation_of_a_run_is_taken(tmp_path: Path) -> None:
+    """No other one follows it; the members say so."""
+    with cluster(tmp_path, 2) as running:
+        members = two_members(running)
+        taking = [order(node, 2) for node in running.nodes]
+        steps(members, range(3))
+        for member in members:
+            member.append(Generation(1, 2), "evaluation")
+            assert member.wait(Generation(1, 2), "evaluation") == "committed"
+        assert not any(one.done() for one in taking)
+        for member in members:
+            member.client.ended()
+        taken = [one.result(DEADLINE)[0] for one in taking]
+        assert [(one.generation, one.boundary) for one in taken] == [
+            (Generation(1, 2), "evaluation")
+        ] * 2
+
+
 def test_what_is_overwritten_is_not_taken(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as running:
         members = two_members(running)
