@@ -215,11 +215,15 @@ def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(
 ) -> None:
     monkeypatch.setattr(posix, "_ORPHAN_SECONDS", 0.0)
     orphans = posix.Orphans(inherits=True)
-    # It ends after its shell, which would reap it.
+    # It ends after its parent, which is not to reap it.
     read, write = os.pipe()
-    line = f"cat <&{read} >/dev/null 2>&1 & echo $!"
+    parent = (
+        "import os; child = os.fork()\n"
+        f"if not child: os.close(1); os.close(2); os.read({read}, 1); os._exit(0)\n"
+        "print(child)"
+    )
     said = subprocess.run(
-        ["sh", "-c", line], pass_fds=[read], capture_output=True, text=True, check=True
+        [sys.executable, "-c", parent], pass_fds=[read], capture_output=True, text=True, check=True
     )
     orphan = int(said.stdout)
     os.close(write)
