@@ -1,8 +1,8 @@
 """Typed events: the only source for logs, metrics, the timeline and tests.
 
 An event is one line of JSON in ``events.jsonl`` of the run directory; the coordinator of term t > 1
-writes ``events-<t>.jsonl`` beside it, and goes on in ``events-<t>-<n>.jsonl`` when that is large. A
-coordinator is the only writer of its files; other processes hand their events to it. Every event
+writes ``events-<t>.jsonl`` beside it, and continues in ``events-<t>-<n>.jsonl`` when that is large.
+A coordinator is the only writer of its files; other processes hand their events to it. Every event
 carries the wall clock (comparable between hosts, as far as clocks agree) and the monotonic clock
 (comparable within one host), the epoch, and where they apply the node, role, iteration and phase.
 """

@@ -28,7 +28,7 @@ class HeldName:
         self._known = _identity(path)
 
     def look(self) -> bool:
-        """Make it anew unless it leads where it did; whether that was so. Raises OSError, and what
+        """Make it again unless it leads where it did; whether that was so. Raises OSError, and what
         ``make`` raises."""
         if _identity(self._path) == self._known:
             return False

@@ -1,9 +1,9 @@
 """Variables that NCCL, torch and Megatron read from a member's environment: name, value, why.
 
-A recovery aborts the communicators of a process that goes on, and makes new ones in it. What torch
-does by default on an error of NCCL is the opposite: it ends the process. Each value here is the one
-under which a survivor survives. An agent gives them to whatever it starts, before torch is imported
-there; a value that the user has set is looked at when a member joins.
+A recovery aborts the communicators of a process that continues, and makes new ones in it. What
+torch does by default on an error of NCCL is the opposite: it ends the process. Each value here is
+the one under which a survivor survives. An agent gives them to whatever it starts, before torch is
+imported there; a value that the user has set is looked at when a member joins.
 
 Read with torch 2.13 open (``ProcessGroupNCCL.hpp`` names the variables, and the names that they had
 before, which still count) and core_v0.16.1 of Megatron-LM. Sources that are cited:

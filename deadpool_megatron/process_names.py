@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None)
 
 
 def interpreter(*arguments: str) -> list[str]:
-    """Return the command that starts this interpreter anew with ``arguments``.
+    """Return the command that starts this interpreter again with ``arguments``.
 
     Without the working directory in its import path (``-P``): what lies there is the user's, or
     anybody's who may write there, and would be imported in place of a library of the same name.

@@ -45,7 +45,7 @@ def open_missing() -> None:
 
 
 def outlive_readers() -> None:
-    """From now on, what cannot be printed is lost, and the process goes on."""
+    """From now on, what cannot be printed is lost, and the process continues."""
     sys.stdout = cast(TextIO, _Steady(sys.stdout, _PASSING, _PATIENCE_SECONDS))
     sys.stderr = cast(TextIO, _Steady(sys.stderr, _PASSING, _PATIENCE_SECONDS))
 

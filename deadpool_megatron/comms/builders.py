@@ -48,7 +48,7 @@ class Builders:
         self._waiting.extend(jobs)
 
     def run(self) -> None:
-        """Connect all of them. Raises the first error; groups that were begun then go on."""
+        """Connect all of them. Raises the first error; groups that were begun then continue."""
         for thread in self._threads:
             thread.start()
         for _ in self._threads:

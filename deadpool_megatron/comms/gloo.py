@@ -267,7 +267,7 @@ def cut_connections(epoll: int) -> int:
 def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:
     """Duplicates of the TCP sockets registered with ``epoll``, closed after their turn.
 
-    Raises OSError for want of descriptors: what cannot be looked at may well be connected.
+    Raises OSError for lack of descriptors: what cannot be looked at may well be connected.
     """
     try:
         listing = Path(f"/proc/self/fdinfo/{epoll}").read_text()

@@ -102,7 +102,7 @@ class DataHook(DimensionHook):
         A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
         done after every restore, whatever the overlap flags say. Where FusedAdam holds the master
         weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
-        are cast anew, with the restored scales and amaxes.
+        are cast again, with the restored scales and amaxes.
         """
         for shared in self._shared:
             shared.gather()

@@ -67,7 +67,8 @@ class RestoreFailed(RuntimeError):
 
 
 class OtherModel(ValueError):
-    """The state that the run was to go on from is not this program's; the message is one line."""
+    """The state that the run was to continue from is not this program's; the message is one
+    line."""
 
 
 class EpochEntry(Stages):
@@ -347,7 +348,7 @@ class EpochEntry(Stages):
         return wait
 
     def _admit(self, record: EpochRecord) -> None:
-        """Look for memory before any is taken. Raises NoRoom. A run that goes on from memory has
+        """Look for memory before any is taken. Raises NoRoom. A run that continues from memory has
         its slots, and lives with fewer copies rather than end."""
         if record.restore.kind == "memory" or self._vault.has_segment(self.role):
             return

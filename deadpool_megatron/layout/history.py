@@ -10,7 +10,7 @@ need not stand there, because the agents that come back say it, or because losin
   either.
 - A node that is given up is noted in the journal by itself (kind ``gone``): no record may follow.
   So is one that was found to be wrong (kind ``wrong``): it has its roles until one follows.
-- Damaged copies, slow or quarantined nodes, crashes of a node that do not repeat: all found anew.
+- Damaged copies, slow or quarantined nodes, crashes of a node that do not repeat: all found again.
 """
 
 from __future__ import annotations

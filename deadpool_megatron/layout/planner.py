@@ -75,7 +75,7 @@ class RestoreQuery:
 
 @dataclass(frozen=True)
 class NoRestore:
-    """There is nothing to go on from; ``reason`` is one clear line for people."""
+    """There is nothing to continue from; ``reason`` is one clear line for people."""
 
     reason: str
 
@@ -174,7 +174,7 @@ def keep_line(kept: Mapping[int, int], restore: Restore, epoch: int) -> dict[int
     """The kept line after ``epoch`` was opened from ``restore``; the rest is abandoned for good.
 
     A run that was set back to generation (1, 7) in epoch 3 keeps lineage 1 up to iteration 7, drops
-    lineage 2, and goes on in lineage 3. State that did not come from memory keeps nothing older.
+    lineage 2, and continues in lineage 3. State that did not come from memory keeps nothing older.
     """
     line = {epoch: NO_LIMIT}
     if restore.kind == "memory":
@@ -223,7 +223,8 @@ class _Shelf:
         return {generation for generation, parts in self._holders.items() if parts}
 
     def is_overtaken(self, generation: Generation) -> bool:
-        """True when the checkpoint is newer than the slots of a run that goes on could make it."""
+        """True when the checkpoint is newer than the slots of a run that continues could make
+        it."""
         slots = max((layout.slots for layout in self._layouts.values()), default=0)
         durable, kept = self._query.durable, slots * self._query.every
         return durable is not None and durable.generation.iteration > generation.iteration + kept

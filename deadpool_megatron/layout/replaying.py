@@ -117,7 +117,7 @@ def from_key(text: str) -> tuple[Generation, str] | None:
 
 
 def suspects(recipe: Recipe, restored: Generation, part: str) -> Iterator[BadPart]:
-    """Yield the sealed bytes that are not to be used again after a replay failed for want of
+    """Yield the sealed bytes that are not to be used again after a replay failed for lack of
     ``part``.
 
     That is every place of the part. For :data:`REPLAY` it is every copy of the checksums of the

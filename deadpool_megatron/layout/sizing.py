@@ -145,7 +145,8 @@ def refusal(
     """Return why the run cannot be protected by ``plan``, and what to do; empty when it can.
 
     ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
-    Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
+    Its schemes continue with what is left of the nodes, so they are no reason against another
+    cadence.
     """
     scheme, kind = plan.scheme, plan.kind
     if not 1 <= plan.every <= LONGEST_CADENCE:

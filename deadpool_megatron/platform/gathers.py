@@ -69,7 +69,7 @@ class SeveralWorks:
         return all(work.is_completed() for work in self._works)
 
     def failure(self) -> str | None:
-        """Return what the first that has failed says; others may go on for as long as their
+        """Return what the first that has failed says; others may continue for as long as their
         timeout."""
         failed = (one for one in self._works if one.is_completed() and not one.is_success())
         return next((text for text in map(failure_of, failed) if text is not None), None)

@@ -99,7 +99,7 @@ def _schedule(caller: Any, request: Any) -> None:
 
 
 def _copied(buckets: Sequence[_Bucket]) -> list[_Bucket]:
-    """The same with tensors of their own: training goes on changing those of the model."""
+    """The same with tensors of their own: training still changes those of the model."""
     return [
         (path, name, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for path, name, (data, tensors) in buckets

@@ -130,7 +130,7 @@ def drawing_apart(build: Callable[..., Any]) -> Callable[..., Any]:
     ``--dataloader-type cyclic`` in the next iteration (training.py, ``cyclic_iter``). After a
     return that would be behind the random states that were put back. Where there is no GPU, dropout
     draws from the same generator, and a run that loads a checkpoint and then builds its loaders
-    would go on with other numbers.
+    would continue with other numbers.
     """
 
     @functools.wraps(build)

@@ -5,7 +5,7 @@ whole line: EpochClosed when a new epoch is closed meanwhile (the line starts ag
 record), or a failure that is reported and ends in a new close.
 
 The first stage stands apart: it needs no peer and touches no slot, so a member that is still
-building when its epoch is closed has nothing to leave and goes on building.
+building when its epoch is closed has nothing to leave and continues building.
 """
 
 from __future__ import annotations

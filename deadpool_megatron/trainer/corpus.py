@@ -93,7 +93,7 @@ def _key(files: Sequence[Path]) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an advisory lock. It only saves double work: after _LOCK_SECONDS go on without it."""
+    """Hold an advisory lock. It only saves double work: after _LOCK_SECONDS continue without it."""
     deadline = time.monotonic() + _LOCK_SECONDS
     with path.open("w") as stream:
         while time.monotonic() < deadline:

@@ -209,7 +209,7 @@ class TrainingLoop(SteppedLoop):
         return checkpoint.saved_state(self)
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Load such a checkpoint in place, so that training goes on exactly. Collective."""
+        """Load such a checkpoint in place, so that training continues exactly. Collective."""
         checkpoint.read(self, directory)
 
     def _configure_schedule(self) -> None:

@@ -66,7 +66,7 @@ class VaultControl:
         return Inventory.from_dict(await self._order("inventory", deadline_seconds))
 
     async def adopt(self, record: EpochRecord, deadline_seconds: float) -> None:
-        """Open the record's epoch; restoring and re-protection go on in the background."""
+        """Open the record's epoch; restoring and re-protection continue in the background."""
         await self._order("adopt", deadline_seconds, record=record.to_dict())
 
     async def dump(

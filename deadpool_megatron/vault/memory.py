@@ -270,7 +270,7 @@ class Needs:
 
     @property
     def total(self) -> int:
-        """Return what is in use while training goes on."""
+        """Return what is in use while training continues."""
         return self.own + self.kept
 
     @property

@@ -88,7 +88,7 @@ class Sender(threading.Thread, ABC):
 
     @abstractmethod
     def _bring(self, work: Work) -> bool:
-        """True to go on at once, False to try again after a pause.
+        """True to continue at once, False to try again after a pause.
 
         What :data:`fetch.UNREACHABLE` names breaks the connection and is followed by a pause.
         """

@@ -99,7 +99,7 @@ class Vault:
         self._links.start()
 
     def wait(self) -> None:
-        """Until told to stop, or for want of an agent. Then everything is stopped."""
+        """Until told to stop, or for lack of an agent. Then everything is stopped."""
         looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
             self._state.table.removed.clear()

@@ -209,7 +209,7 @@ def connect(
 
 def accept(connection: socket.socket, secret: bytes, realm: str) -> socket.socket:
     """Authenticate a connection just accepted; the caller has set its timeout. Returns the socket
-    to go on with: without TLS, one that speaks in records.
+    to continue with: without TLS, one that speaks in records.
     """
     handshake = Handshake(secret, realm, address_of(connection.getsockname()))
     try:

@@ -1,6 +1,6 @@
 """``deadpool follow-slurm``: a node that Slurm drains gives its roles to a spare, nothing lost.
 
-It asks Slurm and the run in turn, needs no right in Slurm, and may be started anew at any time.
+It asks Slurm and the run in turn, needs no right in Slurm, and may be started again at any time.
 """
 
 from __future__ import annotations

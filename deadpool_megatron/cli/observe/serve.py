@@ -90,7 +90,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 class Watched:
-    """A run as the page's JSON, made anew at most once a second however many people look."""
+    """A run as the page's JSON, made again at most once a second however many people look."""
 
     def __init__(self, run: RunDirectory) -> None:
         """Raises RunDirectoryError when there is no run."""

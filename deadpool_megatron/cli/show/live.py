@@ -1,4 +1,4 @@
-"""Following a run while it goes on: its new events, told on a terminal or as plain lines.
+"""Following a run while it continues: its new events, told on a terminal or as plain lines.
 
 ``deadpool run`` follows the run that it is; the demo and benches follow one that they start.
 """
@@ -39,7 +39,7 @@ class Display(ABC):
 
     @abstractmethod
     def status(self, text: str) -> None:
-        """Show what is going on right now, in place of the last status."""
+        """Show what happens right now, in place of the last status."""
 
     @abstractmethod
     def close(self) -> None:

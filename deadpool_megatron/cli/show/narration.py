@@ -175,7 +175,7 @@ def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:
 
 @dataclass(frozen=True)
 class Advice:
-    """``noticed``: the evidence, as a sentence that goes on after "why". ``to_do``: empty where
+    """``noticed``: the evidence, as a sentence that continues after "why". ``to_do``: empty where
     nothing is to be done."""
 
     noticed: str

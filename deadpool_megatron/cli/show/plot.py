@@ -135,7 +135,7 @@ Bar = tuple[str, float, float]  # phase, start, end; seconds since the failure
 
 
 def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
-    """Lanes of bars, top one first: the whole run, what goes on beside it, then each role."""
+    """Lanes of bars, top one first: the whole run, what runs beside it, then each role."""
     if failure.recovery is None:
         return []
     whole: list[Bar] = []

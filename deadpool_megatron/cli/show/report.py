@@ -1,4 +1,5 @@
-"""``deadpool report DIR``: the story of a run and of each failure, also while it still goes on."""
+"""``deadpool report DIR``: the story of a run and of each failure, also while it still
+continues."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Interruption:
     """One interruption, from the first loss (or planned swap) to the next finished step.
 
     ``recovery`` is None while it lasts. ``closes`` counts how often an epoch was closed before the
-    run went on: above 1 when something else failed meanwhile. Times are wall clock, seconds.
+    run continued: above 1 when something else failed meanwhile. Times are wall clock, seconds.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Interruption:
 
     @property
     def generation(self) -> tuple[int, int] | None:
-        """(lineage, iteration) of the state the run went on from, once decided."""
+        """(lineage, iteration) of the state the run continued from, once decided."""
         if self.recovery is not None and self.recovery.generation is not None:
             return self.recovery.generation
         found = self.decided.data.get("generation") if self.decided is not None else None
@@ -258,7 +258,7 @@ class Story:
         self._losses, self._stacks, self._hangs = [], [], []
 
     def _add_to_failure(self, event: Event) -> None:
-        """Events of a recovery; re-protection and its exposure may end after the run went on."""
+        """Events of a recovery; re-protection and its exposure may end after the run continued."""
         if not self.failures:
             return
         failure = self.failures[-1]

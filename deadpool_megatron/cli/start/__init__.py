@@ -2,5 +2,5 @@
 
 run, agent, standby: the commands. checks: what is looked at before. scripts: the program, and what
 is imported ahead. launch: all nodes of a run on one host. serving: the life of one agent.
-restarting, resuming: going on in the same directory, and from an earlier run's.
+restarting, resuming: continuing in the same directory, and from an earlier run's.
 """

@@ -329,7 +329,7 @@ class Launcher:
 
     def _on_signal(self, number: int, frame: object) -> None:
         """The first signal ends the run in order, the second one at once. What it holds in memory
-        goes with a SIGTERM only; after a Ctrl-C, or without its terminal, it can be gone on with.
+        goes with a SIGTERM only; after a Ctrl-C, or without its terminal, it can be continued with.
         """
         del frame
         self._signals += 1
@@ -342,7 +342,7 @@ class Launcher:
 
     def _end_all(self) -> None:
         """Nothing of the run is left on this host when this returns, but for slots that are to be
-        gone on from."""
+        continued from."""
         self._ending = True
         self._stop_deadline = time.monotonic()  # from here on nothing is started again
         if self._run.has_final() and self._signals < 2:

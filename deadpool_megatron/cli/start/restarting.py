@@ -1,8 +1,8 @@
 """A run whose processes have all died is started again with its own run directory.
 
-Its journal, numbers and events go on; its nodes take up the slots that they left in memory. Which
-command and settings it has from then on is what it is started with; only its size must stay, and
-what its slots in memory were made with.
+Its journal, numbers and events continue; its nodes take up the slots that they left in memory.
+Which command and settings it has from then on is what it is started with; only its size must stay,
+and what its slots in memory were made with.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def hold(run: RunDirectory) -> int:
 
 
 def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) -> Restart | None:
-    """Return what is left in ``--run-dir`` to go on from; None when there is nothing, or nothing
-    but the result of a run that is over. Raises CommandError when it cannot go on as it was asked
-    to.
+    """Return what is left in ``--run-dir`` to continue from; None when there is nothing, or nothing
+    but the result of a run that is over. Raises CommandError when it cannot continue as it was
+    asked to.
     """
     try:
         old = run.read_run()
@@ -178,8 +178,8 @@ def nodes_with_slots(info: RunInfo) -> int:
 
 
 def _has_state(run: RunDirectory, info: RunInfo) -> bool:
-    """Return whether there is anything on this host or on disk to go on from; not yet whether it is
-    whole."""
+    """Return whether there is anything on this host or on disk to continue from; not yet whether it
+    is whole."""
     noted: tuple[Restore, ...] = ()
     with contextlib.suppress(FileNotFoundError, ValueError):
         noted = read_valid(run.latest)

@@ -1,4 +1,4 @@
-"""The point where a new run goes on from an earlier one."""
+"""The point where a new run continues from an earlier one."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def _for_other_roles(
 def _durable(
     old: RunDirectory, info: RunInfo, history: History | None
 ) -> tuple[list[Restore], list[str]]:
-    """The checkpoints and dumps of the run that can be gone on from, the best first, and why others
-    cannot. What it began with itself comes last."""
+    """The checkpoints and dumps of the run that can be continued from, the best first, and why
+    others cannot. What it began with itself comes last."""
     lacking = list[str]()
     try:
         noted = read_valid(old.latest)
@@ -161,7 +161,7 @@ def _durable(
 
 
 def _objection(restore: Restore, world_size: int, history: History | None) -> str:
-    """Return why a run does not go on from it; empty if it does."""
+    """Return why a run does not continue from it; empty if it does."""
     if restore.kind == "initial":
         return ""
     if not is_there(restore):
@@ -179,8 +179,8 @@ def _objection(restore: Restore, world_size: int, history: History | None) -> st
 
 
 def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[str, Any]) -> None:
-    """The generation that a new run goes on from names files in the directory of the old one; those
-    after it are in the new one. Before the first process needs them, all are.
+    """The generation that a new run continues from names files in the directory of the old one;
+    those after it are in the new one. Before the first process needs them, all are.
 
     Raises CommandError.
     """
@@ -204,7 +204,7 @@ def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[s
 
 
 def write_what_is_left(old: RunDirectory) -> None:
-    """Of a run that another agent has decided to go on with: what it has left in memory here.
+    """Of a run that another agent has decided to continue with: what it has left in memory here.
 
     Raises CommandError when it cannot be written.
     """

@@ -188,7 +188,7 @@ def _durable(run: RunDirectory) -> Iterator[Path]:
 
 
 def _trouble_with_latest(path: Path) -> str:
-    """Return why no other run could go on from what it names; empty if one can."""
+    """Return why no other run could continue from what it names; empty if one can."""
     try:
         newest = read_json(path)
     except OSError as error:

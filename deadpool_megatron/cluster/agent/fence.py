@@ -9,7 +9,7 @@ into the journal, D the time to kill the members and r the bound on the ratio of
 (F + P + D) r < G. Nothing is assumed about the network, nor that two clocks show the same time.
 
 A coordinator that shows no sign of life gives nothing away, so while the journal can be read and
-the sign stands still, training goes on. After such a gap it counts every silence anew; see
+the sign stands still, training continues. After such a gap it counts every silence again; see
 :class:`~deadpool_megatron.cluster.journal.terms.Rhythm`. One that takes over gives every node
 ``rejoin_seconds`` from its claim; the node allows itself the same share of that as F is of G.
 """
@@ -68,7 +68,7 @@ class Fence:
         return self._mark is not None and self._mark[0] > self._contact_term
 
     def verdict(self, now: float) -> str:
-        """Return why the members must be stopped now; empty while they may go on."""
+        """Return why the members must be stopped now; empty while they may continue."""
         silent = self.silent_seconds(now)
         if silent <= (self._rejoin_limit if self._is_awaited() else self._limit):
             return ""

@@ -6,7 +6,7 @@ than its user wants.
 
 The run directory may be full, or hang, just then. The result is tried again for as long as the
 journal is; until then no agent is told to stop, for with the result missing what its node holds in
-memory is all there is to go on from.
+memory is all there is to continue from.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Inputs go through one queue, so that the machine is never entered twice; actions are carried out in
 order. This process writes the events of its term (alone), the journal, ``final.json`` and
-``latest.json``. When it is killed, training goes on; the next one claims a term, takes what it must
-know from the newest record, and the agents come to it. One that finds a newer term than its own
-steps down.
+``latest.json``. When it is killed, training continues; the next one claims a term, takes what it
+must know from the newest record, and the agents come to it. One that finds a newer term than its
+own steps down.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class UserRequests:
         self, what: Callable[[], Mapping[str, Any] | str]
     ) -> Mapping[str, Any] | str:
         """Return what is asked of the plan, reckoned over all roles: of tens of thousands that is a
-        second. It goes on from the plan in force, so it is reckoned anew if that has changed
+        second. It continues from the plan in force, so it is reckoned again if that has changed
         meanwhile; what else has changed the machine looks at when it takes the request.
         """
         while True:

@@ -214,8 +214,8 @@ def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -
     """Note for a successor what became of a node: the record that says so may come much later.
     ``more``: of the entry.
 
-    Without the note it waits in vain for a node that was given up, and goes on then; of a wrong one
-    the next audit tells. So a journal that cannot be written just now is not tried again.
+    Without the note it waits in vain for a node that was given up, and continues then; of a wrong
+    one the next audit tells. So a journal that cannot be written just now is not tried again.
     """
     with contextlib.suppress(JournalError):
         journal.write(kind, node, {"cause": cause, **more})

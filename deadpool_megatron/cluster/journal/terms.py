@@ -173,7 +173,7 @@ class Succession:
     standbys may learn of the same sign of life with less than that between them, so the first in
     order claims. Terms up to ``ended`` (0: there were none) have no coordinator any more: the next
     one is claimed as soon as its turn has come, each place 2 x ``beat`` later. What could not be
-    looked at proves nothing: after a journal that hung or failed everything counts anew.
+    looked at proves nothing: after a journal that hung or failed everything counts again.
     """
 
     def __init__(

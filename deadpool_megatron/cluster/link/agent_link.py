@@ -3,7 +3,7 @@
 Everything but beats is numbered, kept until acknowledged, and sent again after a reconnect, so that
 a report is never lost between two connections; the coordinator drops what it has seen. Orders come
 the same way in the other direction: beats and the first message of a connection acknowledge them,
-and what was had already is dropped here. A coordinator that takes over counts its orders anew.
+and what was had already is dropped here. A coordinator that takes over counts its orders again.
 
 A greeting without an answer is not closed, for to a coordinator that has taken it this would look
 like the death of the node; another one is sent beside it. Greetings are numbered, and a coordinator
@@ -194,7 +194,7 @@ class Greetings:
 
 
 class CoordinatorLost(Exception):
-    """No connection for longer than this node may go on without one."""
+    """No connection for longer than this node may continue without one."""
 
 
 class CoordinatorLink:

@@ -300,8 +300,8 @@ class PausePoint:
 
     The order comes on the watcher thread while the main thread trains, so a role may already be in
     the next iteration. It must say so at once: it cannot finish that iteration without the roles
-    that do stand still. The coordinator then orders a later iteration, and who stands still goes on
-    to it.
+    that do stand still. The coordinator then orders a later iteration, and who stands still
+    continues to it.
     """
 
     def __init__(self) -> None:

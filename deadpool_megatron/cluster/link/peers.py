@@ -232,7 +232,7 @@ class Peers:
         return 2 * silent <= len(others)
 
     def forgive(self, now: float) -> None:
-        """Count every silence anew: what was not heard until now proves nothing."""
+        """Count every silence again: what was not heard until now proves nothing."""
         for peer in self.agents.values():
             peer.heard_at = max(peer.heard_at, now)
 
@@ -319,7 +319,7 @@ class Peers:
                 self._events.agent_left(peer, cause)
 
     def _is_late(self, first: Message) -> bool:
-        """Return whether the agent has greeted anew since it said this."""
+        """Return whether the agent has greeted again since it said this."""
         process, number = (int(first["node"]), str(first["boot"])), int(first["greeting"])
         newest = self._greeted.get(process, 0)
         self._greeted[process] = max(newest, number)

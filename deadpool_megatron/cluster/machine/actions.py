@@ -172,7 +172,7 @@ class LookAtCheckpoints:
 
 @dataclass(frozen=True)
 class Finish:
-    """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
+    """Write final.json, tell every agent to stop and remove; ``resume``: where to continue later.
 
     ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
     ``keeps_slots``: the agents do not remove what they hold in memory. ``is_early``: the program
@@ -188,7 +188,7 @@ class Finish:
 
     def going_on(self, durable: Restore | None) -> Finish:
         """The end of a run whose newest checkpoint is ``durable``, when all that was asked for is
-        valid: one that ended early is gone on with, if that can be."""
+        valid: one that ended early is continued with, if that can be."""
         if not self.is_early:
             return self
         if durable is None:

@@ -148,7 +148,7 @@ def _recent(turn: Turn, times: tuple[float, ...]) -> tuple[float, ...]:
 
 def _note_wrong(turn: Turn, node: int, cause: str) -> None:
     """The node has no role any more, under whatever number it comes back: its host is remembered,
-    unless other nodes go on there, which are as good as any."""
+    unless other nodes continue there, which are as good as any."""
     fleet = turn.state.fleet
     if (known := fleet.nodes.get(node)) is None:
         return
@@ -164,8 +164,8 @@ def _note_wrong(turn: Turn, node: int, cause: str) -> None:
 
 def audit_failed(turn: Turn, event: ev.AuditFailed) -> None:
     """Put the nodes aside that are wrong; without a spare for them they are given up, and their
-    roles wait for one. Where peers differ and nobody can tell who is wrong, the run ends: going on
-    with either would be training on what may be wrong."""
+    roles wait for one. Where peers differ and nobody can tell who is wrong, the run ends:
+    continuing with either would be training on what may be wrong."""
     role, state = turn.player(event), turn.state
     if role is None or not all(one in state.seats for one in event.roles):
         return
@@ -231,7 +231,7 @@ def not_finite(turn: Turn, event: ev.NotFinite) -> None:
 
 
 def _origin(state: State) -> int | None:
-    """The iteration of the generation that this epoch goes on from, None where there is no older
+    """The iteration of the generation that this epoch continues from, None where there is no older
     state to fall to; a checkpoint was looked at when it was written."""
     record = state.record
     if record is None or record.restore.kind not in ("memory", "dump"):

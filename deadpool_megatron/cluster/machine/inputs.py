@@ -363,7 +363,7 @@ class Diverged(Input):
 
 @dataclass(frozen=True)
 class DumpRequested(Input):
-    """The user wants the state saved and the run ended, to go on from there in another run.
+    """The user wants the state saved and the run ended, to continue from there in another run.
 
     ``seconds``: what is left until something else ends the run; None where nothing does.
     """
@@ -374,7 +374,8 @@ class DumpRequested(Input):
 
 @dataclass(frozen=True)
 class UserStop(Input):
-    """Interrupt from the user; ``keeps``: for the same command to go on from what is in memory."""
+    """Interrupt from the user; ``keeps``: for the same command to continue from what is in
+    memory."""
 
     reason: str = "interrupted"
     keeps: bool = False

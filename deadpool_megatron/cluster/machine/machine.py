@@ -80,7 +80,7 @@ class Machine:
         (see :class:`.actions.NoteWrong`).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
-        ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
+        ``start_seconds``. Training continues meanwhile, and afterwards in the same epoch unless
         something has happened to it (see gathering.takeover).
         """
         begun, history = self.start(now), last.history

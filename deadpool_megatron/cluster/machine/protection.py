@@ -5,7 +5,7 @@ whatever reason that is made, and if nothing else happens members pause for it a
 that is protected (epoch/pausing), so that nothing is computed again.
 
 With ``mixed`` there is one choice at the start, none afterwards. How the members lay out their
-state is known when all have built it, in the first epoch, or from the slots of a run that goes on
+state is known when all have built it, in the first epoch, or from the slots of a run that continues
 from memory. The rule (reckoning.choice) is applied then, before anything is computed. Later nodes
 may be lost: a plan that the others lack memory for is not changed for another one; the run waits
 for a node to join, and is saved if none does. Pure functions.

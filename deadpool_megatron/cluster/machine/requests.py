@@ -1,7 +1,7 @@
 """Requests of users: begun when they can be, and told when they are done. Pure functions on a Turn.
 
 A request is journalled before it comes here, and comes again from the journal to a coordinator that
-takes over, which goes on with what is open as soon as the agents are back.
+takes over, which continues with what is open as soon as the agents are back.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def replace(path: Path, text: str | None) -> None:
 
 
 class LogCopier:
-    """Copies what logs have grown by. How far it is stands beside them, for whoever goes on, and of
-    the log that is being copied how long the target was before: the target itself tells how far one
-    has come that was killed meanwhile.
+    """Copies what logs have grown by. How far it is stands beside them, for whoever continues, and
+    of the log that is being copied how long the target was before: the target itself tells how far
+    one has come that was killed meanwhile.
     """
 
     def __init__(self, logs: Path, target: Path) -> None:

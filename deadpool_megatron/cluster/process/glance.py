@@ -20,7 +20,7 @@ class Glance(Generic[T]):
 
     def look(self, limit_seconds: float) -> T:
         """Returns what a reading found that has just ended. Raises what the reading raised, and
-        TimeoutError when it takes longer; it then goes on, for the next look.
+        TimeoutError when it takes longer; it then continues, for the next look.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)

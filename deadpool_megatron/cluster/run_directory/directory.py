@@ -1,5 +1,5 @@
 """The run directory: where each file of a run is, how small JSON files are replaced safely, what
-the next start goes on from, and which names an order may have written and removed.
+the next start continues from, and which names an order may have written and removed.
 
 Layout (contract between all processes of a run)::
 
@@ -70,7 +70,7 @@ class RunInfo:
     """Content of ``run.json``: fixed until the run is started again, the same on every node.
 
     ``check_only``: it ends when its nodes are judged. ``finished``: iterations that were finished
-    before this start; ``from_scratch``: it may begin anew where nothing is left of them.
+    before this start; ``from_scratch``: it may begin again where nothing is left of them.
     ``ended_term`` and ``ended_epoch``: newest ones of the starts before this one, all of whose
     processes have ended.
     """
@@ -152,7 +152,7 @@ class RunDirectory:
 
     @property
     def dump(self) -> Path:
-        """Directory in which vaults write generations of a run that ends for want of nodes."""
+        """Directory in which vaults write generations of a run that ends for lack of nodes."""
         return self.path / "dump"
 
     @property
@@ -431,7 +431,7 @@ def as_dict(valid: Sequence[Restore]) -> dict[str, Any]:
 
 
 def point_at(latest: Path, valid: Sequence[Restore]) -> None:
-    """Have the next start go on from the first of these that it can use. Raises OSError."""
+    """Have the next start continue from the first of these that it can use. Raises OSError."""
     write_json(latest, as_dict(valid[:_MOST_VALID]), lasting=True)
 
 

@@ -3,9 +3,9 @@
 Slots stay where they are when an agent ends before the run does: killed, cut off, or orphaned by
 its launcher. They belong to whoever holds the lock in the directory. The next agent of the same
 node takes them as its own; one that comes back under another number moves them into its directory.
-They are removed by their agent when it is told that the run is over or goes on without it for good;
-those without an agent by any agent of the host at the good end of the run, by a run that resumes a
-failed one after it has written them to disk, and by ``deadpool clean``.
+They are removed by their agent when it is told that the run is over or continues without it for
+good; those without an agent by any agent of the host at the good end of the run, by a run that
+resumes a failed one after it has written them to disk, and by ``deadpool clean``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _lock(segments: Path, node: int) -> int:
 
 def held_names(run: RunDirectory, run_id: str, node: int, segments: Path) -> list[HeldName]:
     """Return what an agent needs of names in shared memory, besides what its vault looks after.
-    Made anew they are held until this process ends."""
+    Made again they are held until this process ends."""
     held: list[int] = []
     return [
         HeldName(owner_file(run_id), lambda: held.append(claim_segments(run, run_id))),

@@ -56,7 +56,8 @@ class Stretch:
 
 
 def denser_or_thinner(every: int, stretch: Stretch, calm: int) -> int:
-    """The cadence to go on with. ``calm``: stretches in a row, this one included, without waits."""
+    """The cadence to continue with. ``calm``: stretches in a row, this one included, without
+    waits."""
     if not stretch.is_long:
         return every
     if stretch.share > _TOO_MUCH:
@@ -126,7 +127,7 @@ class StretchMeter:
         return Stretch(iterations, seconds, sum(self._waits.values()), ship, window)
 
     def look(self, every: int) -> tuple[int, Stretch]:
-        """The cadence to go on with, and why; a stretch that was long enough ends with that."""
+        """The cadence to continue with, and why; a stretch that was long enough ends with that."""
         stretch = self.stretch()
         if not stretch.is_long:
             return every, stretch

@@ -4,7 +4,7 @@ before that is a hang. Pure.
 A role that waits in a communication waits for somebody. The culprit is the role that does not wait
 in any, or, when all wait, the one that is behind: lowest operation sequence number of the group,
 else fewest operations in all. When none waits, the ones of the earliest iteration, if others have
-gone on.
+continued.
 
 Where operations run on a device (NCCL), the host waits in none of them once they are enqueued: a
 role waits as long as its device has one pending, or its host stands in one that it enqueues, where
@@ -293,7 +293,7 @@ class HangLimit:
 
     The limit that a user sets must hold for every model, so it is minutes; a run that has been seen
     for some steps tells much sooner that something is wrong. Learns from each look at all roles;
-    not thread-safe. A new coordinator learns anew.
+    not thread-safe. A new coordinator learns again.
 
     Of several steps between two looks none took longer than what lies between the looks.
     """

@@ -88,7 +88,7 @@ class Roster:
         return hashlib.blake2b(text.encode()).hexdigest(), rounds
 
     def start_epoch(self) -> None:
-        """Store keys are numbered anew."""
+        """Store keys are numbered again."""
         self._made.clear()
 
     def next_key(self, group: ReconfigurableGroup) -> str:
@@ -103,7 +103,7 @@ class Roster:
         """Let this process' groups become those of ``rank``, object by object.
 
         Needs the same number of memberships with equal descriptions, sizes and backends, in the
-        same order. Raises ValueError otherwise; then the groups must be built anew.
+        same order. Raises ValueError otherwise; then the groups must be built again.
         """
         old_rank = self.world().rank()
         if rank == old_rank:

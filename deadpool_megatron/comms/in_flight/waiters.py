@@ -34,7 +34,7 @@ class Closable(Protocol):
 
 
 class Left(Exception):
-    """The caller left a call that goes on in its thread; ``deadline`` tells why."""
+    """The caller left a call that continues in its thread; ``deadline`` tells why."""
 
     def __init__(self, waiter: Waiter, deadline: bool) -> None:
         super().__init__("a blocking call was left behind")

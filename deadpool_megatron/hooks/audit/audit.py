@@ -13,7 +13,7 @@ An update again on another node is an idea of ByteRobust (dual-phase replay) and
 machine; here it takes one role's shard, a chunk at a time, so that it needs no memory to speak of.
 
 What differs means that the generation of this iteration is not handed to the vault: the group
-stands still until the coordinator has put the node aside and the run goes on from the generation
+stands still until the coordinator has put the node aside and the run continues from the generation
 before, which the role has waited for to be committed.
 """
 

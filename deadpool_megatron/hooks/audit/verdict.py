@@ -161,7 +161,7 @@ def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
 def judge_passes(passes: Mapping[int, Pass]) -> Accusation | None:
     """Judge roles by the pass of one micro-batch; in each replica, the first that is wrong.
 
-    ``passes``: role -> sums. What is wrong goes on: forward to later stages, backward to earlier
+    ``passes``: role -> sums. What is wrong spreads: forward to later stages, backward to earlier
     ones, and to all roles that work on one stage, one of which has begun it. So there may be more
     of them, though it is certain that their replica is wrong: none of them can be relied on.
     """

@@ -367,7 +367,7 @@ def _summed_over(entry: _LoggedLoss) -> dict[str, Any]:
     """The groups over which an entry is summed when it is logged, as parallel_state names them.
 
     A forward pass sets them. A process that logs the restored step before its first one would leave
-    these communications out, or go on in groups of a role that it was built for before.
+    these communications out, or continue in groups of a role that it was built for before.
     """
     names = {id(value): name for name, value in vars(parallel_state).items()}
     found: dict[str, Any] = {key: bool(entry[key]) for key in _SWITCHES if key in entry}

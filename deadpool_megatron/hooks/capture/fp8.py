@@ -4,7 +4,7 @@ With delayed scaling every module has scaling factors and histories of largest v
 each forward and each backward pass changes, and that no parameter tells: unique state. So has
 attention in FP8 with tensorwise scaling, for its softmax. Tensorwise, blockwise and MXFP8 scaling
 keep nothing else: their factors are computed from the values at hand, and what is cached of them is
-made anew. Nothing here is needed for them but the reset.
+made again. Nothing here is needed for them but the reset.
 
 Amaxes are reduced over registers that the whole process shares, in the order in which modules came
 by first. Peers reduce a register in one collective, so which modules are in it, and in which order,

@@ -104,7 +104,7 @@ def role_layout(
     step_parts: Sequence[PartInfo] = (),
 ) -> RoleLayout:
     """The layout of a role's generations. ``extras_room_bytes``: at each boundary; no part of the
-    hash, so that a run goes on with other room. ``step_parts``: for the updates that lead to each
+    hash, so that a run continues with other room. ``step_parts``: for the updates that lead to each
     generation, where they are kept (see :mod:`.recompute`).
     """
     identities = {part.name: part.signature() for part in parts}

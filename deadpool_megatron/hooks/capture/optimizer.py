@@ -276,7 +276,7 @@ class ShardState:
 
     def release(self) -> None:
         """Give parameters of the model memory of their own, as before they were packed: what is
-        packed for its next optimizer has to be laid out as in a role that was built anew."""
+        packed for its next optimizer has to be laid out as in a role that was built again."""
         for kept in self._kept:
             if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
                 kept.parameter.data = kept.parameter.detach().clone()

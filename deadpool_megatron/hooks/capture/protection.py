@@ -370,7 +370,7 @@ class Protection:
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: wait until no copy reads the shard; drop what was under way.
 
-        False when a copy has not ended in time, or with an error: the process cannot go on.
+        False when a copy has not ended in time, or with an error: the process cannot continue.
         """
         limit = time.monotonic() + deadline_seconds
         done = self._idle.wait(deadline_seconds)

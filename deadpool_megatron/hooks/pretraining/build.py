@@ -1,4 +1,4 @@
-"""One pass of pretrain() up to train(): what it built, and how to make its iterators anew.
+"""One pass of pretrain() up to train(): what it built, and how to make its iterators again.
 
 A script parses its arguments itself from Megatron-LM 0.18 on: once, before pretrain(), when this
 process has no role yet; they are parsed again for every role that it gets. Before 0.18

@@ -68,7 +68,7 @@ class Newest:
         self._loss_sums = encode(capture_loss_sums())
 
     def replay(self, device: torch.device) -> tuple[Any, ...]:
-        """The answer, for train() to go on behind it.
+        """The answer, for train() to continue behind it.
 
         After the first iteration it trains, train() has parameters gathered ahead, unless the
         update was skipped. Where that had begun before a skipped one, it must begin here: the

@@ -2,7 +2,7 @@
 
 A step that is repeated after a recovery is not written again by the process that wrote it. The last
 role also notes in the run directory what it has written, and how long its file for TensorBoard was
-then. Another process that takes the role over goes on behind that, in a file of its own, and cuts
+then. Another process that takes the role over continues behind that, in a file of its own, and cuts
 off what its predecessor had begun to write. (The purge step of TensorBoard would hide the points
 "vs samples" of all steps before, too.) What a closed epoch interrupts is not written at all.
 
@@ -258,8 +258,8 @@ class Logbook:
 
 
 def name_run(environment: MutableMapping[str, str]) -> None:
-    """Have wandb.init() make, or go on with, the W&B run of this run; not if the user has said how
-    runs are resumed."""
+    """Have wandb.init() make, or continue with, the W&B run of this run; not if the user has said
+    how runs are resumed."""
     if "WANDB_RESUME" not in environment and "DEADPOOL_RUN_ID" in environment:
         environment["WANDB_RESUME"] = "allow"
         environment.setdefault("WANDB_RUN_ID", f"deadpool-{environment['DEADPOOL_RUN_ID']}")

@@ -296,7 +296,7 @@ class PretrainLoop(ProtectedLoop):
     def _update(
         self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
     ) -> Any:
-        """The step itself, and everything that has to be known to go on behind it elsewhere."""
+        """The step itself, and everything that has to be known to continue behind it elsewhere."""
         from megatron.training import training
 
         given = self._arguments(original, args, kwargs)

@@ -61,9 +61,9 @@ class Saves:
         may_be_lost: bool,
     ) -> None:
         """Write one checkpoint, or start to. Collective. ``lasting``: not one of those that
-        Megatron keeps only until the next. ``is_last``: it is owed by whoever goes on with the run
-        if it is lost, as no other follows. ``may_be_lost``: an error of the file system costs it;
-        else it ends this process."""
+        Megatron keeps only until the next. ``is_last``: it is owed by whoever continues with the
+        run if it is lost, as no other follows. ``may_be_lost``: an error of the file system costs
+        it; else it ends this process."""
         from megatron.training import get_args
 
         self.look()

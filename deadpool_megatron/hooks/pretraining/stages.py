@@ -2,7 +2,7 @@
 
 Two roles are of one class when their models have equal layers and equal slices of them. Then a
 spare that was built for one becomes the other in place: its groups are renumbered, the numbers of
-its layers shifted. Only the optimizer is made anew, for its shard lies elsewhere.
+its layers shifted. Only the optimizer is made again, for its shard lies elsewhere.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class StorageFaults:
         return bool(found.item())
 
     def forget(self) -> str:
-        """Returns what was found, and begins anew."""
+        """Returns what was found, and begins again."""
         found, self._found = self._found, ""
         return found
 

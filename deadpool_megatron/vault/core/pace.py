@@ -82,7 +82,7 @@ class Window:
             self._gates.append((generation.iteration, now - self._seals.get(generation, now)))
 
     def committed(self, generation: Generation, now: float) -> None:
-        """``generation`` is committed, and whoever waited for it goes on."""
+        """``generation`` is committed, and whoever waited for it continues."""
         self._committed = generation
         if self._waiting is not None and self._waiting[0] <= generation:
             self._stall_seconds += now - self._waiting[1]

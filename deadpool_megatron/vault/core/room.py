@@ -7,7 +7,7 @@ room that is only given back once it is there. So the old is given back as soon 
 * parts that are not sealed, in slots nobody writes to: at once;
 * sealed parts that no role of the open epoch owes to this node: those older than the generation
   that the epoch began with at once, that generation itself when what is offered here proves that
-  all roles have committed it anew. With 2+N slots any newer one does: a collective keeps all roles
+  all roles have committed it again. With 2+N slots any newer one does: a collective keeps all roles
   at the gate that waits for it. With 3+N it is the second one after it (design, section 4).
 
 Chains of steps are left alone.

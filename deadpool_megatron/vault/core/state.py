@@ -145,7 +145,8 @@ class VaultState:
             if self.ledger is not None:
                 self.ledger.scheme.cut()
             self.record, self.ledger = record, Ledger(scheme_of(record, self.rehearsed))
-            self.committed, self.ended = {}, set()
+            self.ended = set()
+            self.committed = {}
             self._newest = restore.generation
             self.traffic.begin()
             self._remove_unneeded_at_adopt(record)
@@ -433,7 +434,7 @@ class VaultState:
     # Memory that is not needed any more.
 
     def _active(self, segment: Segment, record: EpochRecord) -> bool:
-        """True when the segment goes on being written in this epoch."""
+        """True when the segment is still written in this epoch."""
         role = segment.layout.role
         if segment.seat is not None:
             return record.seats.get(role) == segment.seat

@@ -1,7 +1,8 @@
 """Traffic of a vault for protection, all shippers together: pace, limit, and how it fits.
 
 Every sender of a generation's bytes opens a :class:`Flow` and takes them from it piece by piece.
-Restores do not come here: while they go on the run stands, and no training traffic is in their way.
+Restores do not come here: while they continue the run stands, and no training traffic is in their
+way.
 """
 
 from __future__ import annotations

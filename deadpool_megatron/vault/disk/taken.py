@@ -1,9 +1,9 @@
 """A generation set aside for an export: whole copies of the own roles' parts, beside the slots.
 
-Slots are overwritten as training goes on, and an export takes far longer than an iteration. So the
-vault copies the sealed parts once, into memory that it reserves before: where there is no room the
-export is refused, and training knows nothing of it. What has been copied is proven by its checksum,
-as its member does not wait either and may have begun to overwrite the slot.
+Slots are overwritten as training continues, and an export takes far longer than an iteration. So
+the vault copies the sealed parts once, into memory that it reserves before: where there is no room
+the export is refused, and training knows nothing of it. What has been copied is proven by its
+checksum, as its member does not wait either and may have begun to overwrite the slot.
 
 An own slot holds every role's state whole, whatever the scheme of protection.
 """

@@ -123,7 +123,7 @@ class RestoredParts:
         return self._parts[name]
 
     def close(self) -> None:
-        """Let the vault reuse the slots. Views handed out go on showing whatever is there."""
+        """Let the vault reuse the slots. Views handed out still show whatever is there."""
         self._parts.clear()
         self._maps.clear()
         self._tell({"t": "release"})

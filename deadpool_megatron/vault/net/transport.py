@@ -106,7 +106,7 @@ class Transport(ABC):
     @abstractmethod
     def accept(self, seconds: float) -> Channel | None:
         """The next channel, not yet authenticated, or None when nobody came in time, or who came is
-        gone. Raises OSError for want of descriptors, for one."""
+        gone. Raises OSError for lack of descriptors, for one."""
 
     @abstractmethod
     def close(self) -> None:

@@ -214,7 +214,7 @@ class MemberDialogue:
                 worker.want(self.layout, functools.partial(self._answer, epoch))
 
     def _answer(self, epoch: int, outcome: dict[str, Place] | VaultError) -> None:
-        """Answer a wish of ``epoch``; the member may have gone on to a newer one meanwhile."""
+        """Answer a wish of ``epoch``; the member may have continued to a newer one meanwhile."""
         about: dict[str, Any] = {"epoch": epoch}
         if isinstance(outcome, RestoreUnavailable):
             about |= {"t": "unavailable", "part": outcome.part, "tried": outcome.tried}

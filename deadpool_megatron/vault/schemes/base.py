@@ -71,7 +71,7 @@ class Scheme(ABC):
         return self._reckoned(layout, PartKind.SHARD)
 
     def keeps(self, layout: RoleLayout, node: int) -> Collection[str]:
-        """Parts that ``node`` goes on receiving into the segment of this layout."""
+        """Parts that ``node`` continues to receive into the segment of this layout."""
         if layout.role not in self._seats:
             return ()
         owed = self._reckoned(layout, PartKind.SHARD).names
@@ -117,7 +117,7 @@ class Scheme(ABC):
         raise Refused(Refusal.WRONG_BLOCK)
 
     def cut(self) -> None:  # noqa: B027  most have nothing that goes on
-        """The epoch is over: what goes on by itself ends."""
+        """The epoch is over: what runs by itself ends."""
 
     def _covered(self, layout: RoleLayout, replicas: tuple[int, ...]) -> bool:
         return is_covered(replicas, layout.role, self._seats, self._domains, self.record.replicas)

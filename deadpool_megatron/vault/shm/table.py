@@ -325,7 +325,7 @@ class Table:
         return slot
 
     def replace(self, segment: Segment, slot: int, seal: Callable[[], None]) -> None:
-        """Have ``seal`` seal the parts of ``slot``, which was claimed anew, and forget the other
+        """Have ``seal`` seal the parts of ``slot``, which was claimed again, and forget the other
         slots of the same generation. At every moment, a kill of this process included, one of them
         counts: see :func:`_settle_twins`.
         """

@@ -63,7 +63,7 @@ class Examiner:
                 await self.look()
 
     async def look(self) -> None:
-        """Read the facts anew, and tell them."""
+        """Read the facts again, and tell them."""
         try:
             # What earlier runs have noted is looked up once: the file may be on a slow file system.
             noted = "" if self._facts is None else self._facts.noted

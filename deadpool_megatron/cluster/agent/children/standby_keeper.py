@@ -26,7 +26,7 @@ _LINE_BYTES = 1 << 16
 
 
 class StandbyKeeper:
-    """Keeps one watching standby alive. One that has claimed a term goes on as the coordinator,
+    """Keeps one watching standby alive. One that has claimed a term continues as the coordinator,
     and ends with this process at the latest. Used from the agent's loop only.
 
     ``command``: of a standby, without ``--report-fd``. ``on_look(term, beat, at)``: the journal was

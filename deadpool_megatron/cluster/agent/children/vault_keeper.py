@@ -59,7 +59,7 @@ class VaultGivenUp(Exception):
 class VaultKeeper:
     """One vault process after the other. ``report`` sends a frame to the coordinator.
 
-    Whatever waits for the vault raises VaultGivenUp when the node cannot go on without one.
+    Whatever waits for the vault raises VaultGivenUp when the node cannot continue without one.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class VaultKeeper:
         none comes up in time.
 
         Only a vault that was up is killed: after one that is slow to start the next one would be as
-        slow, and begin anew.
+        slow, and begin again.
         """
         clock, limits = asyncio.get_running_loop().time, self._limits
         deadline = clock() + 2 * (limits.inventory_seconds + limits.reap_seconds)

@@ -358,7 +358,7 @@ def _set_aside(final: Path, run_id: str) -> None:
 def _point_at(
     restore: Restore, run: RunDirectory, struck: Collection[str], *, replaces_equal: bool
 ) -> None:
-    """Have the next start go on from it, unless from something newer."""
+    """Have the next start continue from it, unless from something newer."""
     iteration = restore.generation.iteration
     least = iteration + 1 if replaces_equal else iteration
     with _pointing:

@@ -12,7 +12,7 @@ from deadpool_megatron.layout.records import Generation
 
 class Purpose(StrEnum):
     """The reason of an export: the interval, somebody asked, a time limit is near, or the run ends
-    for want of a spare and its state was dumped."""
+    for lack of a spare and its state was dumped."""
 
     INTERVAL = "interval"
     ASKED = "asked"

@@ -60,7 +60,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Point:
-    """Have the next start go on from a dump, then say so (``pointed``)."""
+    """Have the next start continue from a dump, then say so (``pointed``)."""
 
     order: ExportDump
 
@@ -148,7 +148,7 @@ class ExportCourse:
         self._say("info", text, 0 if state.record is None else state.record.epoch)
 
     def pointed(self, order: ExportDump) -> None:
-        """The next start goes on from this dump, or it was tried for long enough: a checkpoint is
+        """The next start continues from this dump, or it was tried for long enough: a checkpoint is
         made of it from the next tick on."""
         self._dumped = order
 
@@ -352,7 +352,7 @@ class ExportCourse:
             self._conclude(export, "", now)
 
     def _conclude(self, export: Export, path: str, now: float) -> None:
-        """It is over; who waits for its end goes on. ``path``: empty if it came to nothing."""
+        """It is over; who waits for its end continues. ``path``: empty if it came to nothing."""
         self._export = None
         self._answer(export, path)
         if export.purpose is Purpose.DUMPED:

@@ -176,7 +176,7 @@ class Account:
 
     def seconds(self, now: float | None = None) -> dict[Use, float]:
         """Return the seconds of all nodes by use, up to the newest event or ``now`` (wall clock);
-        what is not decided yet counts as what goes on.
+        what is not decided yet counts as what continues.
         """
         found, until = dict(self._seconds), self._newest if now is None else now
         for stay in [*self._stays.values(), *self._left]:

@@ -54,7 +54,7 @@ class CommitDigest:
         return self.take() if now - self._began >= PERIOD_SECONDS else None
 
     def take(self) -> Event | None:
-        """The line of what was collected, if there is anything; the next one begins anew."""
+        """The line of what was collected, if there is anything; the next one begins again."""
         if self._began is None:
             return None
         data = {

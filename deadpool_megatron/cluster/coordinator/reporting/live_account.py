@@ -3,7 +3,7 @@
 It is fed with the events that are written. For the coordinator after this one its state is kept in
 ``account.json``, with the place in the events up to which it goes: that one reads it, and the few
 events behind it, however old the run is. It is output like the events, which no decision looks at;
-``deadpool report`` makes the same account of all events anew.
+``deadpool report`` makes the same account of all events again.
 
 The files are read and written in a thread of their own, which takes a small part of the processor:
 a coordinator that has just taken over has more urgent things to do, and the run directory may hang.

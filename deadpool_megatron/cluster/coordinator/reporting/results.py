@@ -73,7 +73,8 @@ class Results:
         }
 
     def _forget(self, iteration: int) -> None:
-        """A number was not finite: this iteration and later ones are computed anew, as if first."""
+        """A number was not finite: this iteration and later ones are computed again, as if
+        first."""
         self.last_iteration = min(self.last_iteration, iteration - 1)
         for known in (self._steps, self._evaluations, self._hashes):
             for k in [k for k in known if k >= iteration]:

@@ -100,7 +100,7 @@ class RunFiles:
         }
 
     def write_result(self, end: Finish, state: State, result: Mapping[str, Any]) -> None:
-        """Write the last files: where to go on, if that is anywhere, then the result. Blocks;
+        """Write the last files: where to continue, if that is anywhere, then the result. Blocks;
         raises OSError.
 
         A checkpoint with the update of a loss that was not finite is not named any more: no record

@@ -42,7 +42,7 @@ class WaitDigest:
         return self._take(now - PERIOD_SECONDS)
 
     def take(self) -> list[Event]:
-        """The lines of what was collected; the next ones begin anew."""
+        """The lines of what was collected; the next ones begin again."""
         return self._take(float("inf"))
 
     def _take(self, until: float) -> list[Event]:

@@ -45,8 +45,8 @@ class Watchdog:
     def at_silence(self, now: float, *, trusted: bool) -> list[inputs.NodeLost]:
         """Nodes whose agents have been silent for too long, which are forgotten with that.
 
-        ``trusted``: whether everybody could see that this coordinator lives; otherwise nodes go on
-        without it, and a silence proves nothing (see agent/fence.py).
+        ``trusted``: whether everybody could see that this coordinator lives; otherwise nodes
+        continue without it, and a silence proves nothing (see agent/fence.py).
         """
         limit = self._settings.node_silence_seconds if trusted else math.inf
         for peer in self._peers.silent(limit / 2, now):

@@ -175,7 +175,7 @@ def dump_overdue(turn: Turn, dumping: Dumping) -> None:
 
 
 def dump_failed(turn: Turn, dumping: Dumping, node: int, why: str) -> None:
-    """A node cannot write, or not in time: go on with what the others have."""
+    """A node cannot write, or not in time: continue with what the others have."""
     failed, awaited = dumping.failed | {node}, dumping.awaited.without(node)
     turn.enter(replace(dumping, awaited=awaited, failed=failed))
     if dumping.held:
@@ -275,8 +275,8 @@ def hurry(turn: Turn, dumping: Dumping, reason: str) -> None:
 
 def stop(turn: Turn, reason: str, *, keeps: bool = False) -> None:
     """The user ends the run (130). One that is dumped ends as that, without the checkpoint: what it
-    goes on from must be told in any case; one that is being saved keeps its memory, any other where
-    the user ``keeps`` it; one that is over waits for nothing any more."""
+    continues from must be told in any case; one that is being saved keeps its memory, any other
+    where the user ``keeps`` it; one that is over waits for nothing any more."""
     match turn.state.doing:
         case Dumping(exporting=True) as dumping:
             _finish_dumped(turn, dumping, "")

@@ -3,7 +3,7 @@ that comes later.
 
 Before the first epoch all nodes are judged together, with the links between them if the settings
 say so. Afterwards a node without a role is held against what the run has agreed on, when it joins
-and when it tells its facts anew. Pure functions on a Turn.
+and when it tells its facts again. Pure functions on a Turn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _AT_REST = (Phase.GATHERING, Phase.RUNNING, Phase.PAUSING)
 
 
 def is_judged(turn: Turn, gathering: Gathering) -> bool:
-    """Return whether the nodes that have come are judged, and the run goes on; begins to judge
+    """Return whether the nodes that have come are judged, and the run continues; begins to judge
     them, with whom there is."""
     state = turn.state
     if state.agreed is not None:

@@ -85,7 +85,7 @@ def _refusal(turn: Turn, event: ev.NodeJoined) -> str:
 
 def check_gathered(turn: Turn) -> None:
     """Decide the first epoch when all wished nodes are judged and run their members; after a
-    takeover go on when all have rejoined.
+    takeover continue when all have rejoined.
 
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """

@@ -1,7 +1,7 @@
-"""A coordinator has taken over a run: what it finds goes on, unless something happened to it.
+"""A coordinator has taken over a run: what it finds continues, unless something happened to it.
 
 The journal says what was decided last, the agents say what became of it. While they come back the
-machine is GATHERING, members go on working, and what goes wrong is only remembered (``missed``).
+machine is GATHERING, members continue working, and what goes wrong is only remembered (``missed``).
 When all are back the newest epoch stays open, or it is closed as after any failure. Pure functions
 on a Turn.
 """

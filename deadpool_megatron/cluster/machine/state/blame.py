@@ -79,7 +79,7 @@ class Blame:
     """``failures``: those since the newest iteration, with it; ``stacks``: where processes stood
     that hung. ``bad_parts``, ``bad_generations``: must not be restored from; ``doubted``: did not
     restore once. ``nonfinite``: see :class:`History`; ``poisoned_from``: the iteration from which
-    on nothing may be restored, until an epoch is decided that goes on before it.
+    on nothing may be restored, until an epoch is decided that continues before it.
     """
 
     failures: tuple[tuple[int, Failure], ...] = ()

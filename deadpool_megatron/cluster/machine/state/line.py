@@ -67,7 +67,7 @@ class KeptLine:
         return replace(left, struck=self.struck | {path})
 
     def keeps(self, generation: Generation) -> bool:
-        """Returns whether training went on from this generation, or may."""
+        """Returns whether training continued from this generation, or may."""
         return is_kept(self.kept, generation)
 
 

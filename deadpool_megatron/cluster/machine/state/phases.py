@@ -55,7 +55,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Rejoining:
-    """A coordinator has taken over: the newest epoch goes on while its agents come back.
+    """A coordinator has taken over: the newest epoch continues while its agents come back.
 
     ``missed``: why it must be closed as soon as all are back. ``restored``, ``done``: roles that
     have their state, or have completed their last iteration. ``begins``: as in :class:`Opening`.
@@ -140,7 +140,7 @@ class Dumping:
 
     ``chains``: generations that are written in part, for roles that recompute their shard parts
     from them. ``held``: all that the nodes hold is written, as no generation is whole, else the one
-    of ``restore``; a run goes on from ``resume`` then, if there is one. ``failed``: nodes that
+    of ``restore``; a run continues from ``resume`` then, if there is one. ``failed``: nodes that
     could not write, now or when another generation was tried before. ``damaged``: a node has found
     bytes damaged that it was counted on for. ``exporting``: all of it is written, and a checkpoint
     is being made of it.

@@ -31,7 +31,7 @@ class Config:
     processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
     a new start, which count from now on. ``check_only``: the run ends when its nodes are judged.
     ``finished``: iterations that were finished before the start; ``from_scratch``: it may begin
-    anew where nothing is left of them.
+    again where nothing is left of them.
     """
 
     nodes: int
@@ -114,7 +114,7 @@ class State(NamedTuple):
     @property
     def heard_epoch(self) -> int | None:
         """Number of the epoch whose members are listened to: the open one, or after a takeover
-        the newest, in which members go on working while the agents come back.
+        the newest, in which members work on while the agents come back.
         """
         return self.record.epoch if self.record and isinstance(self.doing, phases.Heard) else None
 
