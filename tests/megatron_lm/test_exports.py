@@ -23,7 +23,7 @@ from tests.megatron_lm.harness.runs import (
 )
 from tests.persist.harness.checkpoints import differences
 
-pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
+pytestmark = [pytest.mark.slow, pytest.mark.full(every_time=True), pytest.mark.megatron_lm]
 EXPORTED_SEGMENTS: dict[str, object] = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1}
 PLAIN: dict[str, object] = {"bf16": True, "pipeline_model_parallel_size": 2}
 TRACKER = "latest_checkpointed_iteration.txt"
