@@ -1,4 +1,4 @@
-"""The DistributedDataParallel loop of docs/own-loop.md, word for word, loses a node."""
+"""The DistributedDataParallel loop of configs/ddp.py, word for word, loses a node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.harness.jobs import (
     undisturbed,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "own-loop.md"
+SCRIPT = Path(__file__).parents[2] / "configs" / "ddp.py"
 REPLICAS = 3
 
 
@@ -28,10 +28,7 @@ REPLICAS = 3
 @pytest.mark.full
 @pytest.mark.parametrize("communicator", ["gloo", KIND])
 def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path, communicator: str) -> None:
-    (text,) = re.findall(r"```python\n(# ddp\.py\n.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    script = tmp_path / "ddp.py"
-    script.write_text(text)
-    program = Program((str(script),), REPLICAS)
+    program = Program((str(SCRIPT),), REPLICAS)
     # DDP's reduction of a bucket: called by C++ in the backward pass.
     faults = [
         fault("death", "comm", when_op="allreduce", when_role=1, when_iteration=6, target="node")
@@ -44,7 +41,7 @@ def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path, communi
 
 def test_a_schedule_reaches_the_groups_that_a_load_has_made() -> None:
     """Who sets a learning rate by the wrapper's groups would else set it nowhere."""
-    (text,) = re.findall(r"^(class Update:.*?)\n\n\n", DOCUMENT.read_text(), re.DOTALL | re.M)
+    (text,) = re.findall(r"^(class Update:.*?)\n\n\n", SCRIPT.read_text(), re.DOTALL | re.M)
     names: dict[str, Any] = {"SimpleNamespace": SimpleNamespace}
     exec(text, names)
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
