@@ -20,21 +20,72 @@ next update waits for it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.sizing import memory_by_use
-from deadpool_megatron.planning.keys import Plan
-from deadpool_megatron.planning.layouts import (
-    GRADIENT_BYTES,
-    protection_plan,
-    scene_of,
-    step_bytes,
-)
-from deadpool_megatron.planning.roles import Placement
+from deadpool_megatron.layout.parity_groups import ParityGroup, ParityPlacement
+from deadpool_megatron.layout.placement import CopyPlacement, is_covered
+from deadpool_megatron.layout.sizing import Scene, memory_by_use
+from deadpool_megatron.planning.plan_file import Plan
+from deadpool_megatron.planning.sizes import GRADIENT_BYTES, protection_plan, scene_of
 
 GIGA = 1e9
-# vault/core/pace.py: of the time from the seal to the gate, the part in which copies are over.
+# vault/pacing.py: of the time from the seal to the gate, the part in which copies are over.
 _PACED_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """The bytes of a role in one generation, extras not included: all, those that go to each buddy,
+    and those that go to each holder of a parity block."""
+
+    shard_bytes: int
+    shipped_bytes: int
+    coded_bytes: int
+    buddies: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All roles, and the nodes that the code of a run chooses for what is kept of them."""
+
+    scene: Scene
+    roles: Mapping[int, PlannedRole]
+    groups: tuple[ParityGroup, ...]
+
+    @property
+    def same_domain(self) -> int:
+        """Copies that found no failure domain of their own."""
+        missing = 0
+        for number, role in self.roles.items():
+            holders = (self.scene.seats[number], *role.buddies)
+            missing += len(holders) - len({self.scene.domains[node] for node in holders})
+        return missing
+
+
+def place(plan: Plan) -> Placement:
+    """Seat all roles and choose the nodes of all copies."""
+    scene, survived = scene_of(plan), plan.protection.survived
+    seats, domains, coded = scene.seats, scene.domains, plan.protection.scheme == "parity"
+    copies = CopyPlacement(seats, domains, scene.spares, survived)
+    roles = {}
+    for role, layout in scene.layouts.items():
+        shards = [part for part in layout.parts if part.name in layout.shard_parts]
+        sent = sum(
+            part.nbytes
+            for part in shards
+            if not is_covered(part.replicas, role, seats, domains, survived)
+        )
+        roles[role] = PlannedRole(
+            shard_bytes=sum(part.nbytes for part in shards),
+            shipped_bytes=0 if coded else sent,
+            coded_bytes=sent if coded else 0,
+            buddies=copies.buddies(role, layout.peers),
+        )
+    if not coded:
+        return Placement(scene, roles, ())
+    groups = ParityPlacement(seats, domains, scene.spares, protection_plan(plan), survived).groups
+    return Placement(scene, roles, groups)
 
 
 @dataclass(frozen=True)
@@ -62,24 +113,22 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     """Of every node, for a generation that is protected (with recompute: whole). Of spares it is
     what they hold as buddies; the slots that they make while they wait are made where there is room
     for them."""
-    extras = plan.protection.extras_bytes_per_role
+    extras, seats = plan.protection.extras_bytes_per_role, placement.scene.seats
     unique, out, into = (Counter[int]() for _ in range(3))
-    for role in placement.roles:
-        unique[role.node] += role.shard_bytes + extras
+    for number, role in placement.roles.items():
+        unique[seats[number]] += role.shard_bytes + extras
         for buddy in role.buddies:
-            shipped = role.shipped_bytes + extras
-            out[role.node] += shipped
-            into[buddy] += shipped
-    by_role = {role.role: role for role in placement.roles}
+            out[seats[number]] += role.shipped_bytes + extras
+            into[buddy] += role.shipped_bytes + extras
     for group in placement.groups:
         for holder in group.holders:
-            for role in (by_role[number] for number in group.roles):
-                out[role.node] += role.coded_bytes
-                into[holder] += role.coded_bytes
-    memory = memory_by_use(protection_plan(plan), scene_of(plan, placement))
+            for number in group.roles:
+                out[seats[number]] += placement.roles[number].coded_bytes
+                into[holder] += placement.roles[number].coded_bytes
+    memory = memory_by_use(protection_plan(plan), placement.scene)
     return {
         node: NodeLoad(unique[node], memory[node].own, memory[node].kept, out[node], into[node])
-        for node in range(placement.nodes)
+        for node in placement.scene.domains
     }
 
 
@@ -125,18 +174,13 @@ class Timing:
             self.ship_seconds - self.cycle_seconds,
         )
 
-    @property
-    def hidden_fraction(self) -> float:
-        """Share of the commit that training does not wait for."""
-        return max(0.0, 1.0 - self.stall_seconds / self.commit_seconds)
-
 
 def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: float) -> Timing:
     """Of the slowest role and the busiest node; ``step`` in seconds."""
     cluster = plan.cluster
-    shard = max(role.shard_bytes for role in placement.roles)
+    shard = max(role.shard_bytes for role in placement.roles.values())
     forward_backward = step * cluster.forward_backward_fraction
-    link = network_bytes_per_second(plan)
+    link = cluster.nics * cluster.nic_gb_s * GIGA
     shipped = max(load.ship_bytes for load in loads.values())
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     window = forward_backward + more_steps * step
@@ -156,30 +200,3 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
         paced_ship_seconds=paced,
         cycle_seconds=plan.protection.cadence * step,
     )
-
-
-def network_bytes_per_second(plan: Plan) -> float:
-    """Of a node in one direction, while nothing else is sent."""
-    return plan.cluster.nics * plan.cluster.nic_gb_s * GIGA
-
-
-def fetch_seconds(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) -> float:
-    """Return what a spare needs at least for the shards of the largest node: network, then PCIe.
-
-    A shard that is decoded takes one block of each other role of its group; one that is recomputed
-    takes a whole copy and at most all steps since then. Where no other node has one, a process that
-    is started again reads it from its own node.
-    """
-    shard = max(role.shard_bytes for role in placement.roles)
-    if not plan.protection.survived:
-        return shard / (plan.cluster.pcie_gb_s * GIGA)
-    node = max(load.unique_bytes for load in loads.values())
-    if placement.groups:
-        node *= max(len(group.roles) for group in placement.groups)
-    node += (plan.protection.full_every - 1) * step_bytes(plan, node)
-    return node / network_bytes_per_second(plan) + shard / (plan.cluster.pcie_gb_s * GIGA)
-
-
-def reprotect_seconds(plan: Plan, loads: dict[int, NodeLoad]) -> float:
-    """For sending the copies of the fullest node once more, to the spare in its place."""
-    return max(load.in_bytes_per_step for load in loads.values()) / network_bytes_per_second(plan)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deadpool_megatron.planning.file import make_plan
-from deadpool_megatron.planning.keys import Plan
+from deadpool_megatron.planning.plan_file import Plan, make_plan
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"parameters": 10**10},
@@ -20,13 +19,6 @@ BASE: dict[str, dict[str, Any]] = {
         "checksum_gb_s": 5,
         "step_seconds": 20,
         "forward_backward_fraction": 0.9,
-    },
-    "faults": {
-        "node_mtbf_hours": 1000,
-        "repair_hours": 10,
-        "swap_seconds": 30,
-        "restart_seconds": 600,
-        "checkpoint_interval_steps": 100,
     },
 }
 

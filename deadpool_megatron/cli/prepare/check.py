@@ -29,9 +29,8 @@ from deadpool_megatron.cli.slurm_environment import (
 )
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.planning.assess import assess, busiest
-from deadpool_megatron.planning.file import read_plan
-from deadpool_megatron.planning.keys import PlanError
+from deadpool_megatron.planning.answer import assess
+from deadpool_megatron.planning.plan_file import PlanError, read_plan
 from deadpool_megatron.preflight import host
 from deadpool_megatron.preflight.facts import HostFacts, Needs
 from deadpool_megatron.preflight.judge import Standing, problems
@@ -163,7 +162,7 @@ def _shm_bytes(args: argparse.Namespace) -> int:
         found = assess(read_plan(args.plan))
     except PlanError as error:
         raise CommandError(f"--plan {error}") from error
-    return busiest(found, "memory_bytes")[1]
+    return found.busiest("memory_bytes")[1]
 
 
 def _address(args: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""The model and its roles: published sizes, Megatron's split and groups, the run's seats."""
+"""The model and its roles: published sizes, Megatron's split and groups, seats and copies."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.planning.file import read_plan
-from deadpool_megatron.planning.keys import Model, Plan
-from deadpool_megatron.planning.model import (
+from deadpool_megatron.planning.plan_file import Model, Plan, read_plan
+from deadpool_megatron.planning.sizes import (
     active_parameters,
+    data_parallel_peers,
+    expert_data_parallel_peers,
+    scene_of,
+    slots_of,
     stage_parameters,
     step_seconds,
     total_parameters,
 )
-from deadpool_megatron.planning.roles import (
-    Placement,
-    data_parallel_peers,
-    expert_data_parallel_peers,
-    place,
-)
+from deadpool_megatron.planning.traffic import place
 from tests.planning.plans import make
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -49,13 +46,6 @@ def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, etp: int | Non
         assert all(expert_data_parallel_peers(rank, parallel) == tuple(group) for rank in group)
 
 
-def buddies_from_all_seats(plan: Plan, placement: Placement) -> list[tuple[int, ...]]:
-    seats = {role.role: role.node for role in placement.roles}
-    spares = range(plan.cluster.nodes, placement.nodes)
-    copies = CopyPlacement(seats, placement.domains, spares, plan.protection.replicas)
-    return [copies.buddies(role, data_parallel_peers(role, plan.parallel)) for role in seats]
-
-
 @settings(max_examples=40)
 @given(
     replicas=st.integers(1, 4),
@@ -64,7 +54,7 @@ def buddies_from_all_seats(plan: Plan, placement: Placement) -> list[tuple[int, 
     spares=st.integers(0, 3),
     tp=st.sampled_from([1, 2, 4]),
 )
-def test_buddies_are_those_of_the_real_placement(
+def test_copies_lie_in_other_domains_where_there_are_enough(
     replicas: int, racks: int | None, order: str, spares: int, tp: int
 ) -> None:
     plan = make(
@@ -73,54 +63,52 @@ def test_buddies_are_those_of_the_real_placement(
         cluster={"racks": racks, "node_order": order, "spares": spares},
     )
     placement = place(plan)
-    assert [role.buddies for role in placement.roles] == buddies_from_all_seats(plan, placement)
-    domains = len(set(placement.domains.values()))
-    if domains > replicas:
+    if len(set(placement.scene.domains.values())) > replicas:
         assert placement.same_domain == 0
-    for role in placement.roles:
-        assert role.node not in role.buddies
+    for number, role in placement.roles.items():
+        assert placement.scene.seats[number] not in role.buddies
 
 
-def parts_of(plan: Plan, role: int) -> list[tuple[int, tuple[int, ...], bool]]:
-    return [(part.nbytes, part.replicas, part.covered) for part in place(plan).roles[role].parts]
+def parts_of(plan: Plan, role: int) -> list[tuple[int, tuple[int, ...]]]:
+    layout = scene_of(plan).layouts[role]
+    shards = [part for part in layout.parts if part.name in layout.shard_parts]
+    return [(part.nbytes, part.replicas) for part in shards]
 
 
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
-        ({}, (12 * 10**10 // 4 // 4, (1,), False)),
-        ({"optimizer_instances": 2}, (12 * 10**10 // 4 // 2, (1, 5), True)),
-        ({"distributed_optimizer": False}, (12 * 10**10 // 4, (1, 3, 5, 7), True)),
+        ({}, (12 * 10**10 // 4 // 4, (1,))),
+        ({"optimizer_instances": 2}, (12 * 10**10 // 4 // 2, (1, 5))),
+        ({"distributed_optimizer": False}, (12 * 10**10 // 4, (1, 3, 5, 7))),
     ],
 )
 def test_shards_and_who_has_equal_bytes(
-    parallel: dict[str, Any], expected: tuple[int, tuple[int, ...], bool]
+    parallel: dict[str, Any], expected: tuple[int, tuple[int, ...]]
 ) -> None:
-    assert parts_of(make(parallel=parallel), 1) == [expected]
+    plan = make(parallel=parallel)
+    assert parts_of(plan, 1) == [expected]
+    assert slots_of(plan) == (3 if parallel else 2)
+    assert slots_of(make(parallel=parallel, protection={"max_lag": 3})) == slots_of(plan) + 3
+    shipped = place(plan).roles[1].shipped_bytes
+    assert shipped == (0 if parallel else expected[0]), "peers have the rest far enough apart"
 
 
 def test_experts_are_a_part_of_their_own() -> None:
     plan = make(model={"expert_parameters": 8 * 10**9}, parallel={"ep": 4})
     dense, expert = parts_of(plan, 0)
-    assert dense == (12 * 2 * 10**9 // 4 // 4, (0,), False)
+    assert dense == (12 * 2 * 10**9 // 4 // 4, (0,))
     # Two tensor ranks, two stages, four expert ranks: nobody else has these experts.
-    assert expert == (12 * 8 * 10**9 // 16, (0,), False)
-
-
-def test_slots() -> None:
-    assert place(make()).slots == 2
-    assert place(make(protection={"max_lag": 3})).slots == 5
-    assert place(make(parallel={"optimizer_instances": 2})).slots == 3
-    assert place(make(parallel={"distributed_optimizer": False})).slots == 3
+    assert expert == (12 * 8 * 10**9 // 16, (0,))
 
 
 def test_racks() -> None:
     rows = {"racks": 4, "spares": 2}
-    domains = place(make(cluster=rows)).domains
+    domains = scene_of(make(cluster=rows)).domains
     assert [domains[node] for node in (0, 1, 2, 7, 8, 9)] == [
         "rack0", "rack0", "rack1", "rack3", "rack0", "rack1"
     ]  # fmt: skip
-    across = place(make(cluster={**rows, "node_order": "across-racks"})).domains
+    across = scene_of(make(cluster={**rows, "node_order": "across-racks"})).domains
     assert [across[node] for node in (0, 1, 4, 7)] == ["rack0", "rack1", "rack0", "rack3"]
 
 

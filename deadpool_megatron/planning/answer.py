@@ -1,0 +1,238 @@
+"""One plan worked out: every number of the answer, the verdict, and why a plan cannot hold.
+
+Each refusal names a number to change, and to what where that is one division.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from deadpool_megatron.layout.cadence import most_lost
+from deadpool_megatron.layout.schemes import MOST_BLOCKS, Kind
+from deadpool_megatron.layout.sizing import choose
+from deadpool_megatron.planning import traffic
+from deadpool_megatron.planning.plan_file import Plan, PlanError
+from deadpool_megatron.planning.sizes import scene_of, slots_of, step_seconds, total_parameters
+from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
+
+# Each is placed: more would take minutes, and are a slip.
+_MOST_ROLES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan that holds."""
+
+    plan: Plan
+    placement: Placement
+    loads: dict[int, NodeLoad]
+    timing: Timing
+
+    @property
+    def slots(self) -> int:
+        """Generations in a segment."""
+        return slots_of(self.plan)
+
+    @property
+    def lost_steps(self) -> int:
+        """The RPO: the most finished steps that a loss makes the job compute again."""
+        lag = self.plan.protection.max_lag
+        together = self.slots == 2 + lag
+        return most_lost(self.plan.protection.cadence, lag, spans_the_world=together)
+
+    def busiest(self, name: str) -> tuple[float, int]:
+        """Mean over the nodes that have any, and the largest, of one field of the loads; of those
+        per step what it is on average, for not every step sends a whole generation.
+        """
+        share = traffic.mean_share(self.plan) if name.endswith("_per_step") else 1
+        values = [value for load in self.loads.values() if (value := getattr(load, name))]
+        return share * sum(values) / max(1, len(values)), round(share * max(values, default=0))
+
+    def verdict(self) -> str:
+        """One line."""
+        used = self.timing.commit_seconds / self.timing.window_seconds
+        memory = self.busiest("memory_bytes")[1] / GIGA
+        return (
+            f"holds: a commit takes {used:.0%} of its window, slots {memory:.0f} GB of"
+            f" {self.plan.cluster.host_memory_gb:g} GB"
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything, as plain values for JSON."""
+        times = dataclasses.asdict(self.timing)
+        for name in ("commit_seconds", "stall_seconds"):
+            times[name] = getattr(self.timing, name)
+        nodes = {}
+        for name in (*(f.name for f in dataclasses.fields(NodeLoad)), "memory_bytes"):
+            mean, largest = self.busiest(name)
+            nodes[name] = {"mean": mean, "largest": largest}
+        placement = self.placement
+        return {
+            "plan": dataclasses.asdict(self.plan),
+            "parameters": total_parameters(self.plan.model),
+            "roles": len(placement.roles),
+            "slots": self.slots,
+            "largest_shard_bytes": max(role.shard_bytes for role in placement.roles.values()),
+            "domains": len(set(placement.scene.domains.values())),
+            "nodes": nodes,
+            "timing": times,
+            "most_lost_steps": self.lost_steps,
+            "verdict": self.verdict(),
+        }
+
+
+def assess(plan: Plan) -> Answer:
+    """Work a plan out; ``mixed`` as the scheme that a run chooses. Raises PlanError, with the
+    number to change, when it cannot hold.
+    """
+    _check_layout(plan)
+    _check_scheme(plan)
+    if plan.protection.scheme == "mixed":
+        plan = _settled(plan)
+    placement = traffic.place(plan)
+    _check_domains(plan, placement)
+    loads = traffic.node_loads(plan, placement)
+    times = traffic.timing(plan, placement, loads, step_seconds(plan))
+    _check_window(plan, times)
+    _check_memory(plan, loads)
+    return Answer(plan, placement, loads, times)
+
+
+def _settled(plan: Plan) -> Plan:
+    scene, free = scene_of(plan), plan.cluster.host_memory_gb - plan.cluster.host_memory_reserved_gb
+    scheme = choose(scene, dict.fromkeys(scene.domains, int(free * GIGA))).plan.scheme
+    changes = {"parity_group": scheme.group} if scheme.kind is Kind.PARITY else {}
+    protection = dataclasses.replace(plan.protection, scheme=str(scheme.kind), **changes)
+    return dataclasses.replace(plan, protection=protection)
+
+
+def _check_layout(plan: Plan) -> None:
+    """Everything that has to divide divides."""
+    model, parallel, cluster = plan.model, plan.parallel, plan.cluster
+    experts = bool(model.experts or model.expert_parameters)
+    tp, etp, instances = parallel.tp, parallel.etp or parallel.tp, parallel.optimizer_instances
+    if parallel.ep > 1 and not experts:
+        raise PlanError("parallel.ep: the model has no experts: set it to 1")
+    if instances > 1 and not parallel.distributed_optimizer:
+        raise PlanError("parallel.optimizer_instances: without distributed_optimizer, set it to 1")
+    if model.hidden is not None and model.heads is not None:
+        keys = model.kv_heads or model.heads
+        _divide("model.heads", model.heads, "model.hidden", model.hidden)
+        _divide("parallel.tp", tp, "model.heads", model.heads)
+        _divide("model.kv_heads", keys, "model.heads", model.heads)
+        if tp % keys:
+            _divide("parallel.tp", tp, "model.kv_heads", keys)
+        _divide("parallel.pp", parallel.pp, "model.layers", model.layers or 1)
+        width = etp if model.experts else tp
+        _divide(
+            "parallel.etp" if width != tp else "parallel.tp", width, "model.ffn", model.ffn or 1
+        )
+        if model.experts:
+            _divide("parallel.ep", parallel.ep, "model.experts", model.experts)
+    stage = tp * parallel.cp * parallel.dp
+    _divide("parallel.optimizer_instances", instances, "dp x cp", parallel.dp * parallel.cp)
+    if experts:
+        _divide("parallel.etp", etp, "tp x cp x dp", stage)
+        _divide("parallel.ep", parallel.ep, "tp x cp x dp / etp", stage // etp)
+        size = stage // etp // parallel.ep
+        _divide("parallel.optimizer_instances", instances, "expert data parallelism", size)
+    roles, gpus = stage * parallel.pp, cluster.nodes * cluster.gpus_per_node
+    if roles > _MOST_ROLES:
+        raise PlanError(f"parallel.dp: {roles} roles are more than {_MOST_ROLES}: set it lower")
+    if roles != gpus:
+        whole, left = divmod(roles, cluster.gpus_per_node)
+        key, fitting = ("parallel.dp", "what fills nodes") if left else ("cluster.nodes", whole)
+        raise PlanError(
+            f"{key}: tp x cp x pp x dp = {roles} roles, there are {cluster.nodes} nodes x"
+            f" {cluster.gpus_per_node} GPUs = {gpus}: set it to {fitting}"
+        )
+
+
+def _divide(key: str, part: int, of: str, whole: int) -> None:
+    if whole % part:
+        fitting = next(n for n in range(part - 1, 0, -1) if whole % n == 0)
+        raise PlanError(f"{key}: {of} ({whole}) is no multiple of {part}: set it to {fitting}")
+
+
+def _check_scheme(plan: Plan) -> None:
+    """The keys of the protection go together."""
+    protection, nodes = plan.protection, plan.cluster.nodes + plan.cluster.spares
+    survived, group = protection.survived, protection.parity_group
+    if protection.scheme == "recompute" and protection.cadence > 1:
+        raise PlanError(
+            "protection.cadence: recompute needs the gradients of every step: set it to 1"
+        )
+    if nodes <= survived:
+        line = f"{_need(survived)} {survived + 1} nodes, there are {nodes} with the spares"
+        if nodes > 1:
+            raise PlanError(f"protection.replicas: {line}: set it to {nodes - 1}")
+        raise PlanError(f"cluster.spares: {line}: set it to {survived}")
+    if protection.scheme != "parity":
+        return
+    if nodes < survived + 2:
+        raise PlanError(
+            f"protection.scheme: parity that survives {survived} lost nodes needs {survived + 2}"
+            f" nodes, there are {nodes} with the spares: set it to buddy"
+        )
+    enough = plan.cluster.nodes + survived <= nodes  # whatever the group
+    most = (MOST_BLOCKS if enough else min(nodes, MOST_BLOCKS)) - survived
+    if group > most:
+        raise PlanError(
+            f"protection.parity_group: groups of {group} and their parity ({survived}) need more"
+            f" nodes or blocks than there are: set it to {most}"
+        )
+
+
+def _check_domains(plan: Plan, placement: Placement) -> None:
+    """No copy of a role shares a failure domain with another one."""
+    if not placement.same_domain:
+        return
+    cluster, survived = plan.cluster, plan.protection.survived
+    domains = len(set(placement.scene.domains.values()))
+    line = f"{_need(survived)} {survived + 1} failure domains, there are {domains}"
+    if survived >= cluster.nodes:
+        raise PlanError(f"cluster.racks: {line}: take it away (each node is one then)")
+    raise PlanError(f"cluster.racks: {line}: set it to at least {survived + 1}")
+
+
+def _need(replicas: int) -> str:
+    return f"{replicas} {'copy' if replicas == 1 else 'copies'} beside the own node need"
+
+
+def _check_window(plan: Plan, times: Timing) -> None:
+    """Every step's copies are done when the gate asks for them."""
+    if times.stall_seconds <= 0:
+        return
+    rates = {
+        "nic_gb_s": times.ship_seconds,
+        "checksum_gb_s": times.checksum_seconds,
+        "pcie_gb_s": times.copy_seconds,
+    }
+    key = max(rates, key=lambda name: rates[name])
+    late = times.copy_seconds > times.forward_backward_seconds
+    raise PlanError(
+        f"cluster.{'pcie_gb_s' if late else key}: a commit takes {times.least_commit_seconds:.3g} s"
+        f" (copy {times.copy_seconds:.3g}, checksum {times.checksum_seconds:.3g}, ship"
+        f" {times.ship_seconds:.3g}), {times.stall_seconds:.3g} s too long: its window at lag"
+        f" {plan.protection.max_lag} is {times.window_seconds:.3g} s of a step of"
+        f" {times.step_seconds:.3g} s: make this larger, protection.cadence or protection.max_lag"
+    )
+
+
+def _check_memory(plan: Plan, loads: dict[int, NodeLoad]) -> None:
+    """Slots and copies fit in what is left of a node's memory."""
+    cluster = plan.cluster
+    fullest = max(loads, key=lambda node: loads[node].memory_bytes)
+    load = loads[fullest]
+    needed = load.memory_bytes / GIGA + cluster.host_memory_reserved_gb
+    if needed <= cluster.host_memory_gb:
+        return
+    unit = 10.0 ** (math.floor(math.log10(needed)) - 2)  # three digits, rounded up
+    raise PlanError(
+        f"cluster.host_memory_gb: node {fullest} needs {load.own_slots_bytes / GIGA:.1f} GB for its"
+        f" own {slots_of(plan)} slots per role, {load.copies_bytes / GIGA:.1f} GB for what it keeps"
+        f" beside them and {cluster.host_memory_reserved_gb:g} GB reserved, there are"
+        f" {cluster.host_memory_gb:g} GB: set it to at least {math.ceil(needed / unit) * unit:g}"
+    )

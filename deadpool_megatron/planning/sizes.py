@@ -1,0 +1,232 @@
+"""Parameters of a GPT, their shards on the roles of Megatron's split, and the layouts of these.
+
+Per layer, with h hidden, f ffn, k = kv_heads / heads:
+
+    attention      h·h·(2 + 2k)                   query, key, value, projection
+    feed-forward   2·h·f, with swiglu 3·h·f       per expert, if there are experts
+    router         h · experts
+    norms          2 · h, without rmsnorm 2 · 2h
+    biases         h·(1 + 2k) + h, and f (swiglu 2f) + h
+
+and once: vocab·h (twice when untied), positions·h, one last norm. Roles sit and are grouped as
+Megatron numbers them (order tp-cp-ep-dp-pp); the layouts are those that members of the run will
+register.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.replaying import step_parts
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.layout.sizing import Scene, extras_room_bytes
+from deadpool_megatron.planning.plan_file import Cluster, Model, Parallel, Plan
+
+# Of a parameter, as an update uses it: fp32.
+GRADIENT_BYTES = 4.0
+# Plain values of the parameter groups, as a member rounds them up (hooks/capture/recompute.py).
+_UPDATE_BYTES = 64 << 10
+# Megatron pads the vocabulary to a multiple of this times tp (--make-vocab-size-divisible-by).
+_VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape with nothing left open; counts are parameters."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    attention: int
+    attention_bias: int
+    mlp: int
+    mlp_bias: int
+    norm: int
+    router: int
+    experts: int
+    positions: int
+    row_bias: int
+
+    @staticmethod
+    def of(model: Model) -> Shape | None:
+        """None when only a number of parameters is known."""
+        if model.layers is None or model.hidden is None or model.ffn is None:
+            return None
+        heads, hidden, ffn = model.heads or 1, model.hidden, model.ffn
+        keys = hidden * (model.kv_heads or heads) // heads
+        width = ffn * 2 if model.swiglu else ffn
+        return Shape(
+            layers=model.layers,
+            hidden=hidden,
+            vocab=model.vocab or 0,
+            attention=hidden * (2 * hidden + 2 * keys),
+            attention_bias=hidden + 2 * keys if model.biases else 0,
+            mlp=hidden * (width + ffn),
+            mlp_bias=width if model.biases else 0,
+            norm=hidden if model.rmsnorm else 2 * hidden,
+            router=hidden * model.experts,
+            experts=model.experts,
+            positions=model.positions,
+            row_bias=hidden if model.biases else 0,
+        )
+
+
+def total_parameters(model: Model) -> int:
+    """All parameters, each counted once."""
+    shape = Shape.of(model)
+    if shape is None:
+        return model.parameters or 0
+    tables = (2 if model.untied else 1) * shape.vocab + shape.positions
+    layer = shape.attention + shape.attention_bias + shape.row_bias + 2 * shape.norm + shape.router
+    mlp = max(1, shape.experts) * _expert(shape)
+    return shape.layers * (layer + mlp) + tables * shape.hidden + shape.norm
+
+
+def active_parameters(model: Model) -> int:
+    """Those that one token goes through: what the 6·N·tokens rule counts."""
+    shape = Shape.of(model)
+    if shape is None or not shape.experts:
+        return total_parameters(model)
+    idle = shape.experts - model.experts_per_token
+    return total_parameters(model) - shape.layers * idle * _expert(shape)
+
+
+def _expert(shape: Shape) -> int:
+    return shape.mlp + shape.mlp_bias + shape.row_bias
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Parameters of one GPU in one pipeline stage, shared by its data-parallel peers."""
+
+    dense: float
+    expert: float
+
+
+def stage_parameters(model: Model, parallel: Parallel) -> list[StageParameters]:
+    """For each pipeline stage. A tied embedding lies in the first and in the last stage."""
+    tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
+    etp = parallel.etp or tp
+    shape = Shape.of(model)
+    if shape is None:
+        whole, expert = float(model.parameters or 0), float(model.expert_parameters)
+        return [StageParameters((whole - expert) / (tp * pp), expert / (etp * pp * ep))] * pp
+    multiple = _VOCAB_MULTIPLE * tp
+    table = -(-shape.vocab // multiple) * multiple * shape.hidden / tp
+    split = shape.attention + shape.attention_bias
+    dense = split / tp + shape.row_bias + 2 * shape.norm + shape.router
+    mlp = (shape.mlp + shape.mlp_bias) / (etp if shape.experts else tp) + shape.row_bias
+    expert = shape.experts / ep * mlp
+    if not shape.experts:
+        dense += mlp
+    stages = [shape.layers / pp * dense] * pp
+    stages[0] += table + shape.positions * shape.hidden
+    stages[-1] += shape.norm + (table if pp > 1 or model.untied else 0)
+    return [StageParameters(stage, shape.layers / pp * expert) for stage in stages]
+
+
+def step_seconds(plan: Plan) -> float:
+    """As given, or 6 · active parameters · tokens / (GPUs · tflops · 10^12 · efficiency)."""
+    cluster = plan.cluster
+    if cluster.step_seconds is not None:
+        return cluster.step_seconds
+    work = 6.0 * active_parameters(plan.model) * (cluster.tokens_per_step or 0)
+    gpus = cluster.nodes * cluster.gpus_per_node
+    return work / (gpus * (cluster.tflops_per_gpu or 0) * 1e12 * (cluster.efficiency or 0))
+
+
+def protection_plan(plan: Plan) -> ProtectionPlan:
+    """The plan of protection that the run begins with."""
+    chosen = plan.protection
+    kind = Kind(chosen.scheme)
+    group = chosen.parity_group if kind is Kind.PARITY else 0
+    full_every = chosen.full_every if kind is Kind.RECOMPUTE else 1
+    return ProtectionPlan(Scheme(kind, group, full_every), chosen.cadence)
+
+
+def slots_of(plan: Plan) -> int:
+    """Generations in a segment: 2 or 3, and the lag."""
+    parallel = plan.parallel
+    world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
+    one = parallel.distributed_optimizer and parallel.optimizer_instances == 1
+    return (2 if one or world == 1 else 3) + plan.protection.max_lag
+
+
+def scene_of(plan: Plan) -> Scene:
+    """Return who sits where, with which layout."""
+    parallel, cluster = plan.parallel, plan.cluster
+    world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
+    stages = stage_parameters(plan.model, parallel)
+    return Scene(
+        layouts={
+            role: _layout(role, plan, stages[role // (world // parallel.pp)])
+            for role in range(world)
+        },
+        seats={role: role // cluster.gpus_per_node for role in range(world)},
+        domains={node: _rack(node, cluster) for node in range(cluster.nodes + cluster.spares)},
+        spares=range(cluster.nodes, cluster.nodes + cluster.spares),
+        survived=plan.protection.replicas,
+    )
+
+
+def _rack(node: int, cluster: Cluster) -> str:
+    """Of equal size, or each node its own; spares are dealt out to them one after another."""
+    if cluster.racks is None:
+        return f"node{node}"
+    if node >= cluster.nodes:
+        return f"rack{(node - cluster.nodes) % cluster.racks}"
+    if cluster.node_order == "across-racks":
+        return f"rack{node % cluster.racks}"
+    return f"rack{node * cluster.racks // cluster.nodes}"
+
+
+def data_parallel_peers(role: int, parallel: Parallel) -> tuple[int, ...]:
+    """Megatron's data-parallel group with context parallelism; the role itself included."""
+    size = parallel.cp * parallel.dp
+    start = role // (parallel.tp * size) * parallel.tp * size + role % parallel.tp
+    return tuple(range(start, start + parallel.tp * size, parallel.tp))
+
+
+def expert_data_parallel_peers(role: int, parallel: Parallel) -> tuple[int, ...]:
+    """Megatron's expert data-parallel group; the role itself included."""
+    stage = parallel.tp * parallel.cp * parallel.dp
+    stride = (parallel.etp or parallel.tp) * parallel.ep
+    start = role // stage * stage + role % stage % stride
+    return tuple(range(start, role // stage * stage + stage, stride))
+
+
+def _layout(role: int, plan: Plan, stage: StageParameters) -> RoleLayout:
+    chosen = plan.protection
+    shards = list(_shards(role, plan, stage))
+    steps = []
+    if chosen.scheme == "recompute":
+        share = GRADIENT_BYTES / plan.model.state_bytes_per_parameter
+        gradients = {
+            shard.name: PartInfo(shard.name, math.ceil(shard.nbytes * share), shard.replicas)
+            for shard in shards
+        }
+        steps = step_parts(gradients, _UPDATE_BYTES, role)
+    room = extras_room_bytes(chosen.extras_bytes_per_role, int(chosen.extras_room_mb * 1e6))
+    extras = [PartInfo(extras_part(boundary), room, (role,)) for boundary in BOUNDARIES]
+    peers = data_parallel_peers(role, plan.parallel)
+    return RoleLayout(role, (*shards, *steps, *extras), peers, slots_of(plan), "")
+
+
+def _shards(role: int, plan: Plan, stage: StageParameters) -> Iterator[PartInfo]:
+    """Yield that of the dense optimizer and that of the experts' one."""
+    groups = [(stage.dense, data_parallel_peers(role, plan.parallel))]
+    if stage.expert:
+        groups.append((stage.expert, expert_data_parallel_peers(role, plan.parallel)))
+    for number, (parameters, group) in enumerate(groups):
+        name, nbytes = f"shard{number}", parameters * plan.model.state_bytes_per_parameter
+        if not plan.parallel.distributed_optimizer:
+            yield PartInfo(name, math.ceil(nbytes), group)
+            continue
+        # An instance is a run of neighbours in the group; equal places hold equal bytes.
+        shards = len(group) // plan.parallel.optimizer_instances
+        place = group.index(role) % shards
+        yield PartInfo(name, math.ceil(nbytes / shards), group[place::shards])

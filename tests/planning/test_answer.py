@@ -1,0 +1,251 @@
+"""Memory, traffic and time of a node by hand, under each scheme, and plans that cannot hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.planning.answer import Answer, assess
+from deadpool_megatron.planning.plan_file import Plan, PlanError
+from deadpool_megatron.planning.traffic import (
+    NodeLoad,
+    Timing,
+    mean_share,
+    node_loads,
+    place,
+    timing,
+)
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.memory import node_needs
+from tests.planning.plans import make
+
+SHARD = 12 * 10**10 // 16  # 16 roles, two on each of 8 nodes
+EXTRAS = 1000
+ROOM = 5 * (128 << 10)
+SLOTS = 2
+# Of segments: headers, whole pages, who is in a parity group; of all roles, and of a node.
+AROUND = 4_000_000
+AROUND_A_NODE = 500_000
+SHAPE = {"parameters": None, "layers": 8, "hidden": 64, "ffn": 256, "heads": 8, "vocab": 100}
+ONE_NODE = {"nodes": 1, "spares": 0, "host_memory_gb": 2000, "nic_gb_s": 100}
+
+
+def worked_out(scheme: str, **more: int | str) -> Answer:
+    protection = {"scheme": scheme, "extras_bytes_per_role": EXTRAS, **more}
+    return assess(make(protection=protection, cluster={"host_memory_gb": 5000}))
+
+
+def total(found: Answer, name: str) -> int:
+    return sum(getattr(load, name) for load in found.loads.values())
+
+
+def loads_of(plan: Plan) -> dict[int, NodeLoad]:
+    return node_loads(plan, place(plan))
+
+
+@pytest.mark.parametrize(("group", "blocks"), [(2, 1), (4, 1), (4, 2)])
+def test_parity(group: int, blocks: int) -> None:
+    """Blocks in place of copies, on the wire as many bytes."""
+    found = worked_out("parity", parity_group=group, replicas=blocks)
+    groups = 16 // group
+    assert len(found.placement.groups) == groups
+    blocks_and_extras = SLOTS * blocks * (groups * SHARD + 16 * ROOM)
+    assert total(found, "copies_bytes") == pytest.approx(blocks_and_extras, abs=AROUND)
+    assert total(found, "out_bytes_per_step") == 16 * blocks * (SHARD + EXTRAS)
+    assert total(found, "in_bytes_per_step") == total(found, "out_bytes_per_step")
+
+
+@pytest.mark.parametrize("scheme", ["buddy", "parity", "local", "local-twice", "recompute"])
+def test_a_node_of_the_run_asks_for_what_was_planned(scheme: str) -> None:
+    found = assess(
+        make(protection={"scheme": scheme}, cluster={"host_memory_gb": 5000, "spares": 0})
+    )
+    layouts = found.placement.scene.layouts
+    needs = node_needs(layouts[0], 2, Settings(protection=scheme, parity_group=4))
+    assert total(found, "own_slots_bytes") == 8 * needs.own
+    # A member rounds the part of a block that falls to one role up.
+    assert 0 <= 8 * needs.kept - total(found, "copies_bytes") <= 16
+
+
+def test_local_sends_nothing_and_twice_takes_the_memory_of_copies() -> None:
+    twice, once = worked_out("local-twice"), worked_out("local")
+    assert total(once, "copies_bytes") == total(once, "out_bytes_per_step") == 0
+    assert total(twice, "copies_bytes") == total(twice, "own_slots_bytes")
+    assert total(twice, "out_bytes_per_step") == 0
+    assert twice.timing.checksum_seconds == 2 * once.timing.checksum_seconds
+
+
+def test_recompute_by_hand() -> None:
+    """As many whole generations on the buddy as without steps, and beside them the steps, in eight
+    slots more; gradients are a third of the state."""
+    found = worked_out("recompute", full_every=8)
+    gradients = SHARD // 3
+    own = 16 * SLOTS * (SHARD + gradients + ROOM)
+    assert total(found, "own_slots_bytes") == pytest.approx(own, abs=AROUND)
+    chains = 16 * (SLOTS * (SHARD + ROOM) + (SLOTS + 8) * (gradients + ROOM))
+    assert total(found, "copies_bytes") == pytest.approx(chains, abs=2 * AROUND + 16 * 12 * 65536)
+    assert mean_share(found.plan) == pytest.approx((1 + 7 / 3) / 8)
+    assert found.timing == worked_out("buddy").timing, "every eighth step a whole copy has to fit"
+
+
+@pytest.mark.parametrize(
+    ("cadence", "lag", "window", "lost"), [(1, 0, 18, 1), (3, 0, 58, 5), (3, 1, 118, 8)]
+)
+def test_cadence_lengthens_the_window_and_the_rpo(
+    cadence: int, lag: int, window: int, lost: int
+) -> None:
+    """Steps of 20 s, nine tenths of them forward and backward."""
+    found = worked_out("buddy", cadence=cadence, max_lag=lag)
+    assert found.timing.window_seconds == pytest.approx(window)
+    assert found.lost_steps == lost
+
+
+def test_mixed_is_copies_then_parity_then_what_is_missing() -> None:
+    def settled(memory_gb: float) -> str:
+        plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})
+        return assess(plan).plan.protection.name
+
+    assert settled(5000) == "buddy"
+    needed = worked_out("buddy").busiest("memory_bytes")[1] / 1e9
+    assert settled(needed * 0.99).startswith("parity(")
+    with pytest.raises(PlanError, match=r"^cluster\.host_memory_gb"):
+        settled(30)
+
+
+def test_a_node_by_hand() -> None:
+    plan = make(protection={"extras_bytes_per_role": EXTRAS})
+    loads = loads_of(plan)
+    for node in range(8):
+        load, slots = loads[node], pytest.approx(2 * 2 * (SHARD + ROOM), abs=AROUND_A_NODE)
+        assert load.unique_bytes == 2 * (SHARD + EXTRAS)
+        assert load.own_slots_bytes == load.copies_bytes == slots
+        assert load.out_bytes_per_step == load.in_bytes_per_step == 2 * (SHARD + EXTRAS)
+    assert loads[8] == NodeLoad(0, 0, 0, 0, 0)
+    times = timing(plan, place(plan), loads, 20)
+    assert times.copy_seconds == SHARD / 20e9
+    assert times.checksum_seconds == SHARD / 5e9
+    assert times.ship_seconds == 2 * (SHARD + EXTRAS) / 10e9
+    assert times.window_seconds == 18
+
+
+def test_copies_keep_their_pace_and_hurry_only_for_a_gate() -> None:
+    def times(share: float, **cluster: float) -> Timing:
+        plan = make(protection={"link_share": share}, cluster=cluster)
+        return timing(plan, place(plan), loads_of(plan), 20)
+
+    fast, slow, full = times(0.3, nic_gb_s=10), times(0.01, nic_gb_s=10), times(1.0, nic_gb_s=10)
+    assert fast.paced_ship_seconds == pytest.approx(fast.ship_seconds / 0.3)
+    assert full.paced_ship_seconds == full.ship_seconds
+    rest = slow.window_seconds - slow.copy_seconds - slow.checksum_seconds
+    assert slow.paced_ship_seconds == 0.7 * rest
+    assert fast.stall_seconds == slow.stall_seconds == 0
+    late = times(0.3, nic_gb_s=0.9)
+    assert late.paced_ship_seconds == late.ship_seconds
+    assert late.stall_seconds == late.least_commit_seconds - late.window_seconds > 0
+
+
+def test_more_lag_means_a_longer_window_but_no_faster_links() -> None:
+    slow = make(cluster={"nic_gb_s": 0.5}, protection={"max_lag": 8})
+    times = timing(slow, place(slow), loads_of(slow), 20)
+    assert times.commit_seconds < times.window_seconds
+    assert times.stall_seconds == times.ship_seconds - 20 > 0
+
+
+@given(
+    racks=st.sampled_from([None, 2, 4, 8]),
+    order=st.sampled_from(["by-rack", "across-racks"]),
+    lag=st.integers(0, 4),
+    replicas=st.integers(1, 3),
+)
+def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(
+    racks: int | None, order: str, lag: int, replicas: int
+) -> None:
+    def loads(lag: int, replicas: int) -> list[NodeLoad]:
+        protection = {"max_lag": lag, "replicas": replicas}
+        cluster = {"racks": racks, "node_order": order}
+        return list(loads_of(make(cluster=cluster, protection=protection)).values())
+
+    def memory(lag: int, replicas: int) -> int:
+        return sum(load.memory_bytes for load in loads(lag, replicas))
+
+    here = loads(lag, replicas)
+    sent = sum(load.out_bytes_per_step for load in here)
+    assert sent == sum(load.in_bytes_per_step for load in here)
+    assert sent == replicas * sum(load.unique_bytes for load in here)
+    assert memory(lag, replicas) < min(memory(lag + 1, replicas), memory(lag, replicas + 1))
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "value"),
+    [
+        ({"cluster": {"nodes": 7}}, "cluster.nodes", "8"),
+        ({"parallel": {"dp": 3}, "cluster": {"gpus_per_node": 8}}, "parallel.dp", "what"),
+        ({"model": SHAPE, "parallel": {"pp": 3}}, "parallel.pp", "2"),
+        ({"model": SHAPE, "parallel": {"tp": 3}}, "parallel.tp", "2"),
+        ({"model": {**SHAPE, "heads": 7}}, "model.heads", "4"),
+        ({"model": {**SHAPE, "kv_heads": 3}}, "model.kv_heads", "2"),
+        ({"model": {**SHAPE, "ffn": 255}}, "parallel.tp", "1"),
+        ({"model": {**SHAPE, "experts": 6}, "parallel": {"ep": 4}}, "parallel.ep", "3"),
+        ({"model": {"expert_parameters": 10}, "parallel": {"ep": 3}}, "parallel.ep", "2"),
+        ({"model": {"expert_parameters": 10}, "parallel": {"etp": 3}}, "parallel.etp", "2"),
+        ({"parallel": {"ep": 2}}, "parallel.ep", "1"),
+        ({"parallel": {"dp": 10**6}}, "parallel.dp", "lower"),
+        ({"parallel": {"optimizer_instances": 3}}, "parallel.optimizer_instances", "2"),
+        (
+            {"parallel": {"optimizer_instances": 2, "distributed_optimizer": False}},
+            "parallel.optimizer_instances",
+            "1",
+        ),
+        ({"protection": {"replicas": 9}}, "protection.replicas", "8"),
+        ({"protection": {"replicas": 2}, "cluster": {"racks": 2}}, "cluster.racks", "3"),
+        (
+            {"parallel": {"tp": 1, "pp": 1, "dp": 2}, "cluster": ONE_NODE},
+            "cluster.spares",
+            "1",
+        ),
+        ({"cluster": {"host_memory_gb": 50}}, "cluster.host_memory_gb", "60.1"),
+        ({"protection": {"scheme": "recompute", "cadence": 2}}, "protection.cadence", "1"),
+        (
+            {"protection": {"scheme": "parity", "parity_group": 8}, "cluster": {"spares": 0}},
+            "protection.parity_group",
+            "7",
+        ),
+        (
+            {"protection": {"scheme": "parity", "parity_group": 256}},
+            "protection.parity_group",
+            "255",
+        ),
+        (
+            {"protection": {"scheme": "parity", "replicas": 8}},
+            "protection.scheme",
+            "buddy",
+        ),
+        ({"cluster": {"nic_gb_s": 0.5}}, "cluster.nic_gb_s", ""),
+        ({"cluster": {"pcie_gb_s": 0.3}}, "cluster.pcie_gb_s", ""),
+        ({"cluster": {"checksum_gb_s": 0.3}}, "cluster.checksum_gb_s", ""),
+    ],
+)
+def test_what_does_not_hold_is_named_with_a_number(
+    sections: dict[str, Any], key: str, value: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        assess(make(**sections))
+    line = str(caught.value)
+    assert line.startswith(f"{key}: ")
+    assert "\n" not in line
+    assert (
+        not value
+        or re.search(rf"set it to( at least)? {re.escape(value)}\b", line)
+        or (f"set it {value}" in line)
+    ), line
+
+
+def test_memory_is_enough_with_the_number_that_was_named() -> None:
+    with pytest.raises(PlanError) as caught:
+        assess(make(cluster={"host_memory_gb": 50, "host_memory_reserved_gb": 20}))
+    enough = str(caught.value).rpartition("at least ")[2]
+    assess(make(cluster={"host_memory_gb": enough, "host_memory_reserved_gb": 20}))

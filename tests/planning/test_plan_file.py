@@ -1,0 +1,140 @@
+"""Plan files that are wrong: one line with file and key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.planning.plan_file import PlanError, make_plan, read_plan
+from tests.planning.plans import BASE, make
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SIZES = ("7b", "65b", "175b")
+FILE_SHAPE = {"layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "text"),
+    [
+        ("parallel", {"xp": 1}, "parallel.xp: unknown key"),
+        ("parallel", {"tp": "two"}, "parallel.tp: must be a whole number, got 'two'"),
+        ("parallel", {"tp": 1.5}, "parallel.tp: must be a whole number, got 1.5"),
+        ("parallel", {"tp": True}, "parallel.tp: must be a whole number, got True"),
+        ("parallel", {"tp": [2]}, "parallel.tp: must be a whole number, got [2]"),
+        ("parallel", {"tp": 10**400}, "parallel.tp: must be a whole number"),
+        ("parallel", {"tp": None}, "parallel.tp: missing"),
+        ("parallel", {"dp": 0}, "parallel.dp: must be at least 1, got 0"),
+        ("parallel", {"tp": 10**12}, "parallel.tp: must be at most 1e+06"),
+        ("protection", {"replicas": 10**20}, "protection.replicas: must be at most 1e+18"),
+        ("parallel", {"distributed_optimizer": 1}, "must be true or false, got 1"),
+        ("cluster", {"pcie_gb_s": 0}, "cluster.pcie_gb_s: must be above 0"),
+        ("cluster", {"pcie_gb_s": float("nan")}, "cluster.pcie_gb_s: must be a number"),
+        ("cluster", {"node_order": "random"}, "must be one of by-rack, across-racks, got random"),
+        ("cluster", {"step_seconds": None}, "cluster.tflops_per_gpu: missing"),
+        ("cluster", {"efficiency": 0.5}, "cluster.step_seconds: give it or"),
+        ("cluster", {"racks": 9}, "cluster.racks: must be at most cluster.nodes (8)"),
+        ("cluster", {"host_memory_reserved_gb": 500}, "must be below cluster.host_memory_gb"),
+        ("model", {"parameters": None}, "model.layers: missing"),
+        ("model", {"layers": 3}, "model.parameters: give it or the shape"),
+        ("model", {"experts": 3}, "model.expert_parameters"),
+        ("model", {"expert_parameters": 1e11}, "must be at most model.parameters"),
+        ("model", {"parameters": None, **FILE_SHAPE, "expert_parameters": 1}, "only together with"),
+        ("model", {"parameters": None, **FILE_SHAPE, "experts": 2, "experts_per_token": 3}, "(2)"),
+    ],
+)
+def test_wrong_values_are_named(section: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make(**{section: changes})
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_step_of_experts_without_a_shape_is_not_guessed() -> None:
+    """Taken for dense, a model of which a token goes through a tenth has ten times the window."""
+    speed = {"step_seconds": None, "tflops_per_gpu": 989, "efficiency": 0.4, "tokens_per_step": 1e6}
+    with pytest.raises(PlanError, match=r"^cluster\.step_seconds: missing; model\.expert_param"):
+        make(model={"expert_parameters": 9 * 10**9}, cluster=speed)
+    make(cluster=speed)
+
+
+def test_sections_are_checked_and_those_of_former_versions_passed_over() -> None:
+    with pytest.raises(PlanError, match=r"^modle: unknown section, there are model, parallel"):
+        make_plan({**BASE, "modle": {}})
+    with pytest.raises(PlanError, match=r"^model: expected keys with values, got 3"):
+        make_plan({**BASE, "model": 3})
+    assert make_plan({**BASE, "faults": {"repair_hours": 1}, "goal": {}}) == make()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected sections"),
+        ("- 1", "expected sections"),
+        ("model: [", "no YAML"),
+        ("model: {}", "parallel.tp: missing"),
+        ("a: 2026-13-45", "month must be in"),
+        ("[" * 3000, "recursion"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        read_plan(path, ("model.parameters=1",))
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.yaml: No such file"):
+        read_plan(tmp_path / "none.yaml")
+
+
+def test_overrides_replace_add_and_take_away() -> None:
+    overrides = (
+        "cluster.spares=7",
+        "protection.cadence=5",
+        "cluster.racks=null",
+        "parallel.dp=3.2e1",
+    )
+    plan = read_plan(CONFIGS / "7b.yaml", overrides)
+    assert (plan.cluster.spares, plan.protection.cadence, plan.cluster.racks) == (7, 5, None)
+    assert plan.parallel.dp == 32
+    for wrong in ("spares=7", "cluster.spares", "clutser.spares=7", "="):
+        with pytest.raises(PlanError, match=r"expected SECTION\.KEY=VALUE"):
+            read_plan(CONFIGS / "7b.yaml", (wrong,))
+
+
+def test_without_pyyaml_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(PlanError, match=r"PyYAML is missing: .*deadpool-megatron\[plan\]"):
+        read_plan(CONFIGS / "7b.yaml")
+
+
+def arguments(name: str) -> dict[str, str]:
+    lines = (CONFIGS / "megatron-lm" / f"gpt-{name}.args").read_text().splitlines()
+    return {flag.removeprefix("--"): value for flag, _, value in (x.partition(" ") for x in lines)}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_configs_are_those_of_the_argument_files(name: str) -> None:
+    plan, flags = read_plan(CONFIGS / f"{name}.yaml"), arguments(name)
+    model, parallel = plan.model, plan.parallel
+    assert model.layers == int(flags["num-layers"])
+    assert model.hidden == int(flags["hidden-size"])
+    assert model.ffn == int(flags["ffn-hidden-size"])
+    assert model.heads == int(flags["num-attention-heads"])
+    assert model.swiglu == ("swiglu" in flags)
+    assert model.untied == ("untie-embeddings-and-output-weights" in flags)
+    assert model.biases == ("disable-bias-linear" not in flags)
+    assert model.rmsnorm == (flags.get("normalization") == "RMSNorm")
+    learned = flags["position-embedding-type"] == "learned_absolute"
+    assert model.positions == (int(flags["max-position-embeddings"]) if learned else 0)
+    assert parallel.tp == int(flags["tensor-model-parallel-size"])
+    assert parallel.pp == int(flags["pipeline-model-parallel-size"])
+    tokens = int(flags["global-batch-size"]) * int(flags["seq-length"])
+    assert plan.cluster.tokens_per_step == tokens
