@@ -24,7 +24,7 @@ from tests.common import gpus
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deadpool_megatron"
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
-# Reads an index of torch's with a list of the classes it may name; see test_verify.py.
+# Reads an index of torch's with stand-ins for all classes; see test_verify.py.
 RESTRICTED_UNPICKLER = PACKAGE / "cli" / "storage" / "checkpoint_files.py"
 
 RELATIVE_WORDS = {"What", "Whether", "Whom", "Whose", "Which", "Who", "How", "Where", "Why", "When"}

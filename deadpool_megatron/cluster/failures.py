@@ -127,8 +127,7 @@ _MARKS: tuple[_Mark, ...] = (
 
 def kind_of_end(last_line: str) -> FailureKind:
     """The kind of a process's end by its last words; without any it is a crash."""
-    if (action := health.quoted(last_line)) is not None:
-        broken = action is health.Action.LEAVE_OUT
+    if (broken := health.quoted(last_line)) is not None:
         return FailureKind.DEVICE_ERROR if broken else FailureKind.PROCESS_CRASH
     for mark in _MARKS:
         if mark.pattern.search(last_line):
@@ -139,7 +138,7 @@ def kind_of_end(last_line: str) -> FailureKind:
 def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
     """Return whether the end of a process says that its device is of no use before it is repaired,
     where one device error by itself may have been a stray particle."""
-    return exit_code == EXIT_NO_DEVICE or health.quoted(last_line) is health.Action.LEAVE_OUT
+    return exit_code == EXIT_NO_DEVICE or health.quoted(last_line) is True
 
 
 # What a generation is judged by: numbers of the step that makes it, and the state that it saves.

@@ -39,24 +39,10 @@ class HostFacts:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> HostFacts:
         """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
-        limits = {
-            name: None if values[name] is None else int(values[name])
-            for name in ("memlock_bytes", "open_files")
-        }
-        return HostFacts(
-            hostname=str(values["hostname"]),
-            address=str(values["address"]),
-            interface=str(values["interface"]),
-            interface_up=bool(values["interface_up"]),
-            versions={str(key): str(value) for key, value in dict(values["versions"]).items()},
-            gpus=int(values["gpus"]),
-            shm_bytes=int(values["shm_bytes"]),
-            shm_free_bytes=int(values["shm_free_bytes"]),
-            memory_bytes=int(values["memory_bytes"]),
-            health=Answer(Health(values["health"]), str(values["health_text"])),
-            noted=str(values["noted"]),
-            **limits,
-        )
+        health = Answer(Health(values["health"]), str(values["health_text"]))
+        versions = {str(key): str(value) for key, value in dict(values["versions"]).items()}
+        plain = _plain_fields(HostFacts, values)
+        return HostFacts(**plain, health=health, versions=versions)
 
 
 @dataclass(frozen=True)
@@ -81,14 +67,7 @@ class Link:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Link:
         """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
-        rate = values["bytes_per_second"]
-        return Link(
-            peer=int(values["peer"]),
-            error=str(values["error"]),
-            round_trip_seconds=float(values["round_trip_seconds"]),
-            clock_seconds=float(values["clock_seconds"]),
-            bytes_per_second=None if rate is None else float(rate),
-        )
+        return Link(**_plain_fields(Link, values))
 
 
 @dataclass(frozen=True)
@@ -116,3 +95,17 @@ class Needs:
     nodes: int
     gpus_per_node: int = 1
     shm_bytes: int = 0
+
+
+_PLAIN = {"str": str, "int": int, "bool": bool, "float": float}
+
+
+def _plain_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a number or text, of the type that the field has; ``| None`` is kept."""
+    found: dict[str, Any] = {}
+    for field_ in dataclasses.fields(cls):
+        name, _, may_miss = str(field_.type).partition(" | ")
+        if name in _PLAIN:
+            value = values[field_.name]
+            found[field_.name] = None if may_miss and value is None else _PLAIN[name](value)
+    return found

@@ -15,9 +15,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from pathlib import Path
 
 _SHOWN_CHARACTERS = 200
@@ -101,88 +101,64 @@ def run_by_shell(
     return End(status, _shown(said[-1]) if said else "")
 
 
-class Action(Enum):
-    """The cost of an Xid to its node."""
-
-    KEEP = "the program's own fault, or harmless"
-    LEAVE_OUT = "the device's fault: the node gets no role"
-
-
-# Numbers by NVIDIA's catalogue of Xid errors.
-ACTIONS = {
-    13: Action.KEEP,  # exception of the graphics engine: an index out of bounds, mostly
-    31: Action.KEEP,  # page fault of the GPU: an address of the program's
-    43: Action.KEEP,  # the program was stopped for its own fault
-    45: Action.KEEP,  # clean-up of channels, as when a process is killed
-    48: Action.LEAVE_OUT,  # double bit ECC error
-    63: Action.LEAVE_OUT,  # a row is to be remapped: the device wants a reset
-    64: Action.LEAVE_OUT,  # a row could not be remapped
-    74: Action.LEAVE_OUT,  # NVLink error
-    79: Action.LEAVE_OUT,  # the GPU has fallen off the bus
-    94: Action.LEAVE_OUT,  # contained ECC error
-    95: Action.LEAVE_OUT,  # uncontained ECC error
-}
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """A line of the kernel log; seconds since the host was booted."""
-
-    boot_seconds: float
-    text: str
+# Numbers of the device's own faults by NVIDIA's catalogue of Xid errors: they take a node out. All
+# others cost nothing: programs make them (13, 31, 43), or the end of a process (45).
+BROKEN_DEVICE = frozenset({
+    48,  # double bit ECC error
+    63,  # a row is to be remapped: the device wants a reset
+    64,  # a row could not be remapped
+    74,  # NVLink error
+    79,  # the GPU has fallen off the bus
+    94,  # contained ECC error
+    95,  # uncontained ECC error
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Xid:
-    """One Xid: its number and the bus address of its GPU."""
+    """One Xid of the kernel log: when after the host was booted, bus address of the GPU, number."""
 
     boot_seconds: float
     device: str
     number: int
 
-    @property
-    def action(self) -> Action:
-        """Return what it costs."""
-        return ACTIONS.get(self.number, Action.KEEP)
 
-
-def find_xids(lines: Iterable[LogLine]) -> Iterator[Xid]:
-    """The Xids among lines of the kernel log, in their order."""
-    for line in lines:
-        if found := _XID.search(line.text):
-            yield Xid(line.boot_seconds, found["device"], int(found["number"]))
-
-
-def quoted(text: str) -> Action | None:
-    """Return what the Xid that a text names costs; None where it names none."""
+def quoted(text: str) -> bool | None:
+    """Return whether the Xid that a text names is of a broken device; None where it names none."""
     found = _QUOTED.search(text)
-    return ACTIONS.get(int(found[1]), Action.KEEP) if found else None
+    return int(found[1]) in BROKEN_DEVICE if found else None
 
 
-def newest_bad(lines: Iterable[LogLine], since_boot_seconds: float) -> Xid | None:
-    """The newest Xid since then that takes its node out; None where there is none."""
+def newest_bad(records: Iterable[bytes], since_boot_seconds: float) -> Xid | None:
+    """The newest Xid since then that takes its node out; None where there is none. ``records``: of
+    the kernel log (``priority,number,microseconds,...;text``).
+    """
     bad = None
-    for xid in find_xids(lines):
-        if xid.boot_seconds >= since_boot_seconds and xid.action is Action.LEAVE_OUT:
-            bad = xid
+    for record in records:
+        head, _, text = record.decode(errors="replace").partition(";")
+        if (found := _XID.search(text)) and int(found["number"]) in BROKEN_DEVICE:
+            with contextlib.suppress(IndexError, ValueError):
+                at = int(head.split(",")[2]) / 1e6
+                if at >= since_boot_seconds:
+                    bad = Xid(at, found["device"], int(found["number"]))
     return bad
 
 
-def parse_record(record: bytes) -> LogLine | None:
-    """A record of the kernel log (``priority,number,microseconds,...;text``); None for another."""
-    head, _, rest = record.decode(errors="replace").partition(";")
-    with contextlib.suppress(IndexError, ValueError):
-        return LogLine(int(head.split(",")[2]) / 1e6, rest.partition("\n")[0])
-    return None
-
-
-def read_kernel_log(path: Path = KERNEL_LOG) -> Iterator[LogLine]:
-    """Return what is in the kernel log now; does not wait for more. Raises OSError where it is
-    closed to this user.
+def read_kernel_log(path: Path = KERNEL_LOG) -> Iterator[bytes]:
+    """Yield the records that are in the kernel log now; does not wait for more. Raises OSError
+    where it is closed to this user.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        yield from _lines(lambda: os.read(handle, _RECORD_BYTES))
+        while True:
+            # The oldest one may be overwritten before it was read: the next one is there.
+            with contextlib.suppress(BrokenPipeError):
+                record = os.read(handle, _RECORD_BYTES)
+                if not record:
+                    return
+                yield record
+    except BlockingIOError:
+        return
     finally:
         os.close(handle)
 
@@ -194,17 +170,3 @@ def boot_seconds() -> float:
 
 def _shown(line: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in line)[:_SHOWN_CHARACTERS]
-
-
-def _lines(read_record: Callable[[], bytes]) -> Iterator[LogLine]:
-    while True:
-        try:
-            record = read_record()
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            continue  # overwritten before it was read: the next one is there
-        if not record:
-            return
-        if line := parse_record(record):
-            yield line

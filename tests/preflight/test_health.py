@@ -14,7 +14,7 @@ import pytest
 from deadpool_megatron.cli.prepare.nodes import gpu_health
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.facts import HostFacts, Needs
-from deadpool_megatron.preflight.health import Answer, Health, LogLine, ask
+from deadpool_megatron.preflight.health import Answer, Health, ask
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.preflight.judge import Standing, problems
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
@@ -128,20 +128,24 @@ def test_gpucm_itself_knows_the_checks() -> None:
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 94, 95, 999])
 def test_only_a_fault_of_the_device_takes_its_node_out(number: int) -> None:
-    found = health.newest_bad([LogLine(1.0, f"NVRM: Xid (0000:03:00): {number}, it says")], 0.0)
+    found = health.newest_bad([record(1.0, f"NVRM: Xid (0000:03:00): {number}, it says")], 0.0)
     assert (found is not None) == (number in {48, 63, 64, 74, 79, 94, 95})
+
+
+def record(seconds: float, text: str) -> bytes:
+    return f"4,7,{seconds * 1e6:.0f},-;{text}\n SUBSYSTEM=pci\n".encode()
 
 
 def test_the_command_answers_as_a_health_command_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "boot_seconds", lambda: 10_000.0)
-    log = [LogLine(9_000.0, _DEVICE), LogLine(9_990.0, _PROGRAM), LogLine(9_999.0, "Xid 79")]
+    log = [record(9_000.0, _DEVICE), record(9_990.0, _PROGRAM), record(9_999.0, "Xid 79"), b"none"]
     assert gpu_health(argparse.Namespace(hours=1.0), lambda: log) == 2
     assert capsys.readouterr().out == "Xid 79 of GPU 0000:c1:00, 1000 s ago\n"
     assert gpu_health(argparse.Namespace(hours=0.1), lambda: log) == 0
 
-    def closed() -> Iterator[LogLine]:
+    def closed() -> Iterator[bytes]:
         raise PermissionError("Operation not permitted")
         yield
 
@@ -149,18 +153,16 @@ def test_the_command_answers_as_a_health_command_does(
     assert "kernel log not asked: Operation" in capsys.readouterr().out
 
 
-def test_records_are_read_to_their_end_and_lost_ones_are_passed_over() -> None:
-    told: list[bytes | OSError] = [
-        f"4,7,9000000,-;{_DEVICE}\n SUBSYSTEM=pci\n".encode(),
-        BrokenPipeError(),
-        b"no record",
-        f"4,9,9500000,-;{_PROGRAM}\n".encode(),
-        BlockingIOError(),
-    ]
+def test_records_are_read_to_their_end_and_lost_ones_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bytes | OSError] = [b"one", BrokenPipeError(), b"two", BlockingIOError()]
 
-    def read() -> bytes:
+    def read(*_: int) -> bytes:
         if isinstance(one := told.pop(0), OSError):
             raise one
         return one
 
-    assert list(health._lines(read)) == [LogLine(9.0, _DEVICE), LogLine(9.5, _PROGRAM)]
+    (tmp_path / "log").touch()
+    monkeypatch.setattr(os, "read", read)
+    assert list(health.read_kernel_log(tmp_path / "log")) == [b"one", b"two"]

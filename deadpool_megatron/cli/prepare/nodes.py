@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def gpu_health(
     args: argparse.Namespace,
-    read_log: Callable[[], Iterable[health.LogLine]] = health.read_kernel_log,
+    read_log: Callable[[], Iterable[bytes]] = health.read_kernel_log,
 ) -> int:
     """Answer as a health command does, in one line."""
     now = health.boot_seconds()

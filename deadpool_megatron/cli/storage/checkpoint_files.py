@@ -1,64 +1,27 @@
 """Is a torch_dist checkpoint whole? Its index can be read, all files and byte ranges are there, and
 the checksums of the archives that torch writes match.
 
-Needs torch for the classes of the index; nothing else of a pickle is let in. What torch adds to it
-besides, as the plans of all ranks, is passed over; of what is not known here nothing is said.
+Of the index only names, offsets and lengths are looked at: every class that it names is a stand-in,
+so that a file cannot run code here. What is not of torch is told, and so not verified.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import pickle
 import zipfile
 from collections.abc import Iterator
-from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from deadpool_megatron.vault.shm.verify import Finding, Progress, Verdict
 
 METADATA = ".metadata"
-_CHECKPOINT = "torch.distributed.checkpoint"
-# Whole names, looked up in the module itself: with a dot in it, a name would reach whatever the
-# module has imported.
-_ALLOWED = {
-    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    *(
-        (f"{_CHECKPOINT}.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("torch._utils", "_rebuild_device"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    ("builtins", "slice"),
-}
-_CONSTANTS = ("dtype", "layout", "memory_format")  # of torch itself, told by their type
-
-
-def checkpoint_bytes(directory: Path) -> int:
-    """About how much :func:`verify_checkpoint` will read."""
-    found = 0
-    for path in directory.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # pruned just now
-            found += path.stat().st_size if path.is_file() else 0
-    return found
+# Where the classes of an index are from; and what of Python itself it may name.
+_KNOWN_MODULES = ("torch", "collections", "pathlib")
+_KNOWN_BUILTINS = ("set", "frozenset", "slice", "getattr")
 
 
 def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
@@ -73,18 +36,20 @@ def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
 
 
 def _findings(directory: Path, progress: Progress) -> Iterator[Finding]:
-    unknown, verdict = set[str](), Verdict.BAD
+    unknown, ranges, size = set[str](), dict[str, list[tuple[int, int]]](), 0
     try:
-        index = _index(directory, unknown)
-        ranges = _ranges(index)
-        size = (directory / METADATA).stat().st_size
-    except (OSError, pickle.UnpicklingError, ValueError, TypeError, AttributeError) as error:
-        ranges, size, what, reason = {}, 0, "index", f"cannot be read: {error}"
+        with _opened(directory / METADATA) as file:
+            index = _IndexReader(file, unknown).load()
+            size = os.fstat(file.fileno()).st_size
+        is_in_index = any(str(key).startswith("common_state/") for key in index.state_dict_metadata)
+        for info in index.storage_data.values():
+            found = ranges.setdefault(str(info.relative_path), [])
+            found.append((int(info.offset), int(info.length)))
     except Exception as error:  # what a parser makes of damaged bytes cannot be listed
-        ranges, size, what, reason = {}, 0, "index", f"is damaged: {error!r}"
+        what, verdict, reason = "index", Verdict.BAD, f"cannot be read: {error!r}"
     else:
-        what, reason = f"index of {sum(map(len, ranges.values()))} entries", ""
-        verdict = Verdict.GOOD
+        what, verdict = f"index of {sum(map(len, ranges.values()))} entries", Verdict.GOOD
+        reason = ""
     if unknown:
         verdict, reason = Verdict.UNKNOWN, f"holds {', '.join(sorted(unknown))}: not known here"
     yield Finding(directory / METADATA, what, size, verdict, reason)
@@ -97,17 +62,10 @@ def _findings(directory: Path, progress: Progress) -> Iterator[Finding]:
         yield _verify_file(directory / name, found, progress)
     # What Megatron adds to those of torch. From 0.19 on the common values are in the index.
     common, configuration = directory / "common.pt", directory / "metadata.json"
-    is_in_index = any(str(key).startswith("common_state/") for key in index.state_dict_metadata)
     if common.exists() or (configuration.exists() and not is_in_index):
         yield _verify_file(common, None, progress)
     if common.exists() or configuration.exists() or is_in_index:
         yield _verify_configuration(configuration)
-
-
-def _index(directory: Path, unknown: set[str]) -> Any:
-    """``unknown`` gets the names of what is in it that is not known here."""
-    with _opened(directory / METADATA) as file:
-        return _IndexReader(file, unknown).load()
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -115,64 +73,37 @@ def _opened(path: Path) -> BinaryIO:
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
-def _ranges(index: Any) -> dict[str, list[tuple[int, int]]]:
-    """File -> (offset, length) of every entry of the index."""
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    for info in index.storage_data.values():
-        ranges.setdefault(str(info.relative_path), []).append((int(info.offset), int(info.length)))
-    return ranges
-
-
 class _IndexReader(pickle.Unpickler):
-    """Lets in the classes that an index consists of, so that a file cannot run code here; all else
-    is a stand-in."""
+    """Puts a stand-in in the place of every class and function, whatever it is called."""
 
     def __init__(self, file: BinaryIO, unknown: set[str]) -> None:
         super().__init__(file)
         self._unknown = unknown
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib._local":  # so Python 3.13 names the module of its paths
-            module = "pathlib"
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and "." not in name:
-            found = super().find_class(module, name)
-            if type(found).__name__ in _CONSTANTS:
-                return found
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if not f"{module}.".startswith(f"{_CHECKPOINT}."):
+        known = name in _KNOWN_BUILTINS if module == "builtins" else False
+        if not known and module.partition(".")[0] not in _KNOWN_MODULES:
             self._unknown.add(f"{module}.{name}")
         return _StandIn
 
 
 class _StandIn:
-    """In the place of an object that is not looked at: takes everything, and is nothing."""
+    """An object that takes everything and keeps the attributes that it had."""
 
     def __new__(cls, *_: object, **__: object) -> _StandIn:
         return super().__new__(cls)
 
-    def __setstate__(self, _: object) -> None:
-        pass
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
 
     def __setitem__(self, _: object, __: object) -> None:
         pass
 
     def extend(self, _: object) -> None:
-        """As a list; to append is to extend by one."""
+        """As a list or a set; to append is to extend by one."""
 
-    append = extend
-
-
-def _enum_member(owner: object, name: str) -> object:
-    """Stand for ``getattr(cls, name)``, as some of Python 3.11 write a member of an enum."""
-    if owner is _StandIn:
-        return _StandIn()
-    if isinstance(owner, EnumMeta) and name in owner.__members__:
-        found: Enum = owner[name]
-        return found
-    raise pickle.UnpicklingError(f"{name!r} of {owner!r} has no place in it")
+    append = add = extend
 
 
 def _verify_file(path: Path, ranges: list[tuple[int, int]] | None, progress: Progress) -> Finding:
@@ -231,10 +162,7 @@ class _Slice(io.RawIOBase):
     """A range of a file as a file."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file = file
-        self._offset = offset
-        self._length = length
-        self._position = 0
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -243,18 +171,12 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if start + offset < 0:
-            raise ValueError(f"position {start + offset} before the beginning")
-        self._position = start + offset
-        return self._position
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
 
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._position)
-        self._file.seek(self._offset + self._position)
-        data = bytes(self._file.read(left if size < 0 else min(size, left)))
-        self._position += len(data)
-        return data
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        left = max(0, self._length - self._at)
+        count: int = self._file.readinto(memoryview(buffer)[:left])
+        self._at += count
+        return count

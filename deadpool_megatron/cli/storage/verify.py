@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +23,6 @@ from deadpool_megatron.vault.shm.verify import (
     Meter,
     Progress,
     Verdict,
-    sealed_bytes,
     segment_files,
     verify_segment,
 )
@@ -68,18 +67,6 @@ class Target:
     kind: What
     path: Path
 
-    def nbytes(self) -> int:
-        """About how much there is to read."""
-        match self.kind:
-            case What.CHECKPOINT:
-                return checkpoint_files.checkpoint_bytes(self.path)
-            case What.LATEST:
-                return 0
-            case What.FROZEN:
-                return sum(path.stat().st_size for path in frozen_folder.files_in(self.path))
-            case What.MEMORY | What.DUMP:
-                return sum(sealed_bytes(path) for path in segment_files(self.path))
-
     def verify(self, progress: Progress) -> Iterator[Finding]:
         """All findings."""
         match self.kind:
@@ -115,10 +102,9 @@ def run(args: argparse.Namespace) -> int:
     """Verify and say what was found."""
     targets = find_targets(args.directory)
     found: list[tuple[Target, Finding]] = []
-    with _Bar(sum(target.nbytes() for target in targets), quiet=args.json) as show:
-        meter = Meter(show)
-        for target in targets:
-            found += [(target, finding) for finding in target.verify(meter)]
+    meter = Meter(_show if sys.stderr.isatty() and not args.json else lambda _: None)
+    for target in targets:
+        found += [(target, finding) for finding in target.verify(meter)]
     verdicts = {finding.verdict for _, finding in found}
     status = EXIT_NOT_VERIFIED if Verdict.UNKNOWN in verdicts else 0
     status = EXIT_BAD if Verdict.BAD in verdicts else status
@@ -253,31 +239,5 @@ def _row(target: Target, generation: Any, findings: list[Finding]) -> list[str]:
     ]
 
 
-class _Bar:
-    """A progress bar on standard error where that is a terminal with rich, else nothing."""
-
-    def __init__(self, total: int, *, quiet: bool) -> None:
-        self._total = total
-        self._progress: Any = None
-        self._quiet = quiet or not sys.stderr.isatty()
-
-    def __enter__(self) -> Callable[[int], None]:
-        if not self._quiet:
-            try:
-                from rich.console import Console
-                from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
-                from rich.progress import Progress as RichProgress
-            except ImportError:
-                return lambda _: None
-            console = Console(stderr=True)
-            columns = (BarColumn(bar_width=40), DownloadColumn(), TimeRemainingColumn())
-            self._progress = RichProgress(*columns, console=console, transient=True)
-            task = self._progress.add_task("", total=self._total)
-            self._progress.start()
-            progress = self._progress
-            return lambda done: progress.update(task, completed=done)
-        return lambda _: None
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+def _show(done_bytes: int) -> None:
+    print(f"\r{size(done_bytes)}\r", end="", file=sys.stderr, flush=True)

@@ -51,15 +51,6 @@ def segment_files(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("*.seg") if not p.name.startswith("."))
 
 
-def sealed_bytes(path: Path) -> int:
-    """About how much :func:`verify_segment` will hash; 0 for what cannot be read."""
-    try:
-        segment = Segment.open(path, writable=False)
-    except (SegmentError, OSError):
-        return 0
-    return sum(entry.nbytes for slot in _sealed(segment) for _, entry in slot[2])
-
-
 def verify_segment(path: Path, progress: Progress) -> Iterator[Finding]:
     """One finding for each sealed part; ``progress`` gets the bytes hashed since the last call.
 
