@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.refusals.unreviewed import ALLOW_UNREVIEWED
+from deadpool_megatron.hookpoints import ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, SettingsError, flag_name, is_played
-
-ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
 
 
 def add_arguments(

@@ -22,6 +22,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 Handler = Callable[..., Any]
 
 FLAG = "--deadpool"
+ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
+#: lets one unreviewed flag through, by its name without dashes, or one value of one, as
+#: ``flag=value``; may be given several times
+ALLOW_UNREVIEWED = "--deadpool-allow-unreviewed"
 _HANDLERS_MODULE = "deadpool_megatron.hooks.pretraining.attach"
 _MARK = "__deadpool_hookpoint__"
 

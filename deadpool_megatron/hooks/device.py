@@ -12,9 +12,10 @@ import sys
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron import arguments, nccl_environment
+from deadpool_megatron import arguments
 from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
 from deadpool_megatron.preflight.gpus import VISIBLE
+from deadpool_megatron.support import environment as nccl_environment
 
 # As for any bad input: another process would find the same.
 EXIT_BAD_INPUT = 2

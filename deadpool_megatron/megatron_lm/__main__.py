@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         import_megatron(script)
     except (ValueError, RuntimeError) as error:
         return _refuse(str(error))
-    from deadpool_megatron.hooks.pretraining import versions
+    from deadpool_megatron.support import versions
 
     try:
         versions.check(versions.examine(), allow_untested=ALLOW_UNTESTED in argv)

@@ -167,7 +167,7 @@ def calls() -> Results:
 
 def variables() -> Results:
     """See the module text."""
-    from deadpool_megatron.nccl_environment import VARIABLES
+    from deadpool_megatron.support.environment import VARIABLES
 
     files = [*_CUDA.parent.glob("libtorch*.so"), *_CUDA.parent.glob("libc10*.so"), nccl_library()]
     texts = [file.read_bytes() for file in files]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.nccl_environment import VARIABLES
+from deadpool_megatron.support.environment import VARIABLES
 from tests.cluster.running import deadpool
 
 pytestmark = pytest.mark.slow

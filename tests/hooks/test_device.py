@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deadpool_megatron import nccl_environment
 from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
 from deadpool_megatron.hooks import session as session_module
 from deadpool_megatron.hooks.device import EXIT_BAD_INPUT, take_device
-from deadpool_megatron.nccl_environment import VARIABLES
 from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.support import environment as nccl_environment
+from deadpool_megatron.support.environment import VARIABLES
 from tests.hooks import session_rig
 
 Machine = Callable[..., list[int]]

@@ -77,7 +77,7 @@ def wrapped_at_run_time(checkout: Path) -> list[str]:
 import json, pathlib, sys
 from deadpool_megatron.megatron_lm.importing import import_megatron
 import_megatron(pathlib.Path(sys.argv[1]))
-from deadpool_megatron.hooks.pretraining import versions
+from deadpool_megatron.support import versions
 print(json.dumps(versions.install_points()))
 """
     command = [sys.executable, "-W", "ignore", "-c", program, str(checkout / "pretrain_gpt.py")]

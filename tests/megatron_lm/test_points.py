@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.hooks.pretraining import names
+from deadpool_megatron.support import names
+from deadpool_megatron.support.versions import FAMILIES
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 pytestmark = pytest.mark.megatron_lm
@@ -47,6 +48,17 @@ def version_of(tree: Path) -> str:
 
 def test_every_name_is_there(tree: Path) -> None:
     assert names.lacking(tree, version_of(tree)) == ()
+
+
+def test_places_of_families_are_among_the_names() -> None:
+    assert tuple(FAMILIES) == names.VERSIONS
+    for version, row in FAMILIES.items():
+        expected = {(name.file, name.name) for name in names.expected_in(f"{version}.0")}
+        places = (row["globals_setter"], row["finalising"], *row["common_saves"], *row["openers"])
+        for module, path in (place.split(":") for place in places):
+            # What is built in has no definition there.
+            name = path.removesuffix(".open")
+            assert name == "open" or (module.replace(".", "/") + ".py", name) in expected
 
 
 def test_what_is_gone_is_named(tree: Path, tmp_path: Path) -> None:

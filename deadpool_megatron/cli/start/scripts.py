@@ -19,10 +19,8 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.refusals.refused import REFUSED
-from deadpool_megatron.refusals.rows import complaint
-from deadpool_megatron.refusals.unreviewed import let_through, unreviewed
 from deadpool_megatron.settings import Settings, flag_name
+from deadpool_megatron.support import flags
 
 #: runs the script with the hooks in it
 MODULE = "deadpool_megatron.megatron_lm"
@@ -59,11 +57,9 @@ def adopt(args: argparse.Namespace) -> None:
     """
     command = member_command(args.command)
     if script_of(command) is not None:
-        line = complaint(row for row in REFUSED if row.is_named_in(args.command[1:]))
-        line = line or unreviewed(args.command)
-        if line:
+        if line := flags.refused_or_unreviewed(args.command):
             raise CommandError(line)
-        for name in let_through(args.command):
+        for name in flags.let_through(args.command):
             print(f"deadpool: {name} is not reviewed, and let through", file=sys.stderr)
         arguments.put_into(args, _settings(args.command[1:], args.options))
     args.command = list(command)

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import replace
 
-from deadpool_megatron import failpoints, nccl_environment
+from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import Agent
 from deadpool_megatron.cluster.process import posix
@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.preflight import gpus, host
 from deadpool_megatron.process_names import set_process_name
+from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.vault.disk.dump import found_slots
 
 

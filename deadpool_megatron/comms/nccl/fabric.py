@@ -1,7 +1,7 @@
 """Inner groups on NCCL. Written with the sources of torch 2.13 open.
 
 The environment that they need, and the versions of NCCL that are refused, are in
-:mod:`deadpool_megatron.nccl_environment`. Facts that shape this module:
+:mod:`deadpool_megatron.support.environment`. Facts that shape this module:
 
 A wait only orders streams, so it must run on the calling thread. Aborting communicators one after
 another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the same time, a thread

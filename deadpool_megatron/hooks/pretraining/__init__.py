@@ -1,9 +1,7 @@
 """Megatron-LM's own training scripts under protection: ``--deadpool`` on their command line.
 
 attach                what ``--deadpool`` adds and refuses, and where the marked functions lead
-versions              which Megatron-LM this is, and whether its functions are those that are known
-names                 what of it is relied upon
-families              what differs between its versions
+families              what differs between its versions (:mod:`deadpool_megatron.support`)
 scene                 what its functions do at this moment
 program               pretrain() as a program of a session, called in passes
 build                 one pass up to train(): what it built, of which arguments

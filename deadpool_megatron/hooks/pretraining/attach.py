@@ -1,7 +1,7 @@
 """Attaches to Megatron-LM: what ``--deadpool`` adds to its command line and refuses to go with, and
 where the marked functions lead. Imported at the first call of one of them.
 
-What is refused is a table in :mod:`deadpool_megatron.refusals`. Without ``--deadpool`` all of the
+What is refused is a table in :mod:`deadpool_megatron.support`. Without ``--deadpool`` all of the
 flags do nothing.
 """
 
@@ -24,10 +24,8 @@ from deadpool_megatron.hooks.pretraining import scene
 from deadpool_megatron.hooks.pretraining.build import CommandLine, NothingToTrain
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory
-from deadpool_megatron.refusals.refused import REFUSED, one_logger_complaint
-from deadpool_megatron.refusals.rows import complaint
-from deadpool_megatron.refusals.unreviewed import unreviewed
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.support import flags
 
 
 class FlagsRefused(ValueError):
@@ -50,8 +48,7 @@ def refuse(args: argparse.Namespace, argv: Sequence[str]) -> None:
     flags in ``argv``, the script's command line, that nobody has looked at."""
     if not getattr(args, "deadpool", False):
         return
-    line = complaint(row for row in REFUSED if row.applies(args))
-    line = line or unreviewed(argv) or one_logger_complaint(args)
+    line = flags.refused(args) or flags.unreviewed(argv) or flags.one_logger_complaint(args)
     line = line or saves_refusal(getattr(args, "save", None), os.environ)
     if line:
         raise FlagsRefused(line)

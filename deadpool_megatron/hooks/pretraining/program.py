@@ -30,7 +30,7 @@ from deadpool_megatron.hooks.pretraining.build import (
     forget_globals,
     no_writers,
 )
-from deadpool_megatron.hooks.pretraining.families import family
+from deadpool_megatron.hooks.pretraining.families import family, place
 from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
@@ -129,11 +129,10 @@ class PretrainProgram(Program):
             return original(*args, **kwargs)
 
         forget_globals()
-        setter = family().globals_setter()
         # Tokenizer, writers and the rest are made by the next pass.
         with (
             acting({"initialize_megatron": parse_first, "_initialize_distributed": then}),
-            replaced(setter.holder, setter.name, global_vars.set_args),
+            replaced(*place(family().globals_setter), global_vars.set_args),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             try:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from deadpool_megatron.hooks.pretraining.families import family
+from deadpool_megatron.hooks.pretraining.families import family, place
 from deadpool_megatron.hooks.pretraining.scene import replaced
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 
@@ -69,21 +69,20 @@ class StorageFaults:
         """Pass errors over while the block runs, in saves and in what finalises them later."""
         checkpointing = importlib.import_module("megatron.training.checkpointing")
         serialization = importlib.import_module(f"{_CHECKPOINTING}.serialization")
-        finalising = family().finalising()
         writer = importlib.import_module(f"{_CHECKPOINTING}.strategies.filesystem_async")
         names: tuple[tuple[Any, str, Callable[..., Callable[..., Any]]], ...] = (
             (checkpointing, "cleanup_old_non_persistent_checkpoint", self._alone),
-            *((common.holder, common.name, self._alone) for common in family().common_saves()),
+            *((*place(named), self._alone) for named in family().common_saves),
             (writer.FileSystemWriterAsync, "finish", self._alone),
             (serialization, "save_config", self._alone),
-            (finalising.holder, finalising.name, self._together),
-            *((opener.holder, opener.name, self._opening) for opener in family().openers()),
+            (*place(family().finalising), self._together),
+            *((*place(named), self._opening) for named in family().openers),
             # It would say that the checkpoint was saved.
             (checkpointing, "print_rank_0", self._alone),
         )
         with contextlib.ExitStack() as stack:
-            for place, name, wrapped in names:
-                stack.enter_context(replaced(place, name, wrapped(_named(place, name))))
+            for holder, name, wrapped in names:
+                stack.enter_context(replaced(holder, name, wrapped(_named(holder, name))))
             yield
 
     def _note(self, error: BaseException) -> None:

@@ -47,8 +47,8 @@ class Device(StrEnum):
 
 def set_up(device: Device) -> None:
     """The environment of the process of a part: it sees all GPUs, and deals them out."""
-    from deadpool_megatron import nccl_environment
     from deadpool_megatron.preflight.gpus import VISIBLE
+    from deadpool_megatron.support import environment as nccl_environment
 
     given = device.environment(0)
     if device is Device.CUDA:

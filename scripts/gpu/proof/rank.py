@@ -55,7 +55,7 @@ class Report:
 def play(setup: Setup, number: int, line: Connection) -> None:
     """Be warm; then play the role that the first order names, to the end of the process."""
     os.environ.update(setup.device.environment(number))
-    from deadpool_megatron import nccl_environment
+    from deadpool_megatron.support import environment as nccl_environment
 
     nccl_environment.complete(os.environ)
     import torch

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from deadpool_megatron import nccl_environment
 from deadpool_megatron.cluster.link.store import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.builders import AT_ONCE
@@ -26,6 +25,7 @@ from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.hooks.probes import Standstill
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from tests.common.waiting import wait_for

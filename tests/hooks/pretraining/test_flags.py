@@ -13,18 +13,20 @@ import pytest
 
 from deadpool_megatron import arguments
 from deadpool_megatron.hooks.pretraining import attach
-from deadpool_megatron.refusals import refused as refused_flags
-from deadpool_megatron.refusals.refused import REFUSED, as_markdown
-from deadpool_megatron.refusals.reviewed import REVIEWED
-from deadpool_megatron.refusals.rows import FlagRow, complaint
-from deadpool_megatron.refusals.unreviewed import (
+from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings
+from deadpool_megatron.support import flags as flag_tables
+from deadpool_megatron.support.flags import (
+    REFUSED,
+    REVIEWED,
     UNREVIEWED,
     UNREVIEWED_SCRIPTS,
+    VALUES,
+    FlagRow,
+    as_markdown,
     let_through,
+    refused_or_unreviewed,
     unreviewed,
 )
-from deadpool_megatron.refusals.values import VALUES
-from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
@@ -149,7 +151,6 @@ def test_saves_must_not_go_where_exports_go(
     monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path / "run"))
     settings = Settings(persist_directory=str(tmp_path / "saves"))
     monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
-    monkeypatch.setattr(attach, "REFUSED", ())
     assert "is where the run's exports go" in refused(save=str(tmp_path / "saves"))
     attach.refuse(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")), [])
     attach.refuse(argparse.Namespace(deadpool=True, save=None), [])
@@ -197,11 +198,11 @@ def test_several_flags_are_named_at_once() -> None:
         (["--error-injection-rate=2"], "--error-injection-rate above 0"),
         (["--dataloader-type", "external", "--dataloader-type", "single"], ""),
         (["--error-injection-rate", "many"], ""),
-        (["--use-sharp-edges", "use-sharp"], ""),
+        (["use-sharp"], ""),
     ],
 )
 def test_what_the_command_line_alone_says(argv: list[str], found: str) -> None:
-    line = complaint(row for row in REFUSED if row.is_named_in(argv))
+    line = refused_or_unreviewed(["own.py", *argv])
     assert line.startswith(found)
     assert bool(line) == bool(found)
 
@@ -250,7 +251,7 @@ def test_several_can_be_answered_for() -> None:
 
 def test_one_logger_is_refused_where_it_would_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     attach.refuse(argparse.Namespace(deadpool=True, enable_one_logger=True), [])
-    monkeypatch.setattr(refused_flags, "_is_installed", lambda package: package == "one_logger")
+    monkeypatch.setattr(flag_tables, "_is_installed", lambda package: package == "one_logger")
     attach.refuse(argparse.Namespace(deadpool=True, enable_one_logger=False), [])
     assert refused(enable_one_logger=True).endswith("give --no-one-logger")
 
@@ -366,7 +367,7 @@ def test_no_value_of_a_reviewed_flag_is_new(parsers: dict[str, dict[str, list[st
         flag: {value for of_tag in parsers.values() for value in of_tag.get(flag, ())}
         for flag in sorted(passing)
     }
-    read = {flag: set(values.split()) for flag, values in VALUES.items()}
+    read = {flag: set(values) for flag, values in VALUES.items()}
     assert [
         f"{flag} {value}"
         for flag, values in listed.items()

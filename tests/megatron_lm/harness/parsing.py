@@ -145,7 +145,7 @@ def _points() -> list[str]:
     from megatron.training import arguments, training
 
     from deadpool_megatron.hookpoints import is_marked
-    from deadpool_megatron.hooks.pretraining import versions
+    from deadpool_megatron.support import versions
 
     report = versions.examine()
     versions.check(report, allow_untested=False)

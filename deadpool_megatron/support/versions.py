@@ -10,19 +10,23 @@ import importlib
 import inspect
 import runpy
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deadpool_megatron.arguments import ALLOW_UNTESTED
-from deadpool_megatron.hookpoints import Point, hookpoint, is_marked, points_of
-from deadpool_megatron.hooks.pretraining import names
+from deadpool_megatron.hookpoints import ALLOW_UNTESTED, Point, hookpoint, is_marked, points_of
+from deadpool_megatron.support import names
 
-#: what package_info.py says: core_v0.19.0 calls itself 0.19.1, and the package index has the same
-#: files as 0.19.0, and as 0.19.2 with another way to overlap experts, which is refused
-TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+_TABLES: dict[str, Any] = tomllib.loads(
+    (Path(__file__).parent / "tables" / "versions.toml").read_text()
+)
+#: what package_info.py says of those that were tried
+TESTED: tuple[str, ...] = tuple(_TABLES["tested"])
+#: by MAJOR.MINOR, the newest last: where its versions differ from others
+FAMILIES: dict[str, dict[str, Any]] = _TABLES["families"]
 _PACKAGE_INFO = "megatron.core.package_info"
 Importer = Callable[[str], Any]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.hookpoints import hookpoint, is_marked, points_of
-from deadpool_megatron.hooks.pretraining import versions
-from deadpool_megatron.hooks.pretraining.versions import UntestedMegatron
+from deadpool_megatron.support import versions
+from deadpool_megatron.support.versions import UntestedMegatron
 from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import in_checkout
 

@@ -1,0 +1,91 @@
+"""What members get for NCCL's sake, what is refused, and that docs and code say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.support import environment as table
+from deadpool_megatron.support.environment import VARIABLES, Otherwise
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_is_not_set_is_set_and_what_the_user_has_set_stays() -> None:
+    """Also under a former name, over which torch takes the one of today where there are both."""
+    environment = {"NCCL_NVLS_ENABLE": "1", "PATH": "/bin", "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}
+    own = dict(environment)
+    table.complete(environment)
+    expected = {variable.name: variable.value for variable in VARIABLES}
+    del expected["TORCH_FR_BUFFER_SIZE"]
+    assert environment == {**expected, **own}
+    assert table.complaint({**expected, "PATH": "/bin"}) == ""
+    assert table.warnings(expected) == []
+    assert table.in_force(expected).startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 ")
+
+
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
+def test_each_row(variable: table.Variable) -> None:
+    """Under both of its names: what does the same passes, the contrary is named in one line."""
+    contrary = variable.contrary[0] if variable.contrary else "other"
+    for name in filter(None, (variable.name, variable.former_name)):
+        for same in (variable.value, *variable.as_good, variable.value.swapcase()):
+            assert table.complaint({name: same}) == ""
+            assert table.warnings({name: same}) == []
+        refused, warned = table.complaint({name: contrary}), table.warnings({name: contrary})
+        assert bool(refused) == (variable.otherwise is Otherwise.REFUSED)
+        assert len(warned) == (variable.otherwise is Otherwise.WARNED)
+        for line in filter(None, (refused, *warned)):
+            assert line.startswith(f"{name}={contrary} ")
+            assert variable.reason in line
+            assert "\n" not in line
+
+
+def test_all_contrary_values_are_in_the_line() -> None:
+    environment = {
+        one.name: one.contrary[0] if one.contrary else "other"
+        for one in VARIABLES
+        if one.otherwise is Otherwise.REFUSED
+    }
+    line = table.complaint(environment)
+    assert all(f"{name}={value}" in line for name, value in environment.items())
+
+
+@pytest.mark.parametrize(
+    ("value", "refused"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING=3", True),
+        ("NCCL_BLOCKING_WAIT=true", True),
+        ("TORCH_NCCL_BLOCKING_WAIT=false", False),
+        ("TORCH_DISTRIBUTED_DEBUG=INFO", False),
+        ("TORCH_FR_BUFFER_SIZE=20000", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS=32", False),
+    ],
+)
+def test_what_a_user_may_have_set(value: str, refused: bool) -> None:
+    assert bool(table.complaint(dict([value.split("=")]))) == refused
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [
+        ((2, 21, 5), True),
+        ((2, 26, 1), True),
+        ((2, 26, 2), False),
+        ((2, 28, 2), False),
+        ((2, 28, 3), True),
+        ((2, 28, 8), True),
+        ((2, 28, 9), False),
+    ],
+)
+def test_versions_that_cannot_abort_and_go_on_are_refused(
+    version: tuple[int, int, int], refused: bool
+) -> None:
+    line = table.version_complaint(version)
+    assert bool(line) == refused
+    assert line.startswith(f"NCCL {'.'.join(map(str, version))} cannot be protected" * refused)
+
+
+def test_the_docs_have_the_tables() -> None:
+    assert table.as_markdown() in (ROOT / "docs" / "gpu.md").read_text()
