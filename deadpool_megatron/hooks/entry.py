@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.audit.audit import Audit
 from deadpool_megatron.hooks.capture import extras as megatron_extras
 from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
@@ -30,11 +31,10 @@ from deadpool_megatron.hooks.capture.optimizer import (
     statistics_span_the_world,
 )
 from deadpool_megatron.hooks.capture.protection import Protection, ReplayRefused, UpdateCapture
-from deadpool_megatron.hooks.capture.slots import PinnedSlots, admit, park
+from deadpool_megatron.hooks.capture.slots import PinnedSlots
 from deadpool_megatron.hooks.capture.update_replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
-from deadpool_megatron.hooks.dimensions import DataHook, DimensionHook, PipelineHook, TensorHook
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
@@ -46,9 +46,9 @@ from deadpool_megatron.layout.sizing import extras_room_bytes
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk.sources import dump_differs
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
@@ -71,8 +71,10 @@ class OtherModel(ValueError):
     line."""
 
 
-class EpochEntry(Stages):
-    """Holds what is built for the current role; implements the stages of a recovery on it."""
+class EpochEntry:
+    """Holds what is built for the current role. Its stages are run in their order by the session;
+    the first needs no peer and touches no slot, so that a member which is still building when its
+    epoch is closed has nothing to leave and continues building."""
 
     def __init__(
         self,
@@ -106,7 +108,6 @@ class EpochEntry(Stages):
         self.audit: Audit | None = None
         self._frozen: FrozenWeights | None = None
         self._shard: ShardState | None = None
-        self._dimensions: tuple[DimensionHook, ...] = ()
         self._cleanup: InterruptCleanup | None = None
         self._late: dict[str, object] = {}
         self._pristine = b""
@@ -152,20 +153,18 @@ class EpochEntry(Stages):
         self.loop.warm_up()
         assert self._cleanup is not None
         self._cleanup.forget()
-        layout, roles = self.protection.layout, _roles_per_node()
-        nodes = int(os.environ["WORLD_SIZE"]) // roles
+        self._park(int(os.environ["WORLD_SIZE"]) // _roles_per_node())
+
+    def _park(self, nodes: int) -> None:
+        """Make slots for a role that is not played yet, and page-lock what is copied into them;
+        what the node may have to keep for others comes first."""
         try:
-            park(
-                self._vault,
-                layout,
-                roles,
-                self._settings,
-                self._pinned,
-                self.protection.copied_parts,
-                nodes=nodes,
-            )
+            self._find_room(nodes, pinned=False)
+            self._vault.park(self.protection.layout)
         except NoRoom as error:
             print(f"slots are made when there is a role for them: {error}", flush=True)
+            return
+        self._pinned.pin(self._vault.slot_views(self.protection.copied_parts))
 
     # Stages.
 
@@ -232,8 +231,7 @@ class EpochEntry(Stages):
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
         """State and parameters from the peers, iterators from the counters, random states last."""
-        for dimension in self._dimensions:
-            dimension.rebuild_from_peers()
+        dimensions.rebuild_from_peers(self.loop, self._shard_state.shared)
         self.loop.reset_after_interrupt()
         if self._late:
             megatron_extras.restore_last(self._late)
@@ -241,8 +239,7 @@ class EpochEntry(Stages):
 
     def verify(self, record: EpochRecord, role: int) -> None:
         """Peers of every dimension hold equal what they must hold equal."""
-        for dimension in self._dimensions:
-            dimension.verify()
+        dimensions.verify(self.loop, self._shard_state.shared)
         if record.restore.kind in ("initial", "durable"):
             self._frozen_weights.leave(self._waiting(record.epoch, "verify"))
             # The first generation of a new line; sealed and committed before the first update.
@@ -352,14 +349,18 @@ class EpochEntry(Stages):
         its slots, and lives with fewer copies rather than end."""
         if record.restore.kind == "memory" or self._vault.has_segment(self.role):
             return
-        settings = self._settings
-        directory, roles = self._vault.directory, _roles_per_node()
-        pinned = self._platform.is_cuda
-        nodes = len(record.nodes)
-        for text in admit(
-            self.protection.layout, directory, roles, settings, nodes=nodes, pinned=pinned
-        ):
+        for text in self._find_room(len(record.nodes), pinned=self._platform.is_cuda):
             self._warn(text)
+
+    def _find_room(self, nodes: int, *, pinned: bool) -> list[str]:
+        """Look for memory before the first slot is made, in a run of so many nodes; returns
+        warnings, one line each. Raises NoRoom with one line that names needs, limit and remedy."""
+        needs = memory.node_needs(self.protection.layout, _roles_per_node(), self._settings, nodes)
+        # Other members of the node may have taken their part of it already.
+        rooms = memory.node_rooms(self._vault.directory, self._settings.memory_bytes)
+        if trouble := memory.objection(needs, rooms):
+            raise NoRoom(trouble)
+        return memory.warnings(needs, rooms, memory.memlock_bytes(), pinned=pinned)
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -385,7 +386,7 @@ class EpochEntry(Stages):
             return False
         self.protection.close()
         self._shard_state.release()
-        self._protection, self._shard, self._dimensions, self._cleanup = None, None, (), None
+        self._protection, self._shard, self._cleanup = None, None, None
         os.environ["RANK"] = str(role)
         self.role = role
         with self._communicators.found_again():
@@ -458,11 +459,6 @@ class EpochEntry(Stages):
         judge = functools.partial(self._reports.judge, GRADIENT_NORM)
         StepHooks(optimizer, protection.gate, before, after, judge)
         self._cleanup = InterruptCleanup(loop)
-        self._dimensions = (
-            TensorHook(self._loop),
-            PipelineHook(self._loop),
-            DataHook(self._loop, self._shard.shared),
-        )
 
     def _drop(self) -> None:
         """Let go of the objects of another role before the new ones take memory."""
@@ -474,7 +470,7 @@ class EpochEntry(Stages):
         if self._loop is not None:
             self._loop.close()
         self._loop, self._protection, self.audit, self._frozen = None, None, None, None
-        self._shard, self._dimensions, self._cleanup = None, (), None
+        self._shard, self._cleanup = None, None
         self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()

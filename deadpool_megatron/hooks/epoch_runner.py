@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import PausePoint
-from deadpool_megatron.comms import Communicators
+from deadpool_megatron.comms import CommunicatorFault, Communicators
 from deadpool_megatron.events import Kind
-from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
@@ -22,17 +21,14 @@ from deadpool_megatron.hooks.probes import OwnTimeMeter
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.part_kinds import BOUNDARIES
 from deadpool_megatron.layout.records import EpochRecord, Generation
-from deadpool_megatron.wire.framing import readable
-
-_LOOK_SECONDS = 0.05
+from deadpool_megatron.ownership import make_private
+from deadpool_megatron.settings import Settings
 
 _Result = TypeVar("_Result")
 
 
 class EpochRunner(Course):
-    """See :class:`Course`. ``check(epoch)`` raises EpochClosed or, when the run is over, StopOrder;
-    ``checkpoints``: where they go if the program does not say.
-    """
+    """See :class:`Course`. ``checkpoints``: where they go if the program does not say."""
 
     def __init__(
         self,
@@ -41,13 +37,12 @@ class EpochRunner(Course):
         communicators: Communicators,
         reports: Reports,
         pause: PausePoint,
-        saves: DurableSaves,
-        checkpoints: Path,
-        check: Callable[[int], None],
-        interrupt_fd: int,
-        hash_interval: int,
         own_time: OwnTimeMeter,
+        checkpoints: Path,
+        settings: Settings,
     ) -> None:
+        self.epoch = record.epoch
+        self.recomputed = max(0, record.emitted_up_to - record.restore.generation.iteration)
         self.generation = entry.generation
         self._boundary = entry.boundary
         self._first_iteration = entry.generation.iteration + 1
@@ -56,23 +51,10 @@ class EpochRunner(Course):
         self._communicators = communicators
         self._reports = reports
         self._pause = pause
-        self._saves = saves
-        self._checkpoints = checkpoints
-        self._check_epoch = check
-        self._interrupt_fd = interrupt_fd
-        self._hash_interval = hash_interval
         self._own_time = own_time
+        self._checkpoints = checkpoints
+        self._settings = settings
         own_time.reset()
-
-    @property
-    def epoch(self) -> int:
-        """See :class:`Course`."""
-        return self._record.epoch
-
-    @property
-    def recomputed(self) -> int:
-        """See :class:`Course`."""
-        return max(0, self._record.emitted_up_to - self._record.restore.generation.iteration)
 
     def is_behind(self, boundary: str) -> bool:
         """See :class:`Course`."""
@@ -82,7 +64,7 @@ class EpochRunner(Course):
         """See :class:`Course`."""
         self._stand_still_if_asked(iteration)
         reports, protection = self._reports, self._entry.protection
-        generation = Generation(self._record.epoch, iteration)
+        generation = Generation(self.epoch, iteration)
         reports.iteration = iteration
         reports.section = "first-step" if iteration == self._first_iteration else "step"
         self._communicators.be_patient(iteration == self._first_iteration)
@@ -131,10 +113,16 @@ class EpochRunner(Course):
         self._boundary = boundary
 
     def save(self, loop: SteppedLoop) -> None:
-        """See :class:`Course`."""
-        base = self._entry.program.checkpoint_directory() or self._checkpoints
-        epoch = self._record.epoch
-        self.segment("save", lambda: self._saves.save(loop, base, epoch, self.generation))
+        """See :class:`Course`. All roles write, the coordinator alone makes the result valid."""
+        self.segment("save", lambda: self._save(loop))
+
+    def count_as_durable(self, directory: Path, iteration: int) -> None:
+        """See :class:`Course`. Nobody waits: until the coordinator has heard of it, the run falls
+        back to the one before."""
+        self.check()
+        if dist.get_rank() == 0:
+            place = str(directory.absolute())
+            self._ask_to_count(iteration, place, place)
 
     def hash_restored(self) -> None:
         """Have what was restored from memory compared with what stood there before, where that was
@@ -143,13 +131,41 @@ class EpochRunner(Course):
             self._hash_state()
 
     def check(self) -> None:
-        """Raise EpochClosed unless the epoch is open."""
-        self._check_epoch(self._record.epoch)
-
-    def count_as_durable(self, directory: Path, iteration: int) -> None:
         """See :class:`Course`."""
+        self._reports.check()
+
+    def _save(self, loop: SteppedLoop) -> None:
+        """Collectively write; role 0 then waits until the result counts.
+
+        It counts only if the epoch was still open when everything was written (rule 11). Raises
+        EpochClosed, or CommunicatorFault when the coordinator does not answer.
+        """
+        iteration = self.generation.iteration
+        base = self._entry.program.checkpoint_directory() or self._checkpoints
+        # The coordinator, and who goes on with the run, may be in other working directories.
+        final = base.absolute() / f"iter_{iteration:07d}"
+        temporary = final.with_name(f".{final.name}.epoch{self.epoch}")
+        failpoints.hit("save.begin")
+        make_private(temporary)
+        loop.save_checkpoint(temporary)
+        dist.barrier()
+        failpoints.hit("save.written")
+        if dist.get_rank() != 0:
+            return
         self.check()
-        self._saves.announce(directory, iteration)
+        reports = self._reports
+        reports.durable_iteration = 0
+        self._ask_to_count(iteration, str(temporary), str(final))
+        # An answer to an older request may still be under way: it names another iteration.
+        if not reports.wait_until(
+            lambda: reports.durable_iteration == iteration, self._settings.restore_seconds
+        ):
+            raise CommunicatorFault(
+                "coordinator", "durable-request", "no answer: the checkpoint is not valid"
+            )
+
+    def _ask_to_count(self, iteration: int, temporary: str, final: str) -> None:
+        self._reports.say("durable-request", iteration=iteration, temporary=temporary, final=final)
 
     def _stand_still_if_asked(self, following: int) -> None:
         """A planned swap: stop at the announced boundary, protected, until the close, or until
@@ -159,12 +175,10 @@ class EpochRunner(Course):
         self._entry.protection.settle()
         self._reports.say("paused", iteration=self.generation.iteration)
         self._reports.section = "paused"
-        while not self._pause.may_start(following):
-            self.check()
-            readable(self._interrupt_fd, _LOOK_SECONDS)
+        self._reports.wait_until(lambda: self._pause.may_start(following))
 
     def _hash_state(self) -> None:
-        interval, iteration = self._hash_interval, self.generation.iteration
+        interval, iteration = self._settings.hash_interval, self.generation.iteration
         if interval == 0 or iteration % interval:
             return
         value = self._entry.loop.state_hash()

@@ -9,8 +9,7 @@ of its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import parallel_state, rerun_state_machine
@@ -37,35 +36,32 @@ class InterruptCleanup:
     def forget(self) -> None:
         """All of it, without communication. Main thread, and only when nothing can write."""
         for row in TABLE:
-            row.forget(self)
+            row(self)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One thing that is left: where it lives, and what would come of it."""
-
-    what: str
-    where: str
-    why: str
-    forget: Callable[[InterruptCleanup], None]
-
-
-def _gather_buffers(_: InterruptCleanup) -> None:
+def gather_buffers(_: InterruptCleanup) -> None:
+    """Gathered activations, in parallel_state's global memory buffer: an abandoned operation may
+    have half-written them."""
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 
-def _schedule(left: InterruptCleanup) -> None:
+def schedule(left: InterruptCleanup) -> None:
+    """Functions of the schedule, in the config of the model: the interleaved schedule replaces them
+    and puts them back only when no exception passes."""
     config = model_config(left.loop)
     for name, function in left.functions.items():
         setattr(config, name, function)
 
 
-def _virtual_stage(_: InterruptCleanup) -> None:
+def virtual_stage(_: InterruptCleanup) -> None:
+    """The virtual stage, in parallel_state: the next step would begin in the middle of the
+    model."""
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(0)
 
 
-def _timers(left: InterruptCleanup) -> None:
+def timers(left: InterruptCleanup) -> None:
+    """Started timers, in the configs of model and optimizers: they cannot be started again."""
     # An evaluation takes them out of the config of the model.
     inner = (getattr(one, "config", None) for one in inner_optimizers(left.loop.optimizer))
     for config in (model_config(left.loop), *inner):
@@ -74,21 +70,27 @@ def _timers(left: InterruptCleanup) -> None:
                 timer.reset()
 
 
-def _rerun(left: InterruptCleanup) -> None:
+def rerun(left: InterruptCleanup) -> None:
+    """A run in the middle, and the mode of an evaluation, in the rerun state machine: it would take
+    the next run for done, an update without any forward and backward pass."""
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None:
         machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
         machine.set_mode(left.rerun_mode)
 
 
-def _logits(left: InterruptCleanup) -> None:
+def logits(left: InterruptCleanup) -> None:
+    """Largest logits, of attention modules: they would be logged as those of the next step."""
     for chunk in left.loop.model_chunks:
         for module in chunk.modules():
             if getattr(module, "current_max_attn_logits", None) is not None:
                 module.current_max_attn_logits = None
 
 
-def _buckets(left: InterruptCleanup) -> None:
+def buckets(left: InterruptCleanup) -> None:
+    """Handles, ready counts, the order of the first batch, in bucket groups of the chunks and of
+    the distributed optimizers: a newcomer reduces at the end of its first backward pass, later ones
+    within, and all roles must do so in the same order."""
     for bucket_group in bucket_groups(left.loop):
         bucket_group.grad_reduce_handle = None
         if hasattr(bucket_group, "grad_reduce_finished"):  # since 0.18
@@ -101,110 +103,59 @@ def _buckets(left: InterruptCleanup) -> None:
         bucket_group.is_last_microbatch = True
 
 
-def _groups_of_norms(left: InterruptCleanup) -> None:
+def groups_of_norms(left: InterruptCleanup) -> None:
+    """The list of groups that have gradient norms, in the optimizers: a newcomer asks all roles in
+    its first step, others would not answer."""
     for optimizer in (left.loop.optimizer, *inner_optimizers(left.loop.optimizer)):
         if hasattr(optimizer, "_has_grad_norm_group_cache"):  # since 0.19
             optimizer._has_grad_norm_group_cache = None
 
 
-def _gathers_ahead(left: InterruptCleanup) -> None:
+def gathers_ahead(left: InterruptCleanup) -> None:
+    """Gathers ahead of the forward pass, forward pre-hooks of the chunks: loops take them off for
+    an evaluation or a save, and put them on at its end."""
     for chunk, gathers_ahead in zip(left.loop.model_chunks, left.gathers_ahead, strict=True):
         if gathers_ahead and not _forward_hooks(chunk):
             chunk.enable_forward_pre_hook()
 
 
-def _gradients(left: InterruptCleanup) -> None:
+def gradients(left: InterruptCleanup) -> None:
+    """Gradients, in buffers of the chunks and of parameters: they would be added to."""
     for chunk in left.loop.model_chunks:
         chunk.zero_grad_buffer()
         chunk.force_all_reduce = False
     left.loop.optimizer.zero_grad()
 
 
-def _training_mode(left: InterruptCleanup) -> None:
+def training_mode(left: InterruptCleanup) -> None:
+    """The evaluation mode of modules: dropout would be off, but a frozen teacher is built
+    without."""
     for chunk in left.loop.model_chunks:
         chunk.train()
     for module in left.never_trained:
         module.training = False
 
 
-def _fp8(left: InterruptCleanup) -> None:
+def fp8_state(left: InterruptCleanup) -> None:
+    """Depth of regions, recomputations and cached weights, in Transformer Engine's process-wide FP8
+    state: scaling factors of another micro-batch, and other numbers of reductions."""
     fp8.reset_in_flight(left.loop.model_chunks)
 
 
+# A row each: what is left, where it lives, and what would come of it.
 TABLE = (
-    Row(
-        "gathered activations",
-        "global memory buffer of parallel_state",
-        "an abandoned operation may have half-written them",
-        _gather_buffers,
-    ),
-    Row(
-        "functions of the schedule",
-        "config of the model",
-        "the interleaved schedule replaces them and puts them back only when no exception passes",
-        _schedule,
-    ),
-    Row(
-        "virtual stage",
-        "parallel_state",
-        "the next step would begin in the middle of the model",
-        _virtual_stage,
-    ),
-    Row(
-        "started timers",
-        "configs of model and optimizers",
-        "they cannot be started again",
-        _timers,
-    ),
-    Row(
-        "a run in the middle, and the mode of an evaluation",
-        "rerun state machine",
-        "it would take the next run for done: an update without any forward and backward pass",
-        _rerun,
-    ),
-    Row(
-        "largest logits",
-        "attention modules, current_max_attn_logits",
-        "they would be logged as those of the next step",
-        _logits,
-    ),
-    Row(
-        "handles, ready counts, the order of the first batch",
-        "bucket groups of the chunks and of the distributed optimizers",
-        "a newcomer reduces at the end of its first backward pass, later ones within: all roles"
-        " must do so in the same order",
-        _buckets,
-    ),
-    Row(
-        "which groups of gradient norms there are",
-        "optimizers",
-        "a newcomer asks all roles in its first step, others would not answer",
-        _groups_of_norms,
-    ),
-    Row(
-        "gathers ahead of the forward pass",
-        "forward pre-hooks of the chunks",
-        "loops take them off for an evaluation or a save, and put them on at its end",
-        _gathers_ahead,
-    ),
-    Row(
-        "gradients",
-        "buffers of the chunks, parameters",
-        "they would be added to",
-        _gradients,
-    ),
-    Row(
-        "evaluation mode",
-        "modules of the model",
-        "dropout would be off, but a frozen teacher is built without",
-        _training_mode,
-    ),
-    Row(
-        "depth of regions, recomputations, cached weights",
-        "Transformer Engine's process-wide FP8 state",
-        "scaling factors of another micro-batch, and other numbers of reductions",
-        _fp8,
-    ),
+    gather_buffers,
+    schedule,
+    virtual_stage,
+    timers,
+    rerun,
+    logits,
+    buckets,
+    groups_of_norms,
+    gathers_ahead,
+    gradients,
+    training_mode,
+    fp8_state,
 )
 
 

@@ -6,7 +6,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from deadpool_megatron.persist.skeleton import SkeletonError
 
@@ -37,49 +37,37 @@ def _as_it_is(forward_backward: ForwardBackward) -> ForwardBackward:
     return forward_backward
 
 
-class Course(ABC):
+class Course(Protocol):
     """The things that an open epoch lets a loop do: one iteration or segment at a time, under
     protection.
 
     All methods raise EpochClosed when the epoch is closed. Main thread only.
     """
 
-    @property
-    @abstractmethod
-    def epoch(self) -> int:
-        """Number of the membership; a recovery makes a higher one."""
+    #: number of the membership; a recovery makes a higher one
+    epoch: int
+    #: how many finished iterations this epoch computes again, as far as was known before it
+    recomputed: int
 
-    @property
-    @abstractmethod
-    def recomputed(self) -> int:
-        """Return how many finished iterations this epoch computes again, as far as was known before
-        it."""
-
-    @abstractmethod
     def is_behind(self, boundary: str) -> bool:
         """Return whether the state is already that after segment ``boundary`` of the newest
         iteration."""
 
-    @abstractmethod
     def step(self, iteration: int, run: Callable[[], _Result]) -> _Result:
         """Train ``iteration`` by calling ``run``; what it made becomes the newest generation."""
 
-    @abstractmethod
     def segment(self, boundary: str, run: Callable[[], None]) -> None:
         """Run what follows the newest generation, unless it is behind; then that counts as done."""
 
-    @abstractmethod
     def save(self, loop: SteppedLoop) -> None:
         """Segment ``save``, through the loop's ``save_checkpoint`` and the coordinator."""
 
-    @abstractmethod
     def count_as_durable(self, directory: Path, iteration: int) -> None:
         """The loop has written a checkpoint of ``iteration`` itself, complete in ``directory``.
 
         From now on it is what the run falls back to. To be called by all roles.
         """
 
-    @abstractmethod
     def check(self) -> None:
         """Nothing while the epoch is open; what was computed after its end may be junk."""
 

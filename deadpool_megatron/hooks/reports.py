@@ -32,6 +32,8 @@ class Reports:
         # What this iteration has reported so far. It travels with the generation: its line may be
         # lost with a node although the generation is safe, and is told again after a restore.
         self.told: list[list[Any]] = []
+        # Newest checkpoint that the coordinator has made valid since it was asked.
+        self.durable_iteration = 0
         self._section_before = self.section
         self._link = link
         self._settings = link.settings
@@ -47,14 +49,6 @@ class Reports:
         """One message about the present epoch."""
         assert self.record is not None
         self._link.send({"t": kind, "epoch": self.record.epoch, **values})
-
-    def begin_phase(self, phase: str) -> None:
-        """A stage of a recovery begins."""
-        self.section = phase
-
-    def end_phase(self, phase: str, seconds: float) -> None:
-        """A stage of a recovery has ended."""
-        self.say("phase", phase=phase, seconds=seconds)
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Emit what the loop reports. A line for people that was shown before is not shown
@@ -100,17 +94,28 @@ class Reports:
 
         Ends by what ``check`` raises. Raises RuntimeError when no decision comes.
         """
-        assert self.record is not None
         self.section = "stopped"
         seconds = self._settings.operation_timeout_seconds
-        limit = time.monotonic() + seconds
-        while time.monotonic() < limit:
-            self._check(self.record.epoch)
-            readable(self._link.interrupt_fd, _LOOK_SECONDS)
+        self.wait_until(lambda: False, seconds)
         raise RuntimeError(
             f"{why}, and the coordinator did not decide what to do within"
             f" operation_timeout_seconds ({seconds:g} s)"
         )
+
+    def check(self) -> None:
+        """Raise what ends the present epoch for this role, if something does."""
+        assert self.record is not None
+        self._check(self.record.epoch)
+
+    def wait_until(self, done: Callable[[], bool], seconds: float = math.inf) -> bool:
+        """Look until it is ``done``; False after so many seconds. Raises what ``check`` raises."""
+        limit = time.monotonic() + seconds
+        while not done():
+            self.check()
+            if time.monotonic() >= limit:
+                return False
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
+        return True
 
     def send_event(self, kind: Kind, iteration: int | None, data: Mapping[str, Any]) -> None:
         """One event of the present epoch and role."""

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +33,6 @@ from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, Pau
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
-from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.device import EXIT_BAD_INPUT, take_device
 from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
@@ -45,7 +44,6 @@ from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import NoRoom, VaultError
@@ -102,9 +100,6 @@ class Session:
             else DeviceMeter(self._communicators.stream_waits, self._stalled_seconds)
         )
         self._standstill = Standstill()
-        self._saves = DurableSaves(
-            self._reports, self._check, link.interrupt_fd, settings.restore_seconds
-        )
 
     @staticmethod
     def join() -> Session:
@@ -139,7 +134,7 @@ class Session:
                 on_stop=lambda reason: None,
                 on_pause=self._on_pause,
                 status=self._status,
-                on_durable=self._saves.done,
+                on_durable=self._on_durable,
             )
         )
         try:
@@ -174,7 +169,9 @@ class Session:
                     self._take_seat(record, role)
                 except SystemExit as stop:
                     if role and stop.code in (None, 0):
-                        self._let_role_0_end(record.epoch)
+                        # On all roles alike: the reason is in the log of role 0, which is to be
+                        # the first to go.
+                        self._ends_within(record.epoch, self._settings.close_seconds)
                     raise
             record = self._link.wait_record(record.epoch)
 
@@ -218,11 +215,10 @@ class Session:
         """Wait until the program lets spares build; False when the epoch is over before."""
         self._reports.section = "parked"
         while not self._built.program.spares_may_build():
-            if self._link.stopped:
-                raise StopOrder("the run is over")
-            if self._link.closed_epoch >= record.epoch:
+            if self._ends_within(record.epoch, _LOOK_SECONDS):
+                if self._link.stopped:
+                    raise StopOrder("the run is over")
                 return False
-            readable(self._link.interrupt_fd, _LOOK_SECONDS)
         return True
 
     def _take_seat(self, record: EpochRecord, role: int) -> None:
@@ -230,7 +226,7 @@ class Session:
         reports = self._reports
         reports.record, reports.role = record, role
         # While a newcomer builds, the watcher answers a close: there is nothing to leave yet.
-        adopt_role(self._built, record, role, reports)
+        self._stage("adopt", self._built.adopt, record, role)
         if not self._engage(record.epoch):
             reports.section = "parked"
             return
@@ -243,14 +239,30 @@ class Session:
             ended: BaseException = error
         self._leave(record.epoch, ended)
 
-    def _let_role_0_end(self, epoch: int) -> None:
-        """The program ends itself, on all roles alike: its reason is in the log of role 0, which is
-        to be the first to go."""
-        limit = time.monotonic() + self._settings.close_seconds
-        while time.monotonic() < limit and self._link.closed_epoch < epoch:
-            if self._link.stopped:
-                return
+    def _stage(
+        self, phase: str, run: Callable[[EpochRecord, int], None], record: EpochRecord, role: int
+    ) -> None:
+        """One stage of a recovery. It ends by returning, or by an exception that leaves the whole
+        line: EpochClosed when a new epoch is closed meanwhile, or a failure that is reported and
+        ends in a new close."""
+        self._reports.section = phase
+        failpoints.set_context(epoch=record.epoch, role=role, section=phase)
+        failpoints.hit(f"recovery.{phase}")
+        started = time.monotonic()
+        run(record, role)
+        self._say_phase(phase, started)
+
+    def _say_phase(self, phase: str, started: float) -> None:
+        self._reports.say("phase", phase=phase, seconds=time.monotonic() - started)
+
+    def _ends_within(self, epoch: int, seconds: float) -> bool:
+        """Return whether ``epoch`` is closed, or the run over, before so many seconds are."""
+        limit = time.monotonic() + seconds
+        while not (self._link.stopped or self._link.closed_epoch >= epoch):
+            if time.monotonic() >= limit:
+                return False
             readable(self._link.interrupt_fd, _LOOK_SECONDS)
+        return True
 
     def _engage(self, epoch: int) -> bool:
         with self._engagement:
@@ -263,9 +275,15 @@ class Session:
 
     def _play(self, record: EpochRecord, role: int) -> NoReturn:
         """Enter the epoch in ``role`` and train in it; ends by an exception."""
-        enter_epoch(self._built, record, role, self._reports)
-        generation = self._built.generation.to_list()
-        self._reports.say("restored", generation=generation)
+        entry = self._built
+        for phase, stage in (
+            ("rebuild", entry.rebuild),
+            ("restore", entry.restore),
+            ("sync", entry.synchronise),
+            ("verify", entry.verify),
+        ):
+            self._stage(phase, stage, record, role)
+        self._reports.say("restored", generation=entry.generation.to_list())
         self._train(record)
         self._finish(record, role)
 
@@ -294,8 +312,8 @@ class Session:
                 self._on_fault("vault", self._reports.section, str(error))
             elif isinstance(error, EpochClosed):
                 self._on_fault("member", error.operation, "interrupted without a close")
-            else:
-                self._await_close_or_raise(epoch, error)
+            elif not self._ends_within(epoch, self._settings.close_seconds):
+                raise error  # else the first word of a peer's death was an exception of our own
         try:
             self._wait_closed(epoch)
         except EpochClosed:
@@ -305,15 +323,6 @@ class Session:
             text = "".join(traceback.format_exception_only(error)).strip()
             print(f"epoch {epoch} ends here with {text}", file=sys.stderr, flush=True)
 
-    def _await_close_or_raise(self, epoch: int, error: BaseException) -> None:
-        """The first word of a peer's death may be an exception of our own: give the close time."""
-        limit = time.monotonic() + self._settings.close_seconds
-        while time.monotonic() < limit:
-            if self._link.closed_epoch >= epoch or self._link.stopped:
-                return
-            readable(self._link.interrupt_fd, _LOOK_SECONDS)
-        raise error
-
     def _train(self, record: EpochRecord) -> None:
         built = self._built
         course = EpochRunner(
@@ -322,12 +331,9 @@ class Session:
             self._communicators,
             self._reports,
             self._pause,
-            self._saves,
-            self._run_directory / "checkpoints",
-            self._check,
-            self._link.interrupt_fd,
-            self._settings.hash_interval,
             self._own_time,
+            self._run_directory / "checkpoints",
+            self._settings,
         )
         course.hash_restored()
         built.loop.train(course)
@@ -367,7 +373,7 @@ class Session:
         clean = self._built.quiesce(self._drain_seconds) and clean
         if clean:
             forget_frames(ended)
-        self._reports.end_phase("drain", time.monotonic() - started)
+        self._say_phase("drain", started)
         with self._engagement:
             if clean:  # else it ends, and must not be called clean meanwhile
                 self._engaged_epoch = 0
@@ -419,6 +425,9 @@ class Session:
         if started is not None:
             epoch = self._engaged_epoch
             self._link.send({"t": "pause-refused", "epoch": epoch, "iteration": started})
+
+    def _on_durable(self, iteration: int) -> None:
+        self._reports.durable_iteration = iteration
 
     def _on_fault(self, group: str, operation: str, text: str) -> None:
         message = {"t": "fault", "group": group, "operation": operation, "text": text}

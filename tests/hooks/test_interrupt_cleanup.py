@@ -1,6 +1,6 @@
 """What an interrupted step leaves behind is forgotten: rows of the table, one by one.
 
-All of them on real models: generations/test_restore.py.
+All of them on real models: capture/test_restore.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state, rerun_state_machine, timers
 
 from deadpool_megatron.hooks import interrupt_cleanup
-from deadpool_megatron.hooks.interrupt_cleanup import TABLE, InterruptCleanup, forget_frames
+from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup, forget_frames
 
 
 class Loop:
@@ -46,15 +46,10 @@ def made(loop: Loop) -> InterruptCleanup:
     return InterruptCleanup(loop)  # type: ignore[arg-type]
 
 
-def forget(left: InterruptCleanup, what: str) -> None:
-    (row,) = (row for row in TABLE if row.what == what)
-    row.forget(left)
-
-
 def test_the_schedules_functions_are_put_back(config: SimpleNamespace, loop: Loop) -> None:
     left = made(loop)
     config.no_sync_func = None
-    forget(left, "functions of the schedule")
+    interrupt_cleanup.schedule(left)
     assert config.no_sync_func == "no_sync"
 
 
@@ -70,7 +65,7 @@ def test_timers_can_be_started_again(
         found("forward-backward").start()
     if in_evaluation:
         config.timers = None
-    forget(left, "started timers")
+    interrupt_cleanup.timers(left)
     found("forward-backward").start()
 
 
@@ -86,7 +81,7 @@ def test_the_rerun_machine_runs_the_interrupted_step_again(
     left = made(loop)
     assert machine.should_run_forward_backward(None)
     machine.set_mode(rerun_state_machine.RerunMode.DISABLED)  # as for an evaluation
-    forget(left, "a run in the middle, and the mode of an evaluation")
+    interrupt_cleanup.rerun(left)
     assert machine.get_mode() is mode
     assert machine.should_run_forward_backward(None)
 
@@ -111,7 +106,7 @@ def test_no_bucket_group_remembers_the_step(loop: Loop) -> None:
     loop.inner.per_model_bucket_groups = {0: groups[2:]}
     left = made(loop)
     loop.model_chunks = [chunk]
-    forget(left, "handles, ready counts, the order of the first batch")
+    interrupt_cleanup.buckets(left)
     assert [vars(group) for group in groups] == [FRESH] * 3
 
 
@@ -121,7 +116,7 @@ def test_no_gradient_stays_and_the_next_one_is_reduced_once(loop: Loop) -> None:
     chunk = SimpleNamespace(force_all_reduce=True, zero_grad_buffer=lambda: told.append("buffer"))
     loop.model_chunks = [chunk]
     loop.optimizer.zero_grad = lambda: told.append("parameters")
-    forget(left, "gradients")
+    interrupt_cleanup.gradients(left)
     assert (chunk.force_all_reduce, told) == (False, ["buffer", "parameters"])
 
 
@@ -136,8 +131,8 @@ def test_the_next_step_begins_at_the_first_stage_with_no_gathered_activations(
     memory = SimpleNamespace(buffer=gathered)
     monkeypatch.setattr(parallel_state, "get_global_memory_buffer", lambda: memory)
     left = made(loop)
-    forget(left, "virtual stage")
-    forget(left, "gathered activations")
+    interrupt_cleanup.virtual_stage(left)
+    interrupt_cleanup.gather_buffers(left)
     assert (ranks, gathered) == ([0], {})
 
 
@@ -161,11 +156,11 @@ def test_all_ask_again_which_groups_of_norms_there_are(loop: Loop) -> None:
     """Megatron-core 0.19 asks all ranks in the first step: a newcomer, but no survivor."""
     optimizers = (loop.optimizer, loop.inner)
     left = made(loop)
-    forget(left, "which groups of gradient norms there are")
+    interrupt_cleanup.groups_of_norms(left)
     assert not any(hasattr(optimizer, "_has_grad_norm_group_cache") for optimizer in optimizers)
     for optimizer in optimizers:
         optimizer._has_grad_norm_group_cache = {"mtp": False}
-    forget(left, "which groups of gradient norms there are")
+    interrupt_cleanup.groups_of_norms(left)
     assert [optimizer._has_grad_norm_group_cache for optimizer in optimizers] == [None, None]
 
 
@@ -184,11 +179,11 @@ def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
             self.remove_forward_pre_hook_handles = {"module": 2}
 
     chunks = [Chunk(True), Chunk(False)]
-    left, row = made(Loop(*chunks)), "gathers ahead of the forward pass"
-    forget(left, row)
+    left, row = made(Loop(*chunks)), interrupt_cleanup.gathers_ahead
+    row(left)
     assert chunks[0].remove_forward_pre_hook_handles == {"module": 1}
     chunks[0].remove_forward_pre_hook_handles = {}
-    forget(left, row)
+    row(left)
     assert chunks[0].remove_forward_pre_hook_handles == {"module": 2}
     assert chunks[1].remove_forward_pre_hook_handles == {}
 
@@ -197,7 +192,7 @@ def test_an_evaluation_leaves_no_module_in_its_mode() -> None:
     chunk = torch.nn.Sequential(torch.nn.Dropout())
     left = made(Loop(chunk))
     chunk.eval()
-    forget(left, "evaluation mode")
+    interrupt_cleanup.training_mode(left)
     assert chunk[0].training
 
 
@@ -207,5 +202,5 @@ def test_a_teacher_that_was_built_in_evaluation_mode_stays_in_it() -> None:
     chunk = torch.nn.Sequential(torch.nn.Dropout(), teacher.eval())
     left = made(Loop(chunk))
     chunk.eval()
-    forget(left, "evaluation mode")
+    interrupt_cleanup.training_mode(left)
     assert [module.training for module in chunk.modules()] == [True, True, False, False]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from deadpool_megatron.cluster.link.member_link import PausePoint
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.hooks.checkpoints import durable_saves
-from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
-from deadpool_megatron.layout.records import Generation
-from tests.hooks.session_rig import ELSEWHERE, SECONDS, Rig
+from deadpool_megatron.hooks import epoch_runner
+from deadpool_megatron.hooks.epoch_runner import EpochRunner
+from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from tests.hooks.session_rig import ELSEWHERE, QUICK, SECONDS, Rig
 
 # The planned pause.
 
@@ -122,55 +125,36 @@ def test_nothing_is_reported_after_a_close_nor_twice_for_people(
     assert capfd.readouterr().out == "line 2\nline 3\n"
 
 
-def test_a_checkpoint_is_named_alike_in_every_working_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rig: Rig
-) -> None:
-    monkeypatch.setattr(
-        durable_saves, "dist", SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0)
-    )
-    monkeypatch.chdir(tmp_path)
-    asked: list[dict[str, Any]] = []
-
-    def say(kind: str, **values: Any) -> None:
-        asked.append({"t": kind, **values})
-        saves.done(6)
-
-    reports = SimpleNamespace(say=say)
-    saves = DurableSaves(reports, lambda epoch: None, rig.link.interrupt_fd, SECONDS)  # type: ignore[arg-type]
-    loop = SimpleNamespace(save_checkpoint=lambda directory: None)
-    saves.save(loop, Path("saves"), 2, Generation(2, 6))  # type: ignore[arg-type]
-    saves.announce(Path("saves/iter_0000006"), 6)
-    final = str(tmp_path / "saves" / "iter_0000006")
-    assert [values["final"] for values in asked] == [final, final]
-    assert asked[0]["temporary"] == str(tmp_path / "saves" / ".iter_0000006.epoch2")
-    assert rig.end() is None
-
-
 def test_a_durable_checkpoint_waits_for_its_own_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rig: Rig
 ) -> None:
-    monkeypatch.setattr(
-        durable_saves, "dist", SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0)
-    )
-    asked: list[dict[str, Any]] = []
-    reports = SimpleNamespace(say=lambda kind, **values: asked.append({"t": kind, **values}))
-    checks = iter(range(1000))
+    """And is named alike in every working directory."""
+    fake = SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0)
+    monkeypatch.setattr(epoch_runner, "dist", fake)
+    monkeypatch.chdir(tmp_path)
+    answers = iter([0, 0, 5, 6])  # the third one for a request of an earlier epoch
 
     def check(epoch: int) -> None:
         assert epoch == 2
-        turn = next(checks)
-        if turn == 1:
-            saves.done(5)  # for a request of an earlier epoch
-        if turn == 3:
-            saves.done(6)
+        reports.durable_iteration = next(answers, 6)
 
-    saves = DurableSaves(reports, check, rig.link.interrupt_fd, SECONDS)  # type: ignore[arg-type]
-    loop = SimpleNamespace(save_checkpoint=lambda directory: None)
-    saves.save(loop, tmp_path, 2, Generation(2, 6))  # type: ignore[arg-type]
-    assert next(checks) == 4
-    assert asked[0]["final"] == str(tmp_path / "iter_0000006")
-    assert asked[0]["temporary"] == str(tmp_path / ".iter_0000006.epoch2")
-    late = DurableSaves(reports, lambda epoch: None, rig.link.interrupt_fd, 0.01)  # type: ignore[arg-type]
+    reports = Reports(rig.link, check)
+    reports.record = EpochRecord(2, {}, {}, Restore("memory", Generation(1, 5)))
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(reports, "say", lambda kind, **values: asked.append(values))
+    rig.entry.generation, rig.entry.program = Generation(2, 6), MagicMock()
+    rig.entry.program.checkpoint_directory = lambda: Path("saves")
+    others: Any = (rig.communicators, reports, PausePoint(), MagicMock(), tmp_path, QUICK)
+    runner = EpochRunner(reports.record, rig.entry, *others)  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(save_checkpoint=lambda directory: None)
+    runner._save(loop)
+    assert not list(answers)
+    runner.count_as_durable(Path("saves/iter_0000006"), 6)
+    final = str(tmp_path / "saves" / "iter_0000006")
+    assert [values["final"] for values in asked] == [final, final]
+    assert asked[0]["temporary"] == str(tmp_path / "saves" / ".iter_0000006.epoch2")
+    runner.generation = Generation(2, 7)
+    runner._settings = dataclasses.replace(QUICK, restore_seconds=0.01)
     with pytest.raises(CommunicatorFault, match="not valid"):
-        late.save(loop, tmp_path, 2, Generation(2, 7))  # type: ignore[arg-type]
+        runner._save(loop)
     assert rig.end() is None

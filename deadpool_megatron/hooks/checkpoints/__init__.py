@@ -1,6 +1,5 @@
 """Checkpoints on disk.
 
-durable_saves   all roles write, the coordinator alone makes the result valid
 frozen_weights  large weights that no iteration changes are written once
 loading         an optimizer comes back exactly where PyTorch's own Adam does the updates
 skeletons       the recipe of a role's part, from its live objects: which bytes lie where

@@ -240,7 +240,6 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_
             self._settings = Settings()
             self._reports: Any = SimpleNamespace(told=[])
             self._shard: Any = SimpleNamespace(readopt=lambda: None)
-            self._dimensions = ()
             self._cleanup: Any = SimpleNamespace(forget=lambda: None)
             self._frozen = FrozenWeights(loop, Path("nowhere"))
             self._pristine = self.capture_extras()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core import fp8_utils, parallel_state
 
-from deadpool_megatron.hooks import interrupt_cleanup
+from deadpool_megatron.hooks import dimensions, interrupt_cleanup
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.hashing import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
@@ -26,7 +26,6 @@ from deadpool_megatron.hooks.capture.optimizer import (
     plain_tensors,
     raw_tensors,
 )
-from deadpool_megatron.hooks.dimensions import DataHook
 from deadpool_megatron.state.extras import ExtrasError
 from tests.hooks.capture import fake_te, gpu_rig
 from tests.hooks.capture.fake_te import Float8Tensor, FusedAdam, Manager, Model
@@ -319,18 +318,17 @@ def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finishe
     )
     chunk.start_param_sync = lambda force_sync: done.append(("gathered", force_sync))
     monkeypatch.setattr(fp8, "finish_gather", lambda chunks: done.append("finished"))
-    shard, hook = ShardState(loop.optimizer), DataHook(loop)
+    shard = ShardState(loop.optimizer)
     fp8.capture(loop)
     train(loop, 2, seed=1)
     slot, wanted = Slot(loop, shard), scale()
     train(loop, 1, seed=2)
     assert scale() != wanted
     transformer_engine.AUTOCAST_DEPTH = 1
-    fp8_row = interrupt_cleanup.TABLE[-1]
-    fp8_row.forget(SimpleNamespace(loop=loop))  # type: ignore[arg-type]
+    interrupt_cleanup.fp8_state(SimpleNamespace(loop=loop))  # type: ignore[arg-type]
     assert transformer_engine.AUTOCAST_DEPTH == 0
     slot.restore(loop, shard)
-    hook.rebuild_from_peers()
+    dimensions.rebuild_from_peers(loop, [])
     assert done == [("data", wanted), ("gathered", True), "finished"]
 
 
@@ -347,9 +345,9 @@ def test_peers_compare_the_bytes_of_weights_in_fp8(monkeypatch: pytest.MonkeyPat
         group = f"megatron.core.parallel_state.get_{name}_parallel_group"
         monkeypatch.setattr(group, lambda number=number, **_: number)
     loop = plain_loop([model])
-    DataHook(loop).verify()
+    dimensions.verify_data(loop)
     weight.allreduce = False
-    DataHook(loop).verify()
+    dimensions.verify_data(loop)
     raw = [weight._data, weight._scale_inv]
     assert seen == [(raw, 1), ([], 1), (raw, 2)]
 

@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.enums import Fp8Recipe
 from torch import Tensor
 
+from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.capture.hashing import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
@@ -25,7 +26,6 @@ from deadpool_megatron.hooks.capture.optimizer import (
     raw_tensors,
     refuse_unknown_state,
 )
-from deadpool_megatron.hooks.dimensions import DataHook
 from deadpool_megatron.state.extras import decode
 from tests.hooks.capture import gpu_rig
 from tests.hooks.capture.fake_te import FusedAdam
@@ -110,7 +110,7 @@ def test_the_precision_aware_optimizer_goes_on_exactly(kinds: dict[str, Any]) ->
     after = state_digests(loop)
     chunk.buffer.fill_(-1)
     slot.restore(loop, shard)
-    DataHook(loop).rebuild_from_peers()
+    dimensions.rebuild_from_peers(loop, [])
     assert torch.equal(chunk.sent[-1], model)
     assert differences(state_digests(loop), at_capture) == []
     update(inner, 2, seed=2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.capture.slots import PinnedSlots
@@ -35,7 +36,9 @@ from tests.hooks.capture.protection_rig import (
 make = protection_rig.make
 
 
-def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(make: Make) -> None:
+def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or an evaluation that is in it would be done twice after the next failure."""
 
     class Entry(EpochEntry):
@@ -44,8 +47,7 @@ def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(make
         def __init__(self, rig: Rig) -> None:
             self.generation, self.boundary = generation(6), "save"
             self._protection = rig.protection
-            self._dimensions = ()
-            self._frozen = Mock()
+            self._frozen = self._loop = self._shard = Mock()
 
         def capture_extras(self) -> bytes:
             return b"after the save"
@@ -53,6 +55,7 @@ def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(make
     rig = make()
     rig.protection.enter(EPOCH)
     restore = Restore("durable", generation(6), "save", "somewhere")
+    monkeypatch.setattr(dimensions, "verify", lambda *_: None)
     Entry(rig).verify(EpochRecord(EPOCH, {}, {}, restore), 0)
     rig.step(7)
     first = rig.vault.filled[0]

@@ -13,10 +13,11 @@ import torch
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 
+from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.capture.hashing import state_digests
 from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
-from deadpool_megatron.hooks.dimensions import DataHook, PeerMismatch, PipelineHook, TensorHook
+from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.state.extras import decode, encode
 from tests.state.loading import load
@@ -57,7 +58,6 @@ def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer, holders)
     cleanup = InterruptCleanup(loop)
-    dimensions = (TensorHook(loop), PipelineHook(loop), DataHook(loop, shard.shared))
 
     def train(count: int) -> None:
         for _ in range(count):
@@ -80,12 +80,10 @@ def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
         load(part, slot)
     values = decode(kept)
     extras.restore(loop, values)
-    for dimension in dimensions:
-        dimension.rebuild_from_peers()
+    dimensions.rebuild_from_peers(loop, shard.shared)
     loop.reset_after_interrupt()
     extras.restore_last(values)
-    for dimension in dimensions:
-        dimension.verify()
+    dimensions.verify(loop, shard.shared)
     back = state_digests(loop)
     train(2)
     second = state_digests(loop)
@@ -177,7 +175,7 @@ def forget_the_sync(arguments: str) -> str:
         with torch.no_grad():
             next(iter(loop.model_chunks[0].parameters())).view(-1)[5] += 1
     try:
-        DataHook(loop).verify()
+        dimensions.verify_data(loop)
     except PeerMismatch as error:
         return str(error)
     return ""
@@ -202,7 +200,7 @@ def clip(arguments: str) -> list[str]:
             module.core_attention.current_max_attn_logits = torch.full((4,), 130.0)
     clip_qk(loop.model_chunks)
     clipped = state_digests(loop)
-    DataHook(loop).rebuild_from_peers()
+    dimensions.rebuild_from_peers(loop, [])
     found = state_digests(loop)
     return [name for name in clipped if found[name] != clipped[name]]
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from deadpool_megatron.hooks.capture.slots import PinnedSlots, SlotViews, park
+from deadpool_megatron.hooks.capture.slots import PinnedSlots, SlotViews
+from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.platform.base import host_range
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.shm.segment import segment_bytes
 from tests.vault.harness import make_layout
@@ -37,19 +39,26 @@ class Device(CpuPlatform):
 
 
 @pytest.mark.parametrize(("share", "fits"), [(1.5, False), (2.5, True)])
-def test_copies_come_first(tmp_path: Path, share: float, fits: bool) -> None:
+def test_copies_come_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float, fits: bool
+) -> None:
     limit = int(share * segment_bytes(LAYOUT))
     settings = replace(Settings(), memory_gb=limit / 1e9)
     client = VaultClient(
         "", tmp_path, Seat(0, 0, 0), connect_seconds=0.0, memory_bytes=settings.memory_bytes
     )
     device = Device()
-    pinned = PinnedSlots(device, lambda text: None)
-    if fits:
-        park(client, LAYOUT, 1, settings, pinned, ["shard"], nodes=2)
-    else:
-        with pytest.raises(NoRoom, match="--deadpool-memory-gb"):
-            park(client, LAYOUT, 1, settings, pinned, ["shard"], nodes=2)
+
+    class Entry(EpochEntry):
+        """With everything around the vault taken away."""
+
+        def __init__(self) -> None:
+            self._vault, self._settings = client, settings
+            self._protection: Any = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
+            self._pinned = PinnedSlots(device, lambda text: None)
+
+    Entry()._park(nodes=2)
+    assert ("--deadpool-memory-gb" in capsys.readouterr().out) == (not fits)
     assert bool(list(tmp_path.glob(".parked-*"))) == fits
     assert device.locked == [3 << 20] * (LAYOUT.slots if fits else 0), "before there is a role"
 

@@ -1,1 +1,0 @@
-"""The linear sequence that every member runs after a decision: ``sequence``."""
