@@ -108,7 +108,7 @@ class Settings:
         " that has it on each node",
     )
     start_method: str = _setting(
-        "auto", "how members start: auto, fork (from a preloaded agent) or exec (fresh process)"
+        "auto", "how members start: auto, fork (from a process with the imports) or exec (parked)"
     )
 
     beat_interval_seconds: float = _setting(0.2, "period of the beats of members and agents")

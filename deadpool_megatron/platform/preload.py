@@ -1,8 +1,8 @@
-"""Imported once by a launcher or agent that forks its members: what every member needs.
+"""Imported once by the process that members are forked from: what every member needs.
 
 The stand-ins have to be in place before the first import of Megatron, so this module installs the
-platform and only then imports. It starts no thread and touches no device; it is used with
-``--deadpool-start-method fork`` alone, which is never chosen where a driver is present.
+platform and only then imports. It starts no thread; where a driver is present it may touch it, and
+then nothing is forked.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from common.command import parser_of, run_bench
 from common.machine import cpu_seconds_of
 
-from deadpool_megatron.cluster.agent.members.members import FramePipe
+from deadpool_megatron.cluster.agent.members import FramePipe
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink
 from deadpool_megatron.cluster.link.store import CoordinatorStore, StoreRelay
 from deadpool_megatron.comms import Communicators

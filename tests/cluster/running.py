@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.show.tail import EventTail
-from deadpool_megatron.cluster.process import posix, stacks
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -85,7 +85,7 @@ def _ask_stacks(launcher: int) -> None:
     """Have the agents write to their logs where they stand."""
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), stacks.ASK)
+            os.kill(int(pid), posix.ASK_SIGNAL)
     time.sleep(_STACKS_SECONDS)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.children.exports import NodeExports
+from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
-from deadpool_megatron.cluster.process.local_logs import LocalLogs
+from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup, directory, slots
 from deadpool_megatron.cluster.run_directory.directory import OutsideError, RunDirectory, write_json
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout

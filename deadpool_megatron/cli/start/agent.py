@@ -61,13 +61,13 @@ from deadpool_megatron.cli.start.resuming import (
 )
 from deadpool_megatron.cli.start.scripts import (
     DEFAULT_PRELOAD,
-    keep_single_threaded,
     preload_modules,
+    waits_for_forks,
 )
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.process.starter import choose_method
+from deadpool_megatron.cluster.process.fork_server import ForkServer, keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
     ignore_notices()
     known = _settle(args)
     run, info, place, fixed = known.run, known.info, known.place, known.fixed
-    modules = _prepare_members(info, args)
+    server, modules = _prepare_members(info, args)
     with refusing_system_errors():
         held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
@@ -213,6 +213,7 @@ def run(args: argparse.Namespace) -> int:
             run,
             info,
             place,
+            server,
             modules,
             known.secret,
             standby_port=None if alone or args.no_standby else args.coordinator_port,
@@ -274,14 +275,15 @@ def _settle(args: argparse.Namespace) -> _Settled:
     return _Settled(run, info, place, secret, fixed)
 
 
-def _prepare_members(info: RunInfo, args: argparse.Namespace) -> tuple[str, ...]:
-    """Import what the processes of the program share; returns those modules."""
+def _prepare_members(
+    info: RunInfo, args: argparse.Namespace
+) -> tuple[ForkServer | None, tuple[str, ...]]:
+    """Have what the processes of the program share imported; returns those modules, too."""
     if info.check_only:
-        return ()
+        return None, ()
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
     scripts.announce(info.command, os.environ)
-    preload_modules(info.settings, modules)
-    return modules
+    return preload_modules(info.settings, modules), modules
 
 
 def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
@@ -352,7 +354,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         )
     check_can_be_made(run.path)
     if not args.check_only:
-        if choose_method(args.deadpool_start_method) == "fork":
+        if waits_for_forks(args.deadpool_start_method):
             keep_single_threaded()  # even looking for the user's module may import its packages
         check_command(args.command)
         scripts.adopt(args)

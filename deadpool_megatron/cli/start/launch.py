@@ -1,9 +1,10 @@
 """The launcher: starts the agents on this host, watches over them, cleans up behind.
 
-It has one thread for its whole life, for agents and (through them) members are forked from it after
-torch and Megatron have been imported once. A pipe to each agent, of which only the launcher holds
-the other end, tells the agent of its death, even by SIGKILL; a byte in it appoints the agent, which
-then keeps a standby. Two agents are appointed at any time: one of their standbys coordinates.
+It has one thread for its whole life, for agents are forked from it, and so is the process that
+imports torch and Megatron once and forks members for all of them. A pipe to each agent, of which
+only the launcher holds the other end, tells the agent of its death, even by SIGKILL; a byte in it
+appoints the agent, which then keeps a standby. Two agents are appointed at any time: one of their
+standbys coordinates.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
-from deadpool_megatron.cluster.process import posix, stacks
-from deadpool_megatron.cluster.process.liveness import Ending, last_line, tail
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.children import Ending
+from deadpool_megatron.cluster.process.fork_server import ForkServer
+from deadpool_megatron.cluster.process.liveness import last_line, tail
 from deadpool_megatron.cluster.run_directory.cleanup import (
     claim_segments,
     clean_node,
@@ -86,6 +89,7 @@ class Launcher:
         self._info = options.info
         self._agents: dict[int, int] = {}  # node -> pid
         self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
+        self._server: ForkServer | None = None
         # node -> which share of the GPUs it has
         self._shares = {node: share for share, node in enumerate(sorted(options.numbers))}
         self._appointed: set[int] = set()
@@ -124,7 +128,7 @@ class Launcher:
                 auth.create_secret(self._run.path)
                 self._held = claim_segments(self._run, self._info.run_id)
             ignore_notices()
-            preload_modules(self._info.settings, self._options.modules)
+            self._server = preload_modules(self._info.settings, self._options.modules)
             for node in sorted(self._options.numbers, reverse=True):
                 if not self._signals:
                     self._start_agent(node)
@@ -144,24 +148,26 @@ class Launcher:
         sys.stdout.flush()
         sys.stderr.flush()
         theirs, ours = os.pipe()
+        server = None if self._server is None else self._server.serve_node()
         try:
             pid = os.fork()
         except OSError:
-            os.close(theirs)
             os.close(ours)
             raise
-        if pid == 0:
-            _become_agent(
-                lambda: self._serve(node, port, theirs),
-                theirs,
-                self._run.log(f"node{node}-agent"),
-            )
-        os.close(theirs)
+        else:
+            if pid == 0:
+                kept = (theirs,) if server is None else (theirs, server.connection.fileno())
+                log = self._run.log(f"node{node}-agent")
+                _become_agent(lambda: self._serve(node, port, theirs, server), kept, log)
+        finally:
+            os.close(theirs)
+            if server is not None:
+                server.connection.close()
         self._agents[node] = pid
         self._lines[node] = ours
         self._appoint()
 
-    def _serve(self, node: int, standby_port: int, line: int) -> int:
+    def _serve(self, node: int, standby_port: int, line: int, server: ForkServer | None) -> int:
         """In the forked child: be the agent of ``node``; returns its exit status."""
         if gpus := self._options.gpus:
             size = self._info.nproc_per_node
@@ -170,6 +176,7 @@ class Launcher:
             self._run,
             self._info,
             Place(node, self._address, ""),
+            server,
             self._options.modules,
             auth.load_secret(self._run.path),
             standby_port=standby_port,
@@ -355,6 +362,8 @@ class Launcher:
             posix.kill(pid)
             os.waitpid(pid, 0)
         self._agents.clear()
+        if self._server is not None:
+            self._server.end()
         run_id = self._info.run_id
         kept = self._keeps_slots() and any(
             any(node.glob("*.seg")) for node in node_directories(run_id)
@@ -406,17 +415,17 @@ class Launcher:
             self._reap_agents()
 
 
-def _become_agent(serve_node: Callable[[], int], line: int, log: Path) -> None:
-    """In the forked child: a session of its own, no descriptors but the line; ends here."""
+def _become_agent(serve_node: Callable[[], int], kept: tuple[int, ...], log: Path) -> None:
+    """In the forked child: a session of its own, no other descriptors; ends here."""
     code = EXIT_FAILED
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         gc.freeze()
-        posix.close_inherited((line,))
+        posix.close_inherited(kept)
         posix.redirect_output(log)
-        stacks.answer_asks()
+        posix.answer_asks()
         code = serve_node()
     except BaseException:
         import traceback

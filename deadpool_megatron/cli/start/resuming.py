@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.agent.salvage import last_history, salvage
+from deadpool_megatron.cluster.agent.process import last_history, salvage
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     export_directory,
     remove_unfinished,

@@ -26,7 +26,8 @@ from deadpool_megatron.cli.start.checks import decided, gpus_to_share
 from deadpool_megatron.cli.start.launch import EXIT_INTERRUPTED, Launcher, LaunchOptions
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
-from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, keep_single_threaded
+from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
+from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.wire import tls

@@ -5,19 +5,14 @@ command, and what all training processes need is imported once, in the process t
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
-import os
 import sys
-import warnings
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.starter import choose_method
+from deadpool_megatron.cluster.process.fork_server import BrokenImport, ForkServer, StartError
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.settings import Settings, flag_name
 from deadpool_megatron.support import flags
@@ -27,6 +22,7 @@ MODULE = "deadpool_megatron.megatron_lm"
 PRELOAD = f"{MODULE}.preload"
 #: names the script to what is preloaded
 VARIABLE = "DEADPOOL_SCRIPT"
+NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 DEFAULT_PRELOAD = (
     "deadpool_megatron.platform.preload,deadpool_megatron.trainer.loop,deadpool_megatron.hooks"
 )
@@ -81,36 +77,28 @@ def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> N
         environment[VARIABLE] = str(Path(script).absolute())
 
 
-def keep_single_threaded() -> None:
-    """To be called before anything may import numpy: its OpenBLAS would start a thread for each
-    core at import, and a fork needs there be none.
+def waits_for_forks(method: str) -> bool:
+    """Return whether members are to be forked by all means, or where no driver could be touched."""
+    return method == "fork" or (method == "auto" and not NVIDIA_CONTROL_DEVICE.exists())
+
+
+def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | None:
+    """Have what all members need imported once, by a server that forks them; None for ``exec``.
+
+    With a driver on this host it is most likely touched: then nobody waits, and members are parked
+    processes unless the server says that it forks. Raises CommandError when a module is broken.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def preload_modules(settings: Settings, modules: Sequence[str]) -> None:
-    """Import what all members need, once, before they are forked.
-
-    Raises CommandError when a module is broken or starts threads. Does nothing for ``exec``.
-    """
-    if choose_method(settings.start_method) != "fork":
-        return
-    keep_single_threaded()
-    for name in modules:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module(name)
-        except ImportError as error:
-            raise CommandError(f"Python module {name!r} cannot be imported: {error}") from error
-        if posix.thread_count() != 1:
-            raise CommandError(
-                f"importing {name!r} starts threads, a fork is not safe then: use"
-                " --deadpool-start-method exec"
-            )
-    # Shared pages stay shared: the collector would write into each object.
-    gc.collect()
-    gc.freeze()
+    method = settings.start_method
+    if method == "exec":
+        return None
+    try:
+        server = ForkServer.begin(modules)
+        return server.ready() if waits_for_forks(method) else server
+    except StartError as error:
+        if method == "fork" or isinstance(error, BrokenImport):
+            advice = "" if isinstance(error, BrokenImport) else ": use --deadpool-start-method exec"
+            raise CommandError(f"{error}{advice}") from error
+        return None
 
 
 def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> dict[str, Any]:

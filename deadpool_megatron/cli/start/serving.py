@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cli.common import PASSING, CommandError, Refused, ask, ask_at
+from deadpool_megatron.cluster.agent.agent import EXIT_FENCED, EXIT_LEFT_OUT
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
-from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
+from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -37,6 +38,7 @@ def serve(
     run: RunDirectory,
     info: RunInfo,
     place: Place,
+    server: ForkServer | None,
     modules: tuple[str, ...],
     secret: bytes,
     *,
@@ -71,6 +73,7 @@ def serve(
             fixed_address=fixed,
             host=place.host,
             domain=place.domain or domains.domain_of(table, node, socket.gethostname()),
+            server=server,
             modules=modules,
             directory=Path.cwd(),
             standby=standby,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deadpool_megatron.cluster.agent.members.members import default_environment
+from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
@@ -25,7 +25,8 @@ from deadpool_megatron.settings import ENVIRONMENT_NAME
 class AgentOptions:
     """One node. ``fixed_address``: of the coordinator, where the run directory is not shared.
 
-    ``modules`` are what a fresh member process imports while parked. ``standby``: command of the
+    ``server``: forks members, if there is one; ``modules`` are what a parked process imports.
+    ``standby``: command of the
     standby, () for none. ``launcher_fd``: where a launcher on this host started the agent; it
     reaches end of file when the launcher is gone, which ends the node, and a byte of it has the
     standby started, which elsewhere is from the beginning. No network can come between this node
@@ -43,6 +44,7 @@ class AgentOptions:
     secret: bytes
     host: str
     domain: str
+    server: ForkServer | None
     modules: tuple[str, ...]
     directory: Path
     standby: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ class AgentOptions:
 
     @property
     def logs(self) -> Path:
-        """Return where processes of the node print to (see local_logs.py)."""
+        """Return where processes of the node print to (see logs.py)."""
         return self.segments / LOGS
 
 
@@ -76,15 +78,19 @@ def member_spec(
 ) -> MemberSpec:
     """Return how a member process of the node starts; ``extra``: more of its environment."""
     info = options.info
-    of_run = {
+    environment = {
         ENVIRONMENT_DIRECTORY: str(options.run.path),
         ENVIRONMENT_RUN_ID: info.run_id,
         # Communicators bind where this host is reached, as the vault does.
         ENVIRONMENT_NAME: replace(info.settings, interface=options.host).to_json(),
         "DEADPOOL_WORLD_SIZE": str(info.world_size),
         "DEADPOOL_NPROC": str(info.nproc_per_node),
+        "DEADPOOL_NODE": str(options.node),
+        "DEADPOOL_SLOT": str(slot),
+        "DEADPOOL_INCARNATION": str(incarnation),
+        "DEADPOOL_VAULT_SOCKET": str(options.segments / "vault.sock"),
+        "DEADPOOL_SEGMENT_DIR": str(options.segments),
     }
-    environment = default_environment(options.node, slot, incarnation, of_run, options.segments)
     return MemberSpec(
         node=options.node,
         slot=slot,

@@ -6,28 +6,44 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.service import Agent
+from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
+from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
+from deadpool_megatron.cluster.run_directory.directory import (
+    ENVIRONMENT_DIRECTORY,
+    ENVIRONMENT_RUN_ID,
+    RunDirectory,
+    RunInfo,
+)
+from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
+from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import gpus, host
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.support import environment as nccl_environment
-from deadpool_megatron.vault.disk.dump import found_slots
+from deadpool_megatron.vault.disk.dump import dump_kept, found_slots
+from deadpool_megatron.vault.errors import SegmentError
 
 
 def run_agent(options: AgentOptions) -> int:
-    """Run an agent in this process, which has one thread; returns its exit status.
+    """Run an agent in this process; returns its exit status.
 
     Slots that an agent of this node has left are taken up as they are, or those of another node of
     this host whose agent is gone. Raises NodeTaken, or SegmentError for slots that it cannot read.
     """
     set_process_name(f"dp-agent{options.node}")
     info = options.info
+    # By these names whatever it starts is found.
+    os.environ[ENVIRONMENT_DIRECTORY] = str(options.run.path)
+    os.environ[ENVIRONMENT_RUN_ID] = info.run_id
     if nccl_environment.is_needed(info.settings.communicator):
         # Of the agent itself: a parked process imports torch before it knows its member.
         nccl_environment.complete(os.environ)
@@ -59,3 +75,39 @@ def run_agent(options: AgentOptions) -> int:
     os.close(lock)
     print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)
     return code
+
+
+def last_history(run: RunDirectory, info: RunInfo) -> History:
+    """Return what the newest record of a run says of it: among others the kept line, lineage ->
+    last iteration that was not abandoned. Raises JournalError."""
+    journal = open_journal(info.settings, info.run_id, run.journal)
+    newest = journal.newest("epoch")
+    return History() if newest is None else EpochRecord.from_dict(newest[1]).history
+
+
+def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:
+    """Write what lies on the kept line in directories without a live agent; returns the files.
+
+    What was written leaves the memory. Raises VaultError with one line when it cannot be written,
+    or is not understood: then its directory stays, and the others have been written.
+    """
+    written, unread = [], []
+    for directory in node_directories(info.run_id):
+        number = directory.name.removeprefix("node")
+        if not number.isdigit() or not any(directory.glob("*.seg")):
+            continue
+        try:
+            lock = claim(directory, int(number))
+        except (NodeTaken, FileNotFoundError):
+            continue
+        try:
+            end_leftovers(run, info.run_id, int(number), directory)
+            written += dump_kept(int(number), directory, info.settings, kept, run.dump)
+            remove_segments(directory)
+        except SegmentError as error:
+            unread.append(str(error))
+        finally:
+            os.close(lock)
+    if unread:
+        raise SegmentError("; ".join(unread))
+    return written

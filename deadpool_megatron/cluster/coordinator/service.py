@@ -52,7 +52,8 @@ from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
-from deadpool_megatron.cluster.process import posix, run_to_end
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.liveness import run_to_end
 from deadpool_megatron.cluster.run_directory.directory import paths_gone
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
@@ -459,4 +460,4 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     if complaint := posix.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)
+    return run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

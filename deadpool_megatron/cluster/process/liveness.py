@@ -1,106 +1,27 @@
-"""Signs of life: process ends by pid file descriptor, freezes by missing beats and idle CPU; what
-the end of a log says about the end of its process.
-
-Used from an asyncio loop in a single-threaded process.
+"""Signs of life: freezes by missing beats and idle CPU; what the end of a log says about the end of
+its process; things that may hang for as long as a network file system does: a look at one, and the
+end of a process whose threads wait for one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.file_worker import read
+from deadpool_megatron.cluster.process.logs import read
 
 _TAIL_BYTES = 32768
 _LINE_CHARACTERS = 400
 # An exception that was caught and logged long before the end is not the cause of it.
 _TRACEBACK_LINES = 120
 _TRACEBACK = "Traceback (most recent call last):"
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The end of a process: exactly one of the two is set."""
-
-    exit_code: int | None = None
-    signal_name: str | None = None
-
-    @staticmethod
-    def from_wait_status(status: int) -> Ending:
-        """From what ``waitpid`` answers."""
-        code = os.waitstatus_to_exitcode(status)
-        if code >= 0:
-            return Ending(exit_code=code)
-        try:
-            return Ending(signal_name=signal.Signals(-code).name)
-        except ValueError:
-            return Ending(signal_name=f"signal {-code}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As an agent tells it."""
-        if self.signal_name is not None:
-            return {"signal": self.signal_name}
-        return {"exit_code": self.exit_code}
-
-    def __str__(self) -> str:
-        if self.signal_name is not None:
-            return f"killed by {self.signal_name}"
-        return f"ended with exit status {self.exit_code}"
-
-
-class ChildWatch:
-    """Calls back once when a child ends, after killing the rest of its process group.
-
-    The group goes first, while the dead leader still holds the group's number.
-    """
-
-    def __init__(self, pid: int, on_end: Callable[[Ending], None]) -> None:
-        """Raises OSError when there is no descriptor for it; the child has ended by then."""
-        self.pid = pid
-        self.ended = asyncio.Event()
-        self.ending: Ending | None = None
-        self._on_end = on_end
-        try:
-            self._handle = os.pidfd_open(pid)
-        except OSError:
-            self.kill()  # nobody would ever hear of its end
-            os.waitpid(pid, 0)
-            raise
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._handle, self._gone)
-
-    def kill(self) -> None:
-        """SIGKILL the process group; also ends a stopped one."""
-        if self.ending is None:
-            posix.kill(self.pid)  # it may not have made its own group yet
-            posix.kill_group(self.pid)
-
-    async def end(self, limit_seconds: float) -> bool:
-        """SIGKILL it and wait for its end; False where the kernel holds it for longer, as in a call
-        to a file system that hangs: it dies later.
-        """
-        self.kill()
-        try:
-            async with asyncio.timeout(limit_seconds):
-                await self.ended.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def _gone(self) -> None:
-        self._loop.remove_reader(self._handle)
-        os.close(self._handle)
-        posix.kill_group(self.pid)
-        _, status = os.waitpid(self.pid, 0)
-        self.ending = Ending.from_wait_status(status)
-        self.ended.set()
-        self._on_end(self.ending)
+T = TypeVar("T")
 
 
 class FreezeDetector:
@@ -184,3 +105,55 @@ def fatal_words(text: str) -> str:
 def _exception(lines: list[str]) -> str:
     """The first line after the frames of a traceback, which are indented."""
     return next((line for line in lines if not line.startswith((" ", "\t", "|"))), "")
+
+
+class Glance(Generic[T]):
+    """Reads in a thread of its own, one reading at a time. For one caller."""
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        self._read = read
+        self._found: list[T] = []
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def look(self, limit_seconds: float) -> T:
+        """Returns what a reading found that has just ended. Raises what the reading raised, and
+        TimeoutError when it takes longer; it then continues, for the next look.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        self._thread.join(limit_seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"no answer within {limit_seconds:g} s")
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._found.pop()
+
+    def _work(self) -> None:
+        try:
+            self._found.append(self._read())
+        except Exception as error:
+            self._error = error
+
+
+def run_to_end(main: Coroutine[Any, Any, int], thread_seconds: float) -> int:
+    """As ``asyncio.run``, which waits for what is under way in the loop's threads, but no longer
+    than ``thread_seconds`` after ``main`` is over: the process then ends with its answer, here.
+    """
+    with asyncio.Runner() as runner:
+        status = runner.run(main)
+        guard = threading.Timer(thread_seconds, _give_up, (status, thread_seconds))
+        guard.daemon = True
+        guard.start()
+    guard.cancel()
+    return status
+
+
+def _give_up(status: int, seconds: float) -> None:
+    text = f"ends without its threads: waited {seconds:g} s for files that they write or remove"
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(status)

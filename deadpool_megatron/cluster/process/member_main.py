@@ -1,19 +1,11 @@
-"""The start of a new member process before the user's command, after a fork or after an exec.
-
-``python -m deadpool_megatron.cluster.process.member_main FD MODULES`` is a parked process: it has
-imported MODULES (comma separated) and waits on socket FD for the frame that says which member it
-becomes.
-"""
+"""The start of a new member process before the user's command, forked or parked before."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import importlib
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -23,9 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.process import posix, stacks
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.process_names import set_process_name
-from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 
 
@@ -68,20 +59,15 @@ class MemberSpec:
 
 
 def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
-    """Turn this process (fresh from fork or exec) into the member; ends the process.
+    """Turn this process (fresh from a fork, or parked) into the member; ends the process.
 
-    After a fork the event loop of the agent is still on this stack. It is never returned to, and
-    its objects are frozen out of garbage collection: closing them would close reused descriptors.
+    What the server has is frozen out of garbage collection: closing it would close descriptors that
+    are used again.
     """
     try:
         os.setpgid(0, 0)
         gc.freeze()
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's orderly stop ends members
-        asyncio.events._set_running_loop(None)
-        asyncio.set_event_loop(None)
         posix.close_inherited((agent_fd,))
         try:
             posix.redirect_output(spec.log)
@@ -89,9 +75,10 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
             print(f"{spec.log.name} is here: {error}", file=sys.stderr, flush=True)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        stacks.answer_asks()
+        posix.answer_asks()
         set_process_name(f"dp-n{spec.node}s{spec.slot}.{spec.incarnation}")
         os.chdir(spec.directory)
+        os.environ.clear()
         os.environ.update(spec.environment)
         os.environ.pop(SECRET_VARIABLE, None)  # neither it nor what it starts needs the secret
         os.environ["DEADPOOL_AGENT_FD"] = str(agent_fd)
@@ -126,7 +113,7 @@ def _run(command: Sequence[str]) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException:
-        # Without the frames of the agent and of runpy below the user's code.
+        # Without our frames and those of runpy below the user's code.
         kind, error, trace = sys.exc_info()
         while trace is not None and "runpy" not in trace.tb_frame.f_code.co_filename:
             trace = trace.tb_next
@@ -138,7 +125,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without the interpreter's teardown, which would run the agent's handlers."""
+    """End the process without the interpreter's teardown, which would run the server's handlers."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -148,26 +135,3 @@ def leave(code: int) -> NoReturn:
         if thread is not threading.current_thread() and not thread.daemon:
             print(f"thread {thread.name} was still running at the end", file=sys.stderr)
     os._exit(code)
-
-
-def preload(modules: Sequence[str]) -> None:
-    """Import the modules that make a member's start slow. Raises ImportError."""
-    for name in modules:
-        importlib.import_module(name)
-
-
-def main() -> NoReturn:
-    """A parked process; see the module text."""
-    set_process_name("dp-parked")
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.settimeout(None)  # parked until used; ends with its agent (PDEATHSIG, and EOF)
-    preload([name for name in sys.argv[2].split(",") if name])
-    try:
-        spec = MemberSpec.from_dict(framing.receive(connection))
-    except framing.ConnectionClosed:
-        os._exit(0)
-    become_member(spec, connection.detach())
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import resource
 import select
@@ -15,6 +16,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+#: asks a process of ours where it stands
+ASK_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_SECONDS = 10.0
 # Loaded at import: dlopen between fork and exec is not safe in general.
@@ -31,6 +34,13 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def answer_asks() -> None:
+    """Make this process write its stacks to standard error when asked, or when it crashes: in C, so
+    that it needs neither the interpreter lock nor a main thread that runs."""
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(ASK_SIGNAL, all_threads=True)
 
 
 def start_time(pid: int) -> int | None:

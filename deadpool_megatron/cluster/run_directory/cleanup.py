@@ -21,7 +21,7 @@ from typing import Any
 
 from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.file_worker import LogCopier
+from deadpool_megatron.cluster.process.logs import LogCopier
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
     LOGS,
@@ -202,8 +202,7 @@ def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = 
     """Remove what a node whose agent died has left: as if its host had been switched off."""
     pids = node_processes(run, node)
     end_processes(pids)
-    if not keep_slots:
-        _copy_logs(run, run.segments(run_id, node))
+    _copy_logs(run, run.segments(run_id, node))
     nbytes, directories = _remove([] if keep_slots else [run.segments(run_id, node)])
     run.node(node).unlink(missing_ok=True)
     return Cleaned(tuple(pids), nbytes, directories)
@@ -214,9 +213,8 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
     kept for a restart. Nodes of other hosts, which may be alive, stay listed."""
     pids = run_processes(run, run_id)
     end_processes(pids)
-    if not keep_slots:
-        for directory in node_directories(run_id):
-            _copy_logs(run, directory)
+    for directory in node_directories(run_id):
+        _copy_logs(run, directory)
     nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
     for node, listing in run.node_listings().items():
         if is_here(listing):

@@ -131,7 +131,7 @@ def test_a_new_node_gets_the_gpus_of_the_one_that_died(
     def start(node: int) -> None:
         launcher._shares.setdefault(node, launcher._free_share())
         launcher._agents[node] = (0, 0)
-        launcher._serve(node, 0, 0)
+        launcher._serve(node, 0, 0, None)
 
     for node in (2, 1, 0):
         start(node)

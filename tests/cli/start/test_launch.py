@@ -17,7 +17,7 @@ import pytest
 from deadpool_megatron.cli import main
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
-from deadpool_megatron.cluster.agent import service
+from deadpool_megatron.cluster.agent import agent as service
 from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,

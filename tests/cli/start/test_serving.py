@@ -9,8 +9,8 @@ import pytest
 
 from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable
 from deadpool_megatron.cli.start import serving
+from deadpool_megatron.cluster.agent.agent import EXIT_FENCED
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.service import EXIT_FENCED
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,

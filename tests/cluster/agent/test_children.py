@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.children import examiner as module
-from deadpool_megatron.cluster.agent.children import standby_keeper, vault_keeper
-from deadpool_megatron.cluster.agent.children.examiner import Examiner
-from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
-from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, VaultKeeper
-from deadpool_megatron.cluster.agent.limits import CloseLimits
+from deadpool_megatron.cluster.agent import node_check as module
+from deadpool_megatron.cluster.agent import standby_process as standby_keeper
+from deadpool_megatron.cluster.agent import vault_process as vault_keeper
+from deadpool_megatron.cluster.agent.agent import EXIT_FENCED, Agent
+from deadpool_megatron.cluster.agent.fence import CloseLimits
+from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
+from deadpool_megatron.cluster.agent.standby_process import StandbyKeeper
+from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
-from deadpool_megatron.cluster.process.local_logs import LocalLogs
+from deadpool_megatron.cluster.process.children import ChildWatch, Ending
+from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import (
@@ -91,7 +92,7 @@ class Broken:
         pass
 
 
-def no_processes(*_: object) -> Watch:
+def no_processes(*_: object, **__: object) -> Watch:
     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
@@ -132,8 +133,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_moment_without_processes_is_sat_out(
     keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starts: list[Callable[..., Watch]] = [no_processes, no_processes, lambda *_: Watch(True)]
-    monkeypatch.setattr(vault_keeper, "start_child", lambda *rest: starts.pop(0)(*rest))
+    starts: list[Callable[..., Watch]] = [no_processes, no_processes, lambda *_, **__: Watch(True)]
+    monkeypatch.setattr(vault_keeper, "start_child", lambda *_, **__: starts.pop(0)())
     asyncio.run(keeper.start())
     assert keeper.pid == Watch.pid
 
@@ -142,7 +143,7 @@ def note_starts(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
     """The vaults that have been started, each as its watch."""
     started: list[Watch] = []
 
-    def start(*_: object) -> Watch:
+    def start(*_: object, **__: object) -> Watch:
         started.append(Watch(True))
         return started[-1]
 
@@ -174,7 +175,7 @@ async def test_a_vault_that_the_kernel_does_not_let_go(
     short(monkeypatch)
     watch: Any = Watch(False)
     keeper._limits = CloseLimits(0.05, 0.05, 0.05, 0.05)
-    monkeypatch.setattr(vault_keeper, "start_child", lambda *_: watch)
+    monkeypatch.setattr(vault_keeper, "start_child", lambda *_, **__: watch)
     await keeper.start()
     keeper._control = Broken()  # type: ignore[assignment]
     with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
@@ -268,6 +269,7 @@ def test_the_agent_says_so_and_ends(
         secret=b"secret",
         host="127.0.0.1",
         domain="rack",
+        server=None,
         modules=(),
         directory=tmp_path,
     )
@@ -291,9 +293,7 @@ def kept(
     directory: Path, program: str, on_look: Callable[[int, str, float], None]
 ) -> StandbyKeeper:
     log = directory / "log"
-    return StandbyKeeper(
-        ("-c", program), str(directory), "run", log, on_look=on_look, on_over=lambda kept: None
-    )
+    return StandbyKeeper(("-c", program), log, on_look=on_look, on_over=lambda kept: None)
 
 
 @pytest.mark.slow
@@ -374,6 +374,7 @@ def examiner(
         secret=b"",
         host="127.0.0.1",
         domain="",
+        server=None,
         modules=(),
         directory=directory,
         facts=FACTS,

@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent import hurting
-from deadpool_megatron.cluster.agent.children.leaving import EXIT_TERMINATED, Leaving
-from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
-from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
-from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
-from deadpool_megatron.cluster.agent.limits import CloseLimits
-from deadpool_megatron.cluster.agent.members.members import Member, Members
-from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
-from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
-from deadpool_megatron.cluster.process.files import FileWorker
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
+from deadpool_megatron.cluster.agent.agent import EXIT_FENCED, EXIT_TERMINATED, Agent, Leaving
+from deadpool_megatron.cluster.agent.fence import CloseLimits
+from deadpool_megatron.cluster.agent.members import Member, Members
+from deadpool_megatron.cluster.agent.standby_process import CoordinatorAddress, StandbyKeeper
+from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.children import ChildWatch, Ending
+from deadpool_megatron.cluster.process.logs import Files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
@@ -55,7 +52,7 @@ async def test_nccl_is_asked_before_the_epoch_is_closed() -> None:
 
     agent: Any = object.__new__(Agent)
     agent._closed, agent._orders = 3, asyncio.Queue()
-    agent._nccl = SimpleNamespace(take=lambda epoch: note(f"ask {epoch}"))
+    agent._ask_nccl = lambda epoch: note(f"ask {epoch}")
     agent._close = lambda epoch, cause: note(f"close {epoch}")
     agent._on_order({"t": "ask-nccl", "epoch": 4})
     agent._on_order({"t": "close", "epoch": 4, "cause": "nothing moves"})
@@ -82,12 +79,13 @@ def test_the_process_id_of_a_vault_that_has_ended_is_sent_nothing(
 ) -> None:
     """It may be that of any other process by now."""
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(hurting.os, "kill", lambda *one: sent.append(one))
+    monkeypatch.setattr(posix, "kill", lambda *one: sent.append(one))
     keeper: Any = object.__new__(VaultKeeper)
     ending = Ending(signal_name="SIGKILL") if ended else None
     keeper._watch = SimpleNamespace(pid=1 << 30, ending=ending)
     agent: Any = object.__new__(Agent)
-    agent._vault, agent._members = keeper, SimpleNamespace(by_slot={})
+    agent._vault, agent._members = keeper, object.__new__(Members)
+    agent._members.by_slot = {}
     agent._on_order({"t": "hurt", "part": "vault", "number": 0, "signal": "KILL"})
     assert sent == ([] if ended else [(1 << 30, signal.SIGKILL)])
 
@@ -212,7 +210,7 @@ def test_everything_hangs_and_has_to_be_killed(settings: Settings) -> None:
 async def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     os.mkfifo(run.coordinator)
-    files = FileWorker(tmp_path / "logs", tmp_path / "copied")
+    files = Files(tmp_path / "logs", tmp_path / "copied")
     address = CoordinatorAddress(run, files, None, seen=lambda: None)
     began = time.monotonic()
     for _ in range(3):
@@ -230,7 +228,7 @@ async def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     seen: list[tuple[str, int]] = []
     fixed = ("fixed", 1)
-    files = FileWorker(tmp_path / "logs", tmp_path / "copied")
+    files = Files(tmp_path / "logs", tmp_path / "copied")
     address = CoordinatorAddress(run, files, fixed, seen=lambda: seen[-1] if seen else None)
     assert address.newest() == fixed
     write_json(run.coordinator, {"host": "told", "port": 2})
@@ -256,9 +254,9 @@ class Node:
         member._freeze = SimpleNamespace(beat=lambda now: None)
         member._reports = agent
         member._pipe = SimpleNamespace(send=self.ordered.append)
-        members.by_slot = {0: member}
+        members.by_slot, members._node = {0: member}, 3
+        members._send = lambda report: self.told.append(report["m"])
         agent._boot, agent._closed, agent._record, agent._members = "", 0, None, members
-        agent._reporter = MemberReporter(3, members, lambda report: self.told.append(report["m"]))
         agent._exports = SimpleNamespace(drop=lambda: None)
         agent._store = SimpleNamespace(repeat=lambda: None)
         self.agent, self.member = agent, member

@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.journal.journal import (
     write_patiently,
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm, claim_term, sign
-from deadpool_megatron.cluster.process.glance import Glance
+from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.layout.records import Generation, Restore

@@ -30,7 +30,7 @@ from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.link.record_delta import unpack
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.process.glance import Glance
+from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer

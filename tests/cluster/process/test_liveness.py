@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, FreezeDetector, last_line
+from deadpool_megatron.cluster.process.children import ChildWatch, Ending
+from deadpool_megatron.cluster.process.liveness import FreezeDetector, last_line
 from deadpool_megatron.cluster.process.posix import (
     needed_by_agent,
     needed_by_coordinator,

@@ -27,7 +27,6 @@ from deadpool_megatron.cli.show.run_result import read_result
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
-from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.events import Event, read_events
 from tests.common import forks
 from tests.common.told import read_final
@@ -230,7 +229,7 @@ def _launch(
 def _importer(command: Sequence[str]) -> forks.ForkServer | None:
     """A process that has imported what members with this command need; None where there is none
     to share: of a tree that a test has changed, or with a GPU, where nothing is forked."""
-    if choose_method("auto") != "fork":
+    if not scripts.waits_for_forks("auto"):
         return None
     tree, members = checkout(), scripts.member_command(command)
     script = scripts.script_of(members)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.agent import salvage
+from deadpool_megatron.cluster.agent import process as salvage
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout

@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.journal.journal import (
 )
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
-from deadpool_megatron.cluster.process.glance import Glance
+from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_valid
 from deadpool_megatron.layout.records import EpochRecord, Restore
 

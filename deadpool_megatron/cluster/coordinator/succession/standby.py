@@ -37,7 +37,7 @@ from deadpool_megatron.cluster.journal.terms import (
     newest_term,
     sign,
 )
-from deadpool_megatron.cluster.process.glance import Glance
+from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.agent.limits import CloseLimits
+from deadpool_megatron.cluster.agent.fence import CloseLimits
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.children import Ending
+from deadpool_megatron.cluster.process.fork_server import StartedMember, Starter
 from deadpool_megatron.cluster.process.liveness import (
-    ChildWatch,
-    Ending,
     FreezeDetector,
     fatal_words,
     last_words,
     tail,
 )
 from deadpool_megatron.cluster.process.member_main import MemberSpec
-from deadpool_megatron.cluster.process.starter import Starter
+from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
 
 _RECEIVE_BYTES = 1 << 16
-# What a log says last is worth waiting for, but not while its file system hangs.
 # What a coordinator that has just started must hear again, newest of each kind.
 STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
     *("paused", "fault", "restore-failed", "durable-request"),
 )
+# Events that results are made of; a coordinator drops those that it has already.
+_NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 
 
 class FramePipe:
@@ -132,7 +136,7 @@ class Member:
     def __init__(
         self,
         spec: MemberSpec,
-        starter: Starter,
+        started: StartedMember,
         settings: Settings,
         reports: MemberReports,
     ) -> None:
@@ -147,15 +151,11 @@ class Member:
         self._frozen = False
         self._settings = settings
         self._reports = reports
-        started = starter.start(spec)
-        self.pid = started.pid
-        try:
-            self._watch = ChildWatch(started.pid, self._ended)
-        except OSError:
-            started.connection.close()
-            raise
+        self._watch = started.watch
+        self.pid = self._watch.pid
         self._pipe = FramePipe(started.connection, self._message, self._stream_ended)
-        self._freeze = FreezeDetector(started.pid, settings.freeze_seconds, self.started_at)
+        self._freeze = FreezeDetector(self.pid, settings.freeze_seconds, self.started_at)
+        self._watch.then(self._ended)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one order; a request that it answers is not told again."""
@@ -221,15 +221,21 @@ class Member:
 
 
 class Members:
-    """All live members of the node, by slot."""
+    """All live members of the node, by slot, and what the coordinator is told of them. ``send``:
+    see :meth:`CoordinatorLink.send`.
+    """
 
     def __init__(
         self,
+        node: int,
         make_spec: Callable[[int, int, Mapping[str, str]], MemberSpec],
         starter: Starter,
         settings: Settings,
         reports: MemberReports,
+        send: Callable[..., None],
     ) -> None:
+        self._node = node
+        self._send = send
         self._make_spec = make_spec
         self._starter = starter
         self._settings = settings
@@ -238,7 +244,7 @@ class Members:
         self.by_slot: dict[int, Member] = {}
         self.incarnations: dict[int, int] = {}
 
-    def start(self, slot: int, incarnation: int, environment: Mapping[str, str]) -> None:
+    async def start(self, slot: int, incarnation: int, environment: Mapping[str, str]) -> None:
         """Start a member unless this incarnation or a newer one was started before.
 
         Raises StartError, and OSError when it may be tried again.
@@ -250,7 +256,8 @@ class Members:
             # A stopped predecessor that woke up would write into its successor's slots.
             raise RuntimeError(f"slot {slot} still has process {old.pid}")
         spec = self._make_spec(slot, incarnation, environment)
-        self.by_slot[slot] = Member(spec, self._starter, self._settings, self._reports)
+        started = await self._starter.start(spec)
+        self.by_slot[slot] = Member(spec, started, self._settings, self._reports)
         self.incarnations[slot] = incarnation
 
     def prepare(self, slot: int) -> None:
@@ -307,6 +314,59 @@ class Members:
         """End parked processes."""
         self._starter.close()
 
+    # Reports to the coordinator.
+
+    def pass_on(self, member: Member, message: Mapping[str, Any]) -> None:
+        """Report a member's message, with its seat; an event with its node."""
+        if message.get("t") == "event":
+            event = {"node": self._node, **message["event"]}
+            self._send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
+            return
+        seat = {"slot": member.slot, "incarnation": member.incarnation}
+        self._send({"t": "member", **seat, "m": message})
+
+    def report_frozen(self, member: Member, silent_seconds: float) -> None:
+        """Report that a member shows no sign of life since then."""
+        seat = {"slot": member.slot, "incarnation": member.incarnation}
+        cause = f"member {self._node}.{member.slot}.{member.incarnation} is frozen"
+        how = {"cause": cause, "silent_seconds": silent_seconds}
+        self._send({"t": "member-suspected", **seat, **how})
+
+    def report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
+        """Report that a member has ended, or could not be started."""
+        seat = {"slot": slot, "incarnation": incarnation}
+        self._send({"t": "member-lost", **seat, **how, "cause": cause})
+
+    def repeat(self, closed: Callable[[], int], within_seconds: float) -> None:
+        """Tell a new coordinator what the members have said since the epoch that is closed by then;
+        all agents at once may be too many.
+        """
+        if within_seconds:
+            moment = random.uniform(0, within_seconds)
+            asyncio.get_running_loop().call_later(moment, self.repeat, closed, 0.0)
+            return
+        for member in self.by_slot.values():
+            for said in member.said_since(closed()):
+                self.pass_on(member, said)
+
+    def hurt(self, message: Mapping[str, Any], vault: int | None) -> None:
+        """Carry out ``deadpool kill``: a signal to a part of this node, for a user who wants to see
+        a run recover. ``vault``: its process id, None between two."""
+        number = signal.Signals[f"SIG{message['signal']}"]
+        part = message["part"]
+        if part == "role":
+            member = self.by_slot.get(int(message["slot"]))
+            if member is not None and member.incarnation == int(message["incarnation"]):
+                posix.kill(member.pid, number)
+            return
+        pids = [] if part == "agent" or vault is None else [vault]
+        if part == "node":
+            pids += [member.pid for member in self.by_slot.values()]
+        if part in ("agent", "node"):  # last, and at once: nothing of the others is reported
+            pids.append(os.getpid())
+        for pid in pids:
+            posix.kill(pid, number)
+
 
 async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
     """Wait until all have ended; False when the time is over (a process the kernel holds)."""
@@ -346,17 +406,3 @@ async def wait_drained(
         )
         member.kill(f"epoch {epoch} {how}")
     await wait_ended(killed, limits.reap_seconds)
-
-
-def default_environment(
-    node: int, slot: int, incarnation: int, run: Mapping[str, str], segments: Path
-) -> dict[str, str]:
-    """The variables every member gets, besides the agent's socket; ``run``: those of the run."""
-    return {
-        **run,
-        "DEADPOOL_NODE": str(node),
-        "DEADPOOL_SLOT": str(slot),
-        "DEADPOOL_INCARNATION": str(incarnation),
-        "DEADPOOL_VAULT_SOCKET": str(segments / "vault.sock"),
-        "DEADPOOL_SEGMENT_DIR": str(segments),
-    }

@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.agent.children.starting import start_child
-from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
 from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
+from deadpool_megatron.cluster.process.children import start_child
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.vault.errors import VaultError
@@ -108,10 +108,7 @@ class Examiner:
     async def _read(self) -> HostFacts:
         answer = self._options.segments / "host.json"
         answer.unlink(missing_ok=True)
-        options = self._options
-        child = start_child(
-            self._command, options.run, options.info.run_id, answer, lambda _: None, {}
-        )
+        child = start_child(["-m", *self._command], log=answer)
         try:
             await asyncio.wait_for(child.ended.wait(), self._limit_seconds)
         finally:

@@ -15,12 +15,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.agent.children.starting import start_child
-from deadpool_megatron.cluster.agent.limits import CloseLimits
+from deadpool_megatron.cluster.agent.fence import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
-from deadpool_megatron.cluster.process.local_logs import LocalLogs
-from deadpool_megatron.cluster.process.shortage import patiently
+from deadpool_megatron.cluster.process.children import (
+    ChildWatch,
+    Ending,
+    patiently,
+    start_child,
+)
+from deadpool_megatron.cluster.process.liveness import last_line
+from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
     RunDirectory,
@@ -127,19 +131,17 @@ class VaultKeeper:
         except OSError as error:
             raise VaultGivenUp(f"no vault can be started: {error}") from error
 
-    def _start(self) -> ChildWatch:
+    async def _start(self) -> ChildWatch:
         self._name.look()  # a vault that had to listen there again has taken that with it
         unix, tcp = self._unix.fileno(), self._tcp.fileno()
         places = ["--run-dir", str(self._run.path), "--segment-dir", str(self._segments)]
         sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
         return start_child(
-            ["deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
-            self._run,
-            self._info.run_id,
-            self._log_path,
+            ["-m", "deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
             self._ended,
-            {ENVIRONMENT_NAME: self._settings.to_json()},
-            (unix, tcp),
+            log=self._log_path,
+            environment={ENVIRONMENT_NAME: self._settings.to_json()},
+            sockets=(unix, tcp),
         )
 
     async def supervise(self) -> None:

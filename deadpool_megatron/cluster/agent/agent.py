@@ -1,6 +1,6 @@
 """The per-node supervisor: starts members and the vault, watches them, carries orders and reports.
 
-One thread, one asyncio loop, no executors: members are forked from here. The order of a close is
+One asyncio loop; what may hang with a file system is done in threads. The order of a close is
 fixed: first the vault stops sealing, then the members are interrupted, then every seated member has
 left the epoch or is killed, and only then the inventory is taken and sent.
 
@@ -13,48 +13,36 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.agent.children.examiner import Examiner
-from deadpool_megatron.cluster.agent.children.exports import NodeExports
-from deadpool_megatron.cluster.agent.children.leaving import Leaving
-from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
-from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, VaultKeeper
-from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
-from deadpool_megatron.cluster.agent.fence import Fence
-from deadpool_megatron.cluster.agent.hurting import hurt
-from deadpool_megatron.cluster.agent.limits import CloseLimits
-from deadpool_megatron.cluster.agent.members.members import (
-    Member,
-    Members,
-    wait_drained,
-    wait_ended,
-)
-from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
-from deadpool_megatron.cluster.agent.members.stacks import LastStacks
-from deadpool_megatron.cluster.agent.nccl_report import NcclReport
+from deadpool_megatron.cluster.agent.evidence import LastStacks, tell_what_nccl_says
+from deadpool_megatron.cluster.agent.exporter import NodeExports
+from deadpool_megatron.cluster.agent.fence import CloseLimits, Fence
+from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
+from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import (
     AgentOptions,
     device_environment,
     member_spec,
 )
+from deadpool_megatron.cluster.agent.standby_process import CoordinatorAddress, StandbyKeeper
+from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.link.store import StoreRelay
-from deadpool_megatron.cluster.process.files import FileWorker
-from deadpool_megatron.cluster.process.liveness import Ending
-from deadpool_megatron.cluster.process.local_logs import LocalLogs
+from deadpool_megatron.cluster.process.children import Ending, patiently, start_child
+from deadpool_megatron.cluster.process.fork_server import Starter, StartError
+from deadpool_megatron.cluster.process.logs import Files, LocalLogs
 from deadpool_megatron.cluster.process.posix import Orphans
-from deadpool_megatron.cluster.process.shortage import patiently
-from deadpool_megatron.cluster.process.starter import StartError, choose_starter
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, held_names
 from deadpool_megatron.layout.inventories import pack_inventory
@@ -102,17 +90,10 @@ class Agent:
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._logs = LocalLogs(self._options.logs)
-        self._files = FileWorker(self._options.logs, self._options.run.logs)
-        spec = partial(member_spec, self._options)
-        of_slot = partial(device_environment, self._options)
-        starter = choose_starter(self._settings.start_method, self._options.modules, of_slot)
-        self._members = Members(spec, starter, self._settings, self)
-        self._members.incarnations |= incarnations(self._node, self._segments)
+        self._files = Files(self._options.logs, self._options.run.logs)
         if self._options.standby:
             self._standby = StandbyKeeper(
                 self._options.standby,
-                str(self._options.run.path),
-                self._options.info.run_id,
                 self._logs.log(f"node{self._node}-standby"),
                 on_look=self._cut_limit.looked,
                 on_over=self._run_over,
@@ -132,12 +113,14 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        spec = partial(member_spec, self._options)
+        of_slot = partial(device_environment, self._options)
+        starter = Starter(self._options.server, self._options.modules, of_slot)
+        args = (self._settings, self, self._link.send)
+        self._members = Members(self._node, spec, starter, *args)
+        self._members.incarnations |= incarnations(self._node, self._segments)
         self._store = StoreRelay(self._link.send)
-        self._reporter = MemberReporter(self._node, self._members, self._link.send)
         self._stacks = LastStacks(self._node, lambda: self._record, self._link.send)
-        self._nccl = NcclReport(
-            self._node, self._settings.communicator, self._logs, self._link.send
-        )
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -219,7 +202,7 @@ class Agent:
         elif kind == "kill":
             self._stacks.kill_by_order(message, self._members.by_slot)
         elif kind == "ask-nccl":  # before the close, which is behind it: then all is aborted
-            self._orders.put_nowait(self._nccl.take(int(message["epoch"])))
+            self._orders.put_nowait(self._ask_nccl(int(message["epoch"])))
         elif kind == "probe":
             self._examiner.probe(message)
         elif str(kind).startswith("export-"):
@@ -227,7 +210,7 @@ class Agent:
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
         elif kind == "hurt":
-            hurt(message, self._vault.living_pid, self._members.by_slot)
+            self._members.hurt(message, self._vault.living_pid)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
@@ -240,7 +223,7 @@ class Agent:
             # What was said before the first one is kept by the link until it is acknowledged.
             if self._boot:
                 within = float(message.get("repeat_seconds", 0.0))
-                self._reporter.repeat(lambda: self._closed, within)
+                self._members.repeat(lambda: self._closed, within)
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
         self._store.repeat()
@@ -277,7 +260,7 @@ class Agent:
                 start = partial(self._members.start, slot, int(incarnation), extra)
                 await patiently(start, self._settings.close_seconds / 2)
             except (StartError, OSError) as error:
-                self._reporter.lost(slot, int(incarnation), {"exit_code": 1}, str(error))
+                self._members.report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
         self._write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
@@ -336,6 +319,10 @@ class Agent:
         await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
+    async def _ask_nccl(self, epoch: int) -> None:
+        if self._settings.communicator == "nccl":
+            await tell_what_nccl_says(self._node, epoch, self._logs, self._link.send)
+
     async def _dump(self, message: dict[str, Any]) -> None:
         which = {"generation": message["generation"], "boundary": message["boundary"]}
         answer = {"t": "dumped", **which, "files": [], "error": ""}
@@ -356,12 +343,12 @@ class Agent:
             self._members.prepare(member.slot)
         elif kind == "drained":
             self._drained.set()
-        take = self._store.from_member if kind == "store" else self._reporter.said
+        take = self._store.from_member if kind == "store" else self._members.pass_on
         take(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""
-        self._reporter.frozen(member, silent_seconds)
+        self._members.report_frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
 
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
@@ -371,7 +358,7 @@ class Agent:
         self._drained.set()
         if self._ending is None:
             how = {**ending.to_dict(), "ordered": ordered}
-            self._reporter.lost(member.slot, member.incarnation, how, cause)
+            self._members.report_lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
             if kind_of_end(cause) is FailureKind.DEVICE_ERROR:
                 self._examiner.ask_health()
@@ -488,8 +475,56 @@ class Agent:
             goes_on = self._exit_code or self._leaving.exit_status  # without this node
             grace = 0.0 if goes_on else 2 * self._settings.close_seconds
             await self._standby.close(grace)
-        await self._files.copy_logs(_FLUSH_SECONDS)
-        if remove:
-            remove_segments(self._segments)
         self._files.replace(self._options.run.node(self._node), None)
         await self._files.close(_FLUSH_SECONDS)
+        if remove:
+            remove_segments(self._segments)
+
+
+# As a shell says of a command that SIGTERM ended: to schedulers this is no success.
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+class Leaving:
+    """Takes the signal from now on; ``end()`` has the agent end. For the agent's loop only."""
+
+    def __init__(self, options: AgentOptions, end: Callable[[], None]) -> None:
+        self._options, self._end = options, end
+        self._drain: asyncio.Task[None] | None = None
+        self.exit_status = 0
+        self.is_told = False
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._told)
+
+    def status(self, exit_code: int) -> int:
+        """Returns the exit status of an agent that ends for a reason of its own (``exit_code``), or
+        for none. One that is told to end as well does not come back, as if it were only fenced."""
+        return EXIT_TERMINATED if exit_code and self.is_told else exit_code or self.exit_status
+
+    def _told(self) -> None:
+        self.is_told = True
+        if self._drain is not None or not self._options.leave_seconds:
+            self._end()
+            return
+        self.exit_status = EXIT_TERMINATED
+        self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
+
+    async def _drain_and_end(self) -> None:
+        try:
+            said = await self._ask_for_drain()
+        except (OSError, TimeoutError) as error:
+            said = f"its roles have not moved: {error!r}"
+        text = f"agent of node {self._options.node} got SIGTERM: {said}"
+        print(text, file=sys.stderr, flush=True)
+        self._end()
+
+    async def _ask_for_drain(self) -> str:
+        options = self._options
+        answer = options.segments / "drain.txt"
+        command = ("-m", "deadpool_megatron", "drain", str(options.run.path), "--wait")
+        child = start_child([*command, "--node", str(options.node)], log=answer)
+        try:
+            await asyncio.wait_for(child.ended.wait(), options.leave_seconds)
+        finally:
+            child.kill()
+        *_, line = answer.read_text().splitlines() or ["it was drained"]
+        return line

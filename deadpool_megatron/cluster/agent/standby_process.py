@@ -1,28 +1,29 @@
-"""The agent's side of its standby: start it, hear what it saw, tell it whether there is contact."""
+"""The agent's side of its standby: start it, hear what it saw, tell it whether there is contact.
+
+By that, or by the run directory, the agent knows where the coordinator is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
-from deadpool_megatron.cluster.run_directory.directory import (
-    ENVIRONMENT_DIRECTORY,
-    ENVIRONMENT_RUN_ID,
-)
-from deadpool_megatron.process_names import interpreter
+from deadpool_megatron.cluster.process.children import ChildWatch, Ending, start_child
+from deadpool_megatron.cluster.process.logs import Files
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
 
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LINE_BYTES = 1 << 16
+_READ_SECONDS = 5.0
+_MOST_BYTES = 1 << 16
+Address = tuple[str, int]
 
 
 class StandbyKeeper:
@@ -37,15 +38,11 @@ class StandbyKeeper:
     def __init__(
         self,
         command: tuple[str, ...],
-        run_dir: str,
-        run_id: str,
         log: Path,
         on_look: Callable[[int, str, float], None],
         on_over: Callable[[bool], None],
     ) -> None:
         self._command = command
-        names = {ENVIRONMENT_DIRECTORY: run_dir, ENVIRONMENT_RUN_ID: run_id}
-        self._environment = {**os.environ, **names}
         # Opened once: the run directory may be away when the next standby starts.
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._on_look = on_look
@@ -118,19 +115,14 @@ class StandbyKeeper:
                 self._tell("lost")
 
     def _start(self, orders: int, reports: int) -> ChildWatch:
-        parent = os.getpid()
-        process = subprocess.Popen(
-            interpreter(*self._command, "--report-fd", str(reports)),
-            pass_fds=(reports,),
+        return start_child(
+            [*self._command, "--report-fd", str(reports)],
+            self._ended,
+            log=self._log,
+            sockets=(reports,),
             stdin=orders,
-            stdout=self._log,
-            stderr=self._log,
-            env=self._environment,
-            preexec_fn=lambda: posix.die_with_parent(parent),
-            process_group=0,
+            dies_with_us=True,
         )
-        process.returncode = 0  # reaped by its pid: this object must not try to as well
-        return ChildWatch(process.pid, self._ended)
 
     def place(self, order: Callable[[int | None], int]) -> None:
         """``order(coordinator)``: how many others may claim before it, by the newest record, if a
@@ -222,3 +214,40 @@ class StandbyKeeper:
                 os.write(self._orders, f"{line}\n".encode())
             except BrokenPipeError:
                 pass  # it has ended; its successor is told at its start
+
+
+class CoordinatorAddress:
+    """``seen()``: what the standby saw in the journal. Without that the address is read from
+    ``coordinator.json`` through ``files``, so that no run directory that hangs holds the agent up;
+    ``fixed``: where that is not shared. For the agent's loop.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        files: Files,
+        fixed: Address | None,
+        seen: Callable[[], Address | None],
+    ) -> None:
+        self._path = run.coordinator
+        self._files = files
+        self._fixed = fixed
+        self._seen = seen
+        self._told: Address | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def newest(self) -> Address | None:
+        """Returns it, None as long as it is not known; does not block."""
+        seen = self._seen()
+        if seen is not None:
+            return seen
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+        return self._told or self._fixed
+
+    async def _read(self) -> None:
+        try:
+            text = await self._files.read(self._path, _MOST_BYTES, _READ_SECONDS)
+        except TimeoutError:
+            return
+        self._told = address_in(text) or self._told

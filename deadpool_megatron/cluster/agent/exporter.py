@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
+import shutil
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.agent.children.starting import start_child
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
-from deadpool_megatron.cluster.process.local_logs import LocalLogs
+from deadpool_megatron.cluster.process.children import ChildWatch, Ending, start_child
+from deadpool_megatron.cluster.process.liveness import last_line
+from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
     RunDirectory,
@@ -30,6 +31,7 @@ from deadpool_megatron.vault.disk.taken import Taken, drop_taken
 from deadpool_megatron.vault.errors import Code, VaultError
 
 _END_SECONDS = 5.0
+_PAUSE_SECONDS = 0.02
 
 
 class Taker(Protocol):
@@ -63,7 +65,7 @@ class NodeExports:
         self._taken: list[Taken] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
-        self._removing: list[ChildWatch] = []
+        self._removals: list[threading.Thread] = []
         drop_taken(segments)  # of an agent that was killed: nobody else would ever give it back
 
     def order(self, message: Mapping[str, Any]) -> None:
@@ -112,10 +114,8 @@ class NodeExports:
             async with asyncio.timeout(_END_SECONDS):
                 if writer is not None:
                     await writer.ended.wait()
-                for one in self._removing:
-                    await one.ended.wait()
-        for one in self._removing:
-            one.kill()
+                while any(thread.is_alive() for thread in self._removals):
+                    await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _take(self, name: str, iteration: int) -> None:
         limit = self._info.settings.persist_seconds
@@ -164,19 +164,19 @@ class NodeExports:
         }
         job.write_text(json.dumps(facts))
         self._writer = start_child(
-            ["deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
-            self._run,
-            self._info.run_id,
-            self._log,
+            ["-m", "deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
             lambda ending: self._written(name, Path(message["directory"]), ending),
+            log=self._log,
             # It computes nothing on devices, and must not take memory there.
-            {"CUDA_VISIBLE_DEVICES": ""},
+            environment={"CUDA_VISIBLE_DEVICES": ""},
         )
 
     def _written(self, name: str, directory: Path, ending: Ending) -> None:
         if name != self._name:  # dropped; there may be a new one
             # The coordinator removes it, too, but may have done so before this process was gone.
-            self._remove(directory)
+            thread = threading.Thread(target=shutil.rmtree, args=(directory, True), daemon=True)
+            thread.start()
+            self._removals.append(thread)
             return
         self._writer = None
         if ending.exit_code == 0:
@@ -191,20 +191,6 @@ class NodeExports:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _remove(self, directory: Path) -> None:
-        """In a process: with a second thread the agent could not fork, and a disk may hang."""
-        self._removing = [one for one in self._removing if not one.ended.is_set()]
-        with contextlib.suppress(OSError):  # no more processes
-            process = subprocess.Popen(
-                ["rm", "-rf", "--", str(directory)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=0,
-            )
-            process.returncode = 0  # reaped by its pid: this object must not try to as well
-            self._removing.append(ChildWatch(process.pid, lambda _: None))
 
     def _tell(self, name: str, step: str, **facts: Any) -> None:
         self._send({"t": "export", "name": name, "step": step, **facts})

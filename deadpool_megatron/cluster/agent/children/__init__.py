@@ -1,1 +1,0 @@
-"""Processes beside the members: how they are started, and who cares for each of them."""

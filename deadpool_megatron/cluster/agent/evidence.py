@@ -1,0 +1,199 @@
+"""Evidence for people of a job that does not move: nothing is decided from it.
+
+A member is asked where it stands before it is killed. It answers by writing the Python stacks of
+all its threads to its log, which its agent reads.
+
+NCCL is asked for its own word. From 2.24 on each process that uses it has a thread (RAS) that knows
+what the processes of the job are in, and tells it on a socket of its host. Read in
+``src/ras/client_support.cc`` of 2.24.3, 2.26.2 and 2.28.9: a line ``timeout SECONDS``, for how long
+it waits for other processes, is answered ``OK``; ``verbose status`` is answered with a text and the
+end of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.agent.members import Member
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.logs import LocalLogs, read
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord, Seat
+
+MOST_NCCL_BYTES = 16 << 10
+_NCCL_SECONDS = 2.0
+_COMMANDS = b"timeout 1\nverbose status\n"
+_ACCEPTED = b"OK\n"
+_VARIABLE, _DEFAULT = "NCCL_RAS_ADDR", "localhost:28028"
+_ANSWER_SECONDS = 0.5
+_LOOK_SECONDS = 0.02
+_MOST_STACK_BYTES = 1 << 18
+_MOST_FRAMES = 24
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+Report = Callable[[Mapping[str, Any]], None]
+
+
+class LastStacks:
+    """Used from the agent's loop. ``record()`` is the newest record, ``report`` takes a message for
+    the coordinator.
+    """
+
+    def __init__(self, node: int, record: Callable[[], EpochRecord | None], report: Report) -> None:
+        self._node = node
+        self._record = record
+        self._report = report
+        self._asked: dict[Member, asyncio.Task[None]] = {}
+
+    def kill(self, member: Member, cause: str) -> None:
+        """Ask, report the answer, and kill the member, at the latest half a second from now."""
+        if member not in self._asked and not member.ended.is_set():
+            self._asked[member] = asyncio.create_task(self._take(member, cause))
+
+    def kill_by_order(self, message: Mapping[str, Any], members: Mapping[int, Member]) -> None:
+        """Carry out the order of the coordinator; ``members``: by slot."""
+        member = members.get(int(message["slot"]))
+        if member is None or member.incarnation != int(message["incarnation"]):
+            return
+        cause = str(message.get("cause", "killed by order of the coordinator"))
+        if message.get("hung"):
+            self.kill(member, cause)
+        elif member not in self._asked:
+            member.kill(cause)
+
+    async def _take(self, member: Member, cause: str) -> None:
+        try:
+            self._tell(member, await ask(member.pid, member.log, _ANSWER_SECONDS))
+        finally:
+            member.kill(cause)
+            del self._asked[member]
+
+    def _tell(self, member: Member, stacks: Stacks) -> None:
+        record, role = self._record(), None
+        if record is not None:
+            seat = Seat(self._node, member.slot, member.incarnation)
+            role = next((r for r, taken in record.seats.items() if taken == seat), None)
+        data = {
+            "slot": member.slot,
+            "incarnation": member.incarnation,
+            "frames": list(stacks.frames),
+            "threads": stacks.threads,
+            "missing": stacks.missing,
+            "log": member.log.name,
+        }
+        epoch = 0 if record is None else record.epoch
+        event = Event(Kind.STACK, epoch, self._node, role, data=data)
+        self._report({"t": "event", "event": event.to_dict()})
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """``frames`` of the main thread, innermost first, as ``function (file:line)``; ``threads``: how
+    many there were. ``missing``: why there are none, else empty.
+    """
+
+    frames: tuple[str, ...] = ()
+    threads: int = 0
+    missing: str = ""
+
+
+def read_stacks(text: str) -> Stacks:
+    """Return what ``faulthandler`` wrote. Pure. The main thread is the last of its listing."""
+    threads: list[list[str]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (frame := _FRAME.match(line)):
+            file = "/".join(Path(frame["file"]).parts[-2:])
+            threads[-1].append(f"{frame['function']} ({file}:{frame['line']})")
+    if not threads:
+        return Stacks(missing="it wrote no stacks")
+    return Stacks(tuple(threads[-1][:_MOST_FRAMES]), len(threads))
+
+
+async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
+    """Ask a process for its stacks; returns them, or why they are missing after the limit.
+
+    ``log``: what the process writes to, in the memory of this host. The signal goes out at once, so
+    that what the process is told next does not change the answer.
+    """
+    before = ""
+    try:
+        async with asyncio.timeout(limit_seconds):
+            start = log.stat().st_size if log.exists() else 0
+            if missing := _why_it_cannot(pid):
+                return Stacks(missing=missing)
+            posix.kill(pid, posix.ASK_SIGNAL)
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                text = read(log, start, _MOST_STACK_BYTES)
+                if text == before and "Current thread" in text:
+                    break
+                before = text
+    except TimeoutError:
+        if not before:
+            return Stacks(missing=f"it wrote no stacks within {limit_seconds:g} s")
+    return read_stacks(before)
+
+
+def _why_it_cannot(pid: int) -> str:
+    """Empty for a process that can answer. To ask one that has no handler yet would end it."""
+    found = posix.state_and_cpu_ticks(pid)
+    if found is None or found[0] in "ZX":
+        return "the process has ended"
+    if found[0] in "Tt":
+        return "the process is stopped and cannot answer"
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return "the process has ended"
+    caught = next((line for line in status.splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
+    if not int(caught.split()[1], 16) & (1 << (posix.ASK_SIGNAL - 1)):
+        return "the process does not answer yet: it has just started"
+    return ""
+
+
+async def tell_what_nccl_says(node: int, epoch: int, logs: LocalLogs, report: Report) -> None:
+    """Ask NCCL, keep the answer among the logs, and tell where it is. Without an answer nothing is
+    told: NCCL may be older, or its RAS turned off."""
+    try:
+        said = await asyncio.wait_for(asyncio.to_thread(ask_nccl), _NCCL_SECONDS)
+        # Whoever listens there need not be NCCL: nothing of it may play with a terminal.
+        text = "".join(
+            one if one.isprintable() or one in "\n\t" else "?"
+            for one in said.decode(errors="replace")
+        )
+        if text:
+            log = logs.log(f"node{node}-nccl-{epoch}")
+            log.write_text(text)
+            event = Event(Kind.NCCL_REPORT, epoch, node, data={"log": log.name})
+            report({"t": "event", "event": event.to_dict()})
+    except Exception as error:  # evidence for people: it must not cost a node
+        print(f"what NCCL says cannot be told: {error!r}", file=sys.stderr)
+
+
+def ask_nccl() -> bytes:
+    """Return what a process of this host says within a limit, at most so much."""
+    host, _, port = (os.environ.get(_VARIABLE) or _DEFAULT).rpartition(":")
+    said, until = bytearray(), time.monotonic() + 0.9 * _NCCL_SECONDS
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        address = (host.removeprefix("[").removesuffix("]"), int(port))
+        with socket.create_connection(address, 0.9 * _NCCL_SECONDS) as connection:
+            connection.sendall(_COMMANDS)
+            while room := MOST_NCCL_BYTES - len(said):
+                connection.settimeout(max(0.01, until - time.monotonic()))
+                piece = connection.recv(room)
+                if not piece:
+                    break
+                said += piece
+    return bytes(said.removeprefix(_ACCEPTED))

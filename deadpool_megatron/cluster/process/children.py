@@ -1,0 +1,178 @@
+"""Children of a process with an asyncio loop: their start, and their end by process descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.process_names import interpreter
+from deadpool_megatron.vault.errors import is_shortage
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a process: exactly one of the two is set."""
+
+    exit_code: int | None = None
+    signal_name: str | None = None
+
+    @staticmethod
+    def from_wait_status(status: int) -> Ending:
+        """From what ``waitpid`` answers."""
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return Ending(exit_code=code)
+        try:
+            return Ending(signal_name=signal.Signals(-code).name)
+        except ValueError:
+            return Ending(signal_name=f"signal {-code}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As an agent tells it."""
+        if self.signal_name is not None:
+            return {"signal": self.signal_name}
+        return {"exit_code": self.exit_code}
+
+    def __str__(self) -> str:
+        if self.signal_name is not None:
+            return f"killed by {self.signal_name}"
+        return f"ended with exit status {self.exit_code}"
+
+
+class Watch(ABC):
+    """A process whose end is told once, to ``on_end``, after the rest of its group was killed."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.ended = asyncio.Event()
+        self.ending: Ending | None = None
+        self._on_end: Callable[[Ending], None] | None = None
+
+    def then(self, on_end: Callable[[Ending], None]) -> None:
+        """Have ``on_end`` be told, from the loop, also where it has ended already."""
+        self._on_end = on_end
+        if self.ending is not None:
+            asyncio.get_running_loop().call_soon(on_end, self.ending)
+
+    @abstractmethod
+    def kill(self) -> None:
+        """SIGKILL; also ends a stopped one. One that has ended is fine."""
+
+    async def end(self, limit_seconds: float) -> bool:
+        """SIGKILL it and wait for its end; False where the kernel holds it for longer, as in a call
+        to a file system that hangs: it dies later.
+        """
+        self.kill()
+        try:
+            async with asyncio.timeout(limit_seconds):
+                await self.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def finish(self, ending: Ending) -> None:
+        """It is reaped."""
+        self.ending = ending
+        self.ended.set()
+        if self._on_end is not None:
+            self._on_end(ending)
+
+
+class ChildWatch(Watch):
+    """A child of this process. The rest of its group is killed while the dead leader still holds
+    the group's number.
+    """
+
+    def __init__(self, pid: int, on_end: Callable[[Ending], None] | None = None) -> None:
+        """Raises OSError when there is no descriptor for it; the child has ended by then."""
+        super().__init__(pid)
+        self._on_end = on_end
+        try:
+            self._handle = os.pidfd_open(pid)
+        except OSError:
+            self.kill()  # nobody would ever hear of its end
+            os.waitpid(pid, 0)
+            raise
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._handle, self._gone)
+
+    def kill(self) -> None:
+        """See :class:`Watch`; the process group with it."""
+        if self.ending is None:
+            posix.kill(self.pid)  # it may not have made its own group yet
+            posix.kill_group(self.pid)
+
+    def _gone(self) -> None:
+        self._loop.remove_reader(self._handle)
+        os.close(self._handle)
+        posix.kill_group(self.pid)
+        _, status = os.waitpid(self.pid, 0)
+        self.finish(Ending.from_wait_status(status))
+
+
+def start_child(
+    command: Sequence[str],
+    on_end: Callable[[Ending], None] | None = None,
+    *,
+    log: Path | int | None = None,
+    environment: Mapping[str, str] | None = None,
+    sockets: Sequence[int] = (),
+    stdin: int = subprocess.DEVNULL,
+    dies_with_us: bool = False,
+) -> ChildWatch:
+    """Start this interpreter with ``command``, in a process group of its own.
+
+    What it prints is appended to ``log`` (None: where this process prints); ``environment`` is
+    added to this process's own, ``sockets`` are descriptors that it inherits under their numbers.
+    ``dies_with_us``: with the calling thread. For the loop's thread; raises OSError.
+    """
+    parent = os.getpid()
+    opened = -1
+    if isinstance(log, Path):
+        log = opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        process = subprocess.Popen(
+            interpreter(*command),
+            pass_fds=tuple(sockets),
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+            process_group=0,
+            env={**os.environ, **(environment or {})},
+            preexec_fn=(lambda: posix.die_with_parent(parent)) if dies_with_us else None,
+        )
+    finally:
+        if opened >= 0:
+            os.close(opened)
+    process.returncode = 0  # reaped by its pid: this object must not try to as well
+    return ChildWatch(process.pid, on_end)
+
+
+async def patiently(make: Callable[[], Awaitable[Made]], limit_seconds: float) -> Made:
+    """Return what ``make`` returns, called again with growing pauses while something is short.
+
+    Raises its OSError when that is none of a shortage, or when the time is over; whatever else
+    ``make`` raises, it raises at once.
+    """
+    pause, limit = FIRST_PAUSE_SECONDS, time.monotonic() + limit_seconds
+    while True:
+        try:
+            return await make()
+        except OSError as error:
+            if not is_shortage(error) or time.monotonic() + pause > limit:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,439 @@
+"""Starts of members: forks of a process that has imported what they need, or parked processes.
+
+The *fork server* is forked once, before its parent has a second thread or a loop. It imports what
+all members need, says whether it may fork (it has one thread, and no CUDA driver was touched, which
+no fork survives), and then forks for whoever holds the other end of its socket: members, or servers
+of other nodes of the host. It reaps what it has forked and tells how that ended. A member dies with
+its server, by the kernel's hand, and a server ends when its socket does, so with the agent that
+holds it. A *parked* process has imported the same, waits, and becomes the one member that it is
+told to be; the next one for its slot is started then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.children import ChildWatch, Ending, Watch, start_child
+from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
+from deadpool_megatron.process_names import set_process_name
+
+_MODULE = "deadpool_megatron.cluster.process.fork_server"
+_MOST_BYTES = 1 << 18
+_ANSWER_SECONDS = 5.0
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_KILL_ALL = {"kill": "all"}
+Message = Mapping[str, Any]
+
+
+class StartError(Exception):
+    """A member could not be started; one clear line."""
+
+
+class BrokenImport(StartError):
+    """A module that members need cannot be imported."""
+
+
+@dataclass(frozen=True)
+class ForkServer:
+    """The near end of one. ``connection``: for an agent's :class:`Starter`, or for a launcher that
+    asks for one more server for each agent. ``is_ready``: everything is imported, and it forks.
+    ``pid``: 0 for one that another server has forked.
+    """
+
+    pid: int
+    connection: socket.socket
+    is_ready: bool = False
+
+    @staticmethod
+    def begin(modules: Sequence[str]) -> ForkServer:
+        """Fork it from this process. Raises OSError, and StartError where other threads of this
+        process make that unsafe."""
+        if posix.thread_count() != 1:
+            raise StartError(f"{posix.thread_count()} threads are here, which no fork is safe with")
+        ours, theirs = _pair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        with theirs:
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                _run_server(theirs, modules, parent)
+        return ForkServer(pid, ours)
+
+    def ready(self) -> ForkServer:
+        """Wait until everything is imported. Raises StartError where that fails, or it may not
+        fork."""
+        said, _ = _receive(self.connection)
+        if not said:
+            said = {"why": "the process that imports what members need has ended"}
+        if said["why"]:
+            self.end()
+            raise (BrokenImport if said.get("broken") else StartError)(said["why"])
+        return replace(self, is_ready=True)
+
+    def serve_node(self) -> ForkServer | None:
+        """Return one more server, None where there is none to be had."""
+        ours, theirs = _pair()
+        with theirs:
+            try:
+                _send(self.connection, {"serve": True}, theirs.fileno())
+            except OSError:
+                ours.close()
+                return None
+        return ForkServer(0, ours, self.is_ready)
+
+    def end(self) -> None:
+        """End it, and what it has forked for this process."""
+        self.connection.close()
+        posix.kill(self.pid)
+        os.waitpid(self.pid, 0)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _send(connection: socket.socket, message: Message, *handles: int) -> None:
+    socket.send_fds(connection, [json.dumps(message).encode()], handles)
+
+
+def _receive(connection: socket.socket) -> tuple[Message, list[int]]:
+    """The next message; empty at the end of the stream."""
+    data, handles, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+    return json.loads(data) if data else {}, handles
+
+
+# In the server, and in parked processes.
+
+
+def _run_server(connection: socket.socket, modules: Sequence[str], parent: int) -> None:
+    """In the forked child, whose end this is. What a terminal says to its session is not for it."""
+    try:
+        posix.die_with_parent(parent)
+        os.setsid()
+        set_process_name("dp-fork-server")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        posix.close_inherited((connection.fileno(),))
+        keep_single_threaded()
+        try:
+            _import(modules)
+        except BrokenImport as error:
+            _send(connection, {"why": str(error), "broken": True})
+            return
+        # Shared pages stay shared: the collector would write into each object.
+        gc.collect()
+        gc.freeze()
+        why = why_not_forked()
+        _send(connection, {"why": why})
+        if not why:
+            _serve(connection)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Raises BrokenImport."""
+    for name in modules:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+        except ImportError as error:
+            text = f"Python module {name!r} cannot be imported: {error}"
+            raise BrokenImport(text) from error
+
+
+def keep_single_threaded() -> None:
+    """To be called before anything may import numpy: its OpenBLAS would start a thread for each
+    core at import, and a fork needs there be none.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def why_not_forked() -> str:
+    """Return why no fork of this process would be safe; empty where it would."""
+    if posix.thread_count() != 1:
+        return "what members import starts threads"
+    if "libcuda.so" in Path("/proc/self/maps").read_text():
+        count = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED:
+            return "what members import touches CUDA"
+    return ""
+
+
+def _serve(connection: socket.socket) -> None:
+    """Fork as asked, reap and report, until nobody can ask any more."""
+    children: dict[int, tuple[int, bool]] = {}  # descriptor -> pid, and whether it is a member
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    while True:
+        for handle, _ in poller.poll():
+            if handle in children:
+                poller.unregister(handle)
+                _reap(connection, handle, *children.pop(handle))
+                continue
+            request, handles = _receive(connection)
+            if not request or request == _KILL_ALL:
+                for pid, _ in children.values():
+                    posix.kill_group(pid)
+            if not request:
+                return
+            if handles:
+                pid = _fork(connection, request, handles[0])
+                os.close(handles[0])
+                if pid:
+                    child = os.pidfd_open(pid)
+                    children[child] = pid, "member" in request
+                    poller.register(child, select.POLLIN)
+                    if "member" in request:
+                        _send(connection, {"started": pid}, child)
+
+
+def _fork(connection: socket.socket, request: Message, handle: int) -> int:
+    """The pid of the new child; 0 where there is none, of which who asked is told."""
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        if "member" in request:
+            _send(connection, {"errno": error.errno})
+        return 0
+    if pid == 0:
+        if "member" in request:
+            posix.die_with_parent(parent)
+            become_member(MemberSpec.from_dict(request["member"]), handle)
+        _serve_node(handle)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)  # parent and child both: neither sees it unset
+    return pid
+
+
+def _serve_node(handle: int) -> NoReturn:
+    """One more server. It outlives the one that has forked it, and ends with its agent."""
+    try:
+        os.setpgid(0, 0)
+        posix.close_inherited((handle,))
+        connection = socket.socket(fileno=handle)
+        _send(connection, {"why": ""})
+        _serve(connection)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _reap(connection: socket.socket, handle: int, pid: int, is_member: bool) -> None:
+    """The group goes first, while the dead leader still holds the group's number."""
+    posix.kill_group(pid)
+    _, status = os.waitpid(pid, 0)
+    os.close(handle)
+    if is_member:
+        with contextlib.suppress(OSError):  # its agent has gone
+            _send(connection, {"ended": pid, "status": status})
+
+
+def main() -> NoReturn:
+    """A parked process: ``fork_server FD MODULES``."""
+    set_process_name("dp-parked")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _import([name for name in sys.argv[2].split(",") if name])
+    request, handles = _receive(connection)  # ends with its agent (death signal, and this)
+    if not request:
+        os._exit(0)
+    become_member(MemberSpec.from_dict(request["member"]), handles[0])
+
+
+# In the agent.
+
+
+class _Forked(Watch):
+    """A member that the server has forked, by the descriptor that came with it."""
+
+    def __init__(self, pid: int, handle: int) -> None:
+        super().__init__(pid)
+        self._handle = handle
+
+    def kill(self) -> None:
+        """See :class:`Watch`; the server kills the rest of the group."""
+        if self.ending is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def finish(self, ending: Ending) -> None:
+        os.close(self._handle)
+        super().finish(ending)
+
+
+@dataclass(frozen=True)
+class StartedMember:
+    """A running member: its pid (also its process group) and the agent's end of its socket."""
+
+    watch: Watch
+    connection: socket.socket
+
+
+class Starter:
+    """Starts the members of a node: parked ones without a ``server``, or before it has said that it
+    forks. ``modules`` are imported by these, with what ``environment`` gives each slot: a driver
+    looks at some of it once. For the agent's loop.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer | None,
+        modules: Sequence[str],
+        environment: Callable[[int], Mapping[str, str]],
+    ) -> None:
+        self._server = None if server is None else server.connection
+        self._modules = ",".join(modules)
+        self._environment = environment
+        self._forks = server is not None and server.is_ready
+        self._asked: deque[asyncio.Future[_Forked]] = deque()
+        self._forked: dict[int, _Forked] = {}
+        self._parked: dict[int, tuple[ChildWatch, socket.socket]] = {}
+        if self._server is not None:
+            self._server.setblocking(False)
+            asyncio.get_running_loop().add_reader(self._server.fileno(), self._readable)
+
+    async def start(self, spec: MemberSpec) -> StartedMember:
+        """Start one member. Raises StartError, and OSError without leaving anything behind."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                # A server has the environment of another process, of other nodes even.
+                whole = replace(spec, environment={**os.environ, **spec.environment})
+                request = {"member": whole.to_dict()}
+                if self._forks:
+                    return StartedMember(await self._fork(request, theirs.fileno()), ours)
+                return StartedMember(self._unpark(spec.slot, request, theirs.fileno()), ours)
+            except BaseException:
+                ours.close()
+                raise
+
+    def prepare(self, slot: int) -> None:
+        """Get ready for a later start in this slot, where that takes time. Raises OSError."""
+        if not self._forks:
+            self._park(slot)
+
+    def close(self) -> None:
+        """End what was prepared, and members that are left."""
+        for watch, connection in self._parked.values():
+            connection.close()
+            watch.kill()
+        self._parked.clear()
+        if self._server is not None:
+            asyncio.get_running_loop().remove_reader(self._server.fileno())
+            with contextlib.suppress(OSError):
+                _send(self._server, _KILL_ALL)
+
+    async def _fork(self, request: Message, handle: int) -> _Forked:
+        assert self._server is not None
+        done = asyncio.get_running_loop().create_future()
+        self._asked.append(done)
+        _send(self._server, request, handle)
+        return await asyncio.wait_for(done, _ANSWER_SECONDS)
+
+    def _readable(self) -> None:
+        assert self._server is not None
+        try:
+            said, handles = _receive(self._server)
+        except BlockingIOError:
+            return
+        except OSError:
+            said, handles = {}, []
+        if not said or said.get("why"):
+            self._lose_server()
+        elif "why" in said:
+            self._forks = True
+        elif "ended" in said:
+            ended = self._forked.pop(int(said["ended"]), None)
+            if ended is not None:
+                ended.finish(Ending.from_wait_status(int(said["status"])))
+        elif "started" in said:
+            watch = self._forked[int(said["started"])] = _Forked(int(said["started"]), handles[0])
+            asked = self._asked.popleft()
+            if asked.done():
+                watch.kill()  # nobody waits for it any more
+            else:
+                asked.set_result(watch)
+        else:
+            self._refuse(OSError(int(said["errno"]), os.strerror(int(said["errno"]))))
+
+    def _refuse(self, error: OSError) -> None:
+        asked = self._asked.popleft()
+        if not asked.done():
+            asked.set_exception(error)
+
+    def _lose_server(self) -> None:
+        """It does not fork, or is gone, and with it what it has forked: from now on members are
+        parked."""
+        assert self._server is not None
+        asyncio.get_running_loop().remove_reader(self._server.fileno())
+        self._server.close()
+        self._server, self._forks = None, False
+        while self._asked:
+            self._refuse(ConnectionResetError("the fork server has ended"))
+        for pid, watch in list(self._forked.items()):
+            posix.kill_group(pid)
+            watch.finish(Ending(signal_name="SIGKILL"))
+        self._forked.clear()
+
+    def _unpark(self, slot: int, request: Message, handle: int) -> ChildWatch:
+        self._park(slot)
+        watch, connection = self._parked.pop(slot)
+        with connection:
+            try:
+                _send(connection, request, handle)
+            except OSError as error:
+                watch.kill()
+                raise StartError(f"parked process of slot {slot} failed: {error}") from error
+        return watch
+
+    def _park(self, slot: int) -> None:
+        """Start the slot's parked process unless there is a live one."""
+        if slot in self._parked and self._parked[slot][0].ending is None:
+            return
+        if slot in self._parked:
+            self._parked.pop(slot)[1].close()
+        ours, theirs = _pair()
+        with theirs:
+            try:
+                watch = start_child(
+                    ["-W", "ignore", "-m", _MODULE, str(theirs.fileno()), self._modules],
+                    environment=self._environment(slot),
+                    sockets=(theirs.fileno(),),
+                    dies_with_us=True,
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._parked[slot] = watch, ours
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Logs of a node's processes in the memory of its host, and files of the run directory.
+
+A file system that is full, or hangs, must not fail or stop a process that prints, nor an agent that
+has to beat and to fence its node. So logs lie in memory, and a thread of the agent copies them to
+the run directory and does what else is to be done there, one thing after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+_LOOK_SECONDS = 0.2
+_PIECE_BYTES = 1 << 20
+# Of what one process has printed; more than can be copied in time is given up, the oldest first.
+_MOST_BYTES = 16 << 20
+_TRIM_SECONDS = 5.0
+# At the end nobody waits for a file system that hangs.
+_LOCK_SECONDS = 2.0
+_PAUSE_SECONDS = 0.01
+_COPIED, _LOCK = ".copied", ".lock"
+
+
+def read(path: Path, start: int, nbytes: int) -> str:
+    """Return what a file holds from ``start`` on (negative: so far from its end), at most
+    ``nbytes``; empty without a file.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(start if start >= 0 else max(0, os.fstat(file.fileno()).st_size + start))
+            return file.read(nbytes).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def replace(path: Path, text: str | None) -> None:
+    """Have a file hold this text, never a part of it, or (None) be gone. Raises OSError."""
+    if text is None:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # Readable by others where the umask lets them, but never theirs to write: listings of processes
+    # to kill are among these files.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+class LocalLogs:
+    """Makes the directory. Raises OSError."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory = directory
+        self._next = 0.0
+
+    def log(self, name: str) -> Path:
+        """``name``: as in :meth:`.directory.RunDirectory.log`."""
+        return self.directory / f"{name}.log"
+
+    def trim(self) -> None:
+        """Give back the memory of all but the newest part of each log; to be called often."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _TRIM_SECONDS
+        # A host that is out of descriptors or memory for a moment: the next turn does it.
+        with contextlib.suppress(OSError):
+            for path in self.directory.glob("*.log"):
+                _trim(path)
+
+
+def _trim(path: Path) -> None:
+    found = path.stat()
+    surplus = (found.st_size - _MOST_BYTES) // mmap.ALLOCATIONGRANULARITY
+    if surplus > 0 and found.st_blocks * 512 > 2 * _MOST_BYTES:
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), found.st_size) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE, 0, surplus * mmap.ALLOCATIONGRANULARITY)
+
+
+class LogCopier:
+    """Copies what logs have grown by. How far it is stands beside them, for whoever continues, and
+    of the log that is being copied how long the target was before: the target itself tells how far
+    one has come that was killed meanwhile. For one thread.
+    """
+
+    def __init__(self, logs: Path, target: Path) -> None:
+        self._logs, self._target = logs, target
+        self._copied: dict[str, int] = {}
+        self._over: list[str] = []
+
+    def is_over(self, name: str) -> None:
+        """Nobody prints to this log any more: it leaves memory as soon as it is in the target."""
+        self._over.append(name)
+
+    def copy(self) -> str:
+        """Copy what there is. Return why not all of it could be copied, empty if it could."""
+        try:
+            over = self._over.copy()  # before the look, which finds all that they have
+            grown = [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]
+            if grown or over:
+                with open(self._logs / _LOCK, "w") as lock:
+                    _wait_for(lock)
+                    self._copy_all(grown, over)
+        except OSError as error:  # what is left stays, for the next time
+            return str(error)
+        return ""
+
+    def _has_grown(self, entry: os.DirEntry[str]) -> bool:
+        copied = self._copied.get(entry.name, 0)
+        return not entry.name.startswith(".") and entry.stat().st_size > copied
+
+    def _copy_all(self, grown: list[os.DirEntry[str]], over: list[str]) -> None:
+        """With the lock: another process may have copied meanwhile."""
+        # An unreadable record (of another version, for one) costs lines that are there twice.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            record = json.loads((self._logs / _COPIED).read_text())
+            self._copied = record["copied"]
+            for name, nbytes_before in record["under_way"].items():
+                nbytes = (self._target / name).stat().st_size
+                self._copied[name] = self._copied.get(name, 0) + max(0, nbytes - nbytes_before)
+        failed: dict[str, OSError] = {}
+        try:
+            for entry in grown:
+                try:
+                    self._copy(entry)
+                except OSError as error:  # of one log; it must not keep the others
+                    failed[entry.name] = error
+            for name in [name for name in over if name not in failed]:
+                (self._logs / name).unlink(missing_ok=True)
+                self._copied.pop(name, None)
+                self._over.remove(name)
+        finally:
+            self._keep({})
+        if failed:
+            raise next(iter(failed.values()))
+
+    def _keep(self, under_way: dict[str, int]) -> None:
+        record = {"copied": self._copied, "under_way": under_way}
+        replace(self._logs / _COPIED, json.dumps(record))
+
+    def _copy(self, entry: os.DirEntry[str]) -> None:
+        if not self._has_grown(entry):
+            return
+        start = self._copied.get(entry.name, 0)
+        with open(entry.path, "rb", buffering=0) as log:
+            # Of a log that grew too long while nothing could be copied the oldest part is gone.
+            data = os.lseek(log.fileno(), start, os.SEEK_DATA)
+            target = os.open(
+                self._target / entry.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+            )
+            try:
+                if data > start:
+                    os.write(target, f"\n[{data - start} bytes are missing here]\n".encode())
+                    self._copied[entry.name] = data
+                self._keep({entry.name: os.fstat(target).st_size})
+                log.seek(data)
+                while piece := log.read(_PIECE_BYTES):
+                    while piece:
+                        written = os.write(target, piece)
+                        self._copied[entry.name] = self._copied.get(entry.name, 0) + written
+                        piece = piece[written:]
+            finally:
+                os.close(target)
+
+
+def _wait_for(lock: TextIO) -> None:
+    """Raises OSError when another process has it for longer than copying takes."""
+    limit = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+
+
+class Files:
+    """A thread that copies what is printed to ``logs`` to ``target``, and does what it is asked for
+    in between. What fails is said on standard error. For one loop.
+    """
+
+    def __init__(self, logs: Path, target: Path) -> None:
+        self._copier = LogCopier(logs, target)
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._texts: dict[Path, str | None] = {}  # of several for one path the newest counts
+        threading.Thread(target=self._serve, name="dp-files", daemon=True).start()
+
+    async def read(self, path: Path, nbytes: int, limit_seconds: float) -> str:
+        """Return what :func:`read` does. Raises TimeoutError."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[str] = loop.create_future()
+
+        def tell(text: str) -> None:
+            if not found.done():
+                found.set_result(text)
+
+        def work() -> None:
+            text = read(path, 0, nbytes)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(tell, text)
+
+        self._work.put(work)
+        return await asyncio.wait_for(found, limit_seconds)
+
+    def replace(self, path: Path, text: str | None) -> None:
+        """Have a file hold this text, or (None) be gone, as soon as that is possible."""
+        self._texts[path] = text
+        self._work.put(self._write)
+
+    def log_is_over(self, log: Path) -> None:
+        """Nobody prints to it any more: have its memory given back once it is in ``target``."""
+        self._work.put(lambda: self._copier.is_over(log.name))
+
+    async def close(self, limit_seconds: float) -> None:
+        """Wait until everything is done and what was printed so far is copied, or until the limit
+        is over; the thread then ends as soon as it can.
+        """
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            if error := self._copier.copy():
+                print(f"not copied: {error}", file=sys.stderr)
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(done.set)
+
+        self._work.put(tell)
+        self._work.put(None)
+        try:
+            await asyncio.wait_for(done.wait(), limit_seconds)
+        except TimeoutError:
+            names = ", ".join(str(path) for path in self._texts) or "what is under way"
+            print(f"not written within {limit_seconds:g} s: {names}", file=sys.stderr)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                work = self._work.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                work = self._copier.copy
+            if work is None:
+                return
+            try:
+                work()
+            except OSError as trouble:
+                print(f"not done: {trouble}", file=sys.stderr)
+
+    def _write(self) -> None:
+        while self._texts:
+            path, text = self._texts.popitem()
+            replace(path, text)

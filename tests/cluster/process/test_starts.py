@@ -1,0 +1,351 @@
+"""Starts of processes: members forked or parked, a moment's shortage sat out, ends told."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.agent.standby_process import StandbyKeeper
+from deadpool_megatron.cluster.process import children, fork_server, posix
+from deadpool_megatron.cluster.process.children import ChildWatch, Ending, patiently
+from deadpool_megatron.cluster.process.fork_server import (
+    BrokenImport,
+    ForkServer,
+    StartedMember,
+    Starter,
+    StartError,
+)
+from deadpool_megatron.cluster.process.liveness import run_to_end
+from deadpool_megatron.cluster.process.member_main import MemberSpec
+from tests.common.waiting import until, wait_for
+
+SECONDS = 20.0
+_HANGS = """
+import asyncio, threading
+from deadpool_megatron.cluster.process.liveness import run_to_end
+
+async def main():
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    return 75
+
+run_to_end(main(), 0.1)
+"""
+# Has a child, says so, and sleeps or ends.
+_MEMBER = """
+import os, subprocess, sys, time
+print(subprocess.Popen(["sleep", "600"]).pid, os.environ["WHO"], flush=True)
+time.sleep(600 if sys.argv[1] == "sleeps" else 0)
+sys.exit(7)
+"""
+#: Answers as a driver that was touched, or was not.
+_DRIVER = "int cuDeviceGetCount(int *count) {{ return {answer}; }}"
+
+
+class Short:
+    """Fails so often before it works."""
+
+    def __init__(self, times: int, number: int = errno.EAGAIN) -> None:
+        self.left = times
+        self.number = number
+        self.calls = 0
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self.calls += 1
+        if self.left > 0:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_shortage_is_sat_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(children, "FIRST_PAUSE_SECONDS", 0.001)
+    short = Short(3, number)
+    asyncio.run(patiently(asynchronous(short), 60.0))
+    assert short.calls == 4
+
+
+def test_what_lasts_or_is_no_shortage_is_raised() -> None:
+    with pytest.raises(BlockingIOError):
+        asyncio.run(patiently(asynchronous(Short(1_000_000)), 0.01))
+    refused = Short(1, errno.EACCES)
+    with pytest.raises(PermissionError):
+        asyncio.run(patiently(asynchronous(refused), 60.0))
+    assert refused.calls == 1
+
+
+def asynchronous(make: Callable[[], None]) -> Callable[[], asyncio.Future[None]]:
+    async def call() -> None:
+        make()
+
+    return lambda: asyncio.ensure_future(call())
+
+
+def spec_of(directory: Path, does: str = "sleeps", slot: int = 0) -> MemberSpec:
+    (directory / "member.py").write_text(_MEMBER)
+    environment = {"DEADPOOL_RUN_DIR": str(directory), "WHO": f"slot{slot}"}
+    command = (str(directory / "member.py"), does)
+    return MemberSpec(0, slot, 1, command, environment, directory / f"log{slot}", directory)
+
+
+def said(directory: Path, slot: int = 0) -> list[str]:
+    """What the member has printed: the pid of its child, and its variable."""
+    wait_for("its line", lambda: "slot" in read(directory, slot))
+    return read(directory, slot).split()
+
+
+def read(directory: Path, slot: int) -> str:
+    log = directory / f"log{slot}"
+    return log.read_text() if log.exists() else ""
+
+
+def forking(*modules: str) -> ForkServer:
+    """One that this process, which has other threads by now, has forked through a fresh one."""
+    ours, theirs = fork_server._pair()
+    with theirs:
+        program = (
+            "import os, socket; from deadpool_megatron.cluster.process import fork_server as f\n"
+            f"f._run_server(socket.socket(fileno={theirs.fileno()}), {modules!r}, os.getppid())"
+        )
+        command = [sys.executable, "-c", program]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        process.returncode = 0
+    return ForkServer(process.pid, ours)
+
+
+@asynccontextmanager
+async def starting(way: str) -> AsyncIterator[Starter]:
+    server = forking().ready() if way == "forked" else None
+    starter = Starter(server, (), lambda slot: {})
+    try:
+        yield starter
+    finally:
+        starter.close()
+        if server is not None:
+            server.end()
+
+
+@pytest.mark.parametrize("way", ["forked", "parked"])
+async def test_a_member_starts_and_its_end_is_told_and_its_group_goes_with_it(
+    tmp_path: Path, way: str
+) -> None:
+    async with starting(way) as starter:
+        for slot, (does, ending) in enumerate(
+            [("ends", Ending(exit_code=7)), ("sleeps", Ending(signal_name="SIGKILL"))]
+        ):
+            started = await starter.start(spec_of(tmp_path, does, slot))
+            told: list[Ending] = []
+            started.watch.then(told.append)
+            child, who = await asyncio.to_thread(said, tmp_path, slot)
+            assert who == f"slot{slot}"
+            if does == "sleeps":
+                started.watch.kill()
+            await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
+            await until(lambda told=told: bool(told))
+            assert told == [ending]
+            await until(lambda child=child: not posix.is_alive(int(child)))
+            started.watch.kill()  # of one that has ended: nobody
+            started.connection.close()
+
+
+@pytest.mark.parametrize("way", ["forked", "parked"])
+async def test_an_end_before_anybody_asks_is_told(tmp_path: Path, way: str) -> None:
+    async with starting(way) as starter:
+        started = await starter.start(spec_of(tmp_path, "ends"))
+        await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
+        told: list[Ending] = []
+        started.watch.then(told.append)
+        await until(lambda: told == [Ending(exit_code=7)])
+        started.connection.close()
+
+
+async def member_of(server: ForkServer, directory: Path) -> tuple[StartedMember, Starter]:
+    starter = Starter(server, (), lambda slot: {})
+    started = await starter.start(spec_of(directory))
+    await asyncio.to_thread(said, directory)
+    return started, starter
+
+
+async def test_with_its_server_a_member_dies_and_the_next_one_is_parked(tmp_path: Path) -> None:
+    server = forking().ready()
+    started, starter = await member_of(server, tmp_path)
+    posix.kill(server.pid)
+    os.waitpid(server.pid, 0)
+    await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
+    assert started.watch.ending == Ending(signal_name="SIGKILL")
+    await until(lambda: not posix.is_alive(started.watch.pid))
+    child = int(read(tmp_path, 0).split()[0])
+    await until(lambda: not posix.is_alive(child))
+    second = await starter.start(spec_of(tmp_path, slot=1))
+    assert isinstance(second.watch, ChildWatch)
+    assert await second.watch.end(SECONDS)
+    starter.close()
+    for one in (started, second):
+        one.connection.close()
+
+
+async def test_a_server_of_one_node_outlives_that_of_all_and_ends_with_its_agent(
+    tmp_path: Path,
+) -> None:
+    server = forking().ready()
+    own = server.serve_node()
+    assert own is not None
+    started, _ = await member_of(own, tmp_path)
+    server.end()
+    await asyncio.sleep(0.1)
+    assert posix.is_alive(started.watch.pid)
+    asyncio.get_running_loop().remove_reader(own.connection.fileno())
+    own.connection.close()  # as by the kernel, when its agent is killed
+    child = int(read(tmp_path, 0).split()[0])
+    await until(lambda: not posix.is_alive(started.watch.pid) and not posix.is_alive(child))
+    started.connection.close()
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(BrokenImport, match="'no_such_module_x' cannot be imported"):
+        forking("json", "no_such_module_x").ready()
+
+
+def test_what_has_threads_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
+    (tmp_path / "threads_x.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(StartError, match="starts threads"):
+        forking("threads_x").ready()
+    other = threading.Thread(target=time.sleep, args=(0.5,))
+    other.start()
+    with pytest.raises(StartError, match="threads"):
+        ForkServer.begin(())
+    other.join()
+
+
+@pytest.mark.parametrize(("answer", "why"), [(0, "touches CUDA"), (3, "")])
+def test_what_has_touched_cuda_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int, why: str
+) -> None:
+    """By the driver's own word: 3 is CUDA_ERROR_NOT_INITIALIZED."""
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text(_DRIVER.format(answer=answer))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    load = f"import ctypes; ctypes.CDLL({str(library)!r})"
+    (tmp_path / "driver_x.py").write_text(load)
+    for variable, added in (("PYTHONPATH", tmp_path), ("LD_LIBRARY_PATH", tmp_path)):
+        monkeypatch.setenv(variable, f"{added}:{os.environ.get(variable, '')}")
+    server = forking("driver_x")
+    if why:
+        with pytest.raises(StartError, match=why):
+            server.ready()
+    else:
+        assert server.ready().is_ready
+        server.end()
+
+
+async def test_a_fork_that_fails_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried again each second, it would soon take the last descriptor."""
+    server, theirs = fork_server._pair()
+    starter = Starter(ForkServer(0, server, True), (), lambda slot: {})
+    monkeypatch.setattr(os, "fork", Short(3))
+    gc.collect()  # what an earlier test has left may be closed at any moment
+    gc.disable()
+    try:
+        before = set(Path("/proc/self/fd").iterdir())
+        for _ in range(3):
+            asked = asyncio.create_task(starter.start(spec_of(tmp_path)))
+            await asyncio.sleep(0)
+            request, handles = fork_server._receive(theirs)
+            assert fork_server._fork(theirs, request, handles[0]) == 0
+            os.close(handles[0])
+            with pytest.raises(BlockingIOError):
+                await asked
+        monkeypatch.setattr(subprocess, "Popen", Short(1))
+        starter._forks = False
+        with pytest.raises(BlockingIOError):
+            starter.prepare(0)
+        assert set(Path("/proc/self/fd").iterdir()) <= before
+    finally:
+        gc.enable()
+        starter.close()
+        server.close()
+        theirs.close()
+
+
+def test_a_member_without_a_folder_for_its_log_prints_where_its_server_does(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = fork_server._pair()
+    with ours, theirs:
+        environment = {**os.environ, "DEADPOOL_RUN_DIR": str(tmp_path)}
+        log = tmp_path / "cleaned" / "node0-slot0-1.log"
+        spec = MemberSpec(0, 0, 1, ("-m", "this"), environment, log, tmp_path)
+        fork_server._send(ours, {"member": spec.to_dict()}, theirs.fileno())
+        ended = subprocess.run(
+            [sys.executable, "-m", fork_server._MODULE, str(theirs.fileno()), ""],
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert "node0-slot0-1.log is here: [Errno 2]" in ended.stderr
+    assert "The Zen of Python" in ended.stdout
+
+
+def test_what_is_under_way_is_waited_for() -> None:
+    done = []
+
+    async def main() -> int:
+        asyncio.get_running_loop().run_in_executor(None, lambda: done.append(time.sleep(0.05)))
+        return 75
+
+    assert run_to_end(main(), 60.0) == 75
+    assert len(done) == 1
+
+
+def test_a_thread_that_a_disk_holds_up_does_not_keep_the_process() -> None:
+    command = [sys.executable, "-c", _HANGS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 75
+    assert "waited 0.1 s for files" in ended.stderr
+
+
+async def test_standby_is_started_as_soon_as_that_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deadpool_megatron.cluster.agent.standby_process._RESTART_SECONDS", 0.01)
+    pipe, short = os.pipe, Short(0, errno.EMFILE)
+
+    def pipes() -> tuple[int, int]:
+        short()
+        return pipe()
+
+    looks = asyncio.Event()
+    line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
+    look = b'{"term": 1, "beat": "1 1", "at": 1.0, "node": null, "address": null}\\n'
+    program = line % look.decode()
+    keeper = StandbyKeeper(
+        ("-c", program),
+        tmp_path / "log",
+        on_look=lambda *_: looks.set(),
+        on_over=lambda kept: None,
+    )
+    before = set(Path("/proc/self/fd").iterdir())
+    short.left = 3
+    monkeypatch.setattr(os, "pipe", pipes)
+    keeper.start()
+    # Nothing is left open; what an earlier test has left may be closed at any moment.
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+    await asyncio.wait_for(looks.wait(), 20.0)
+    assert short.left == 0
+    await keeper.close(0.0)
