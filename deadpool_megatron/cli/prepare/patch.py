@@ -7,13 +7,11 @@ patches and one table of hashes; the table says what each file of a tree is.
 from __future__ import annotations
 
 import argparse
-import enum
 import hashlib
 import json
 import os
-import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,17 +39,9 @@ exit status: 0 done, or nothing to do; 2 refused, one line says why
 """
 _HASHES = "hashes"
 _VERSION_FILE = "megatron/core/package_info.py"
-_VERSION = re.compile(r"^MAJOR = (\d+)\nMINOR = (\d+)\nPATCH = (\d+)$", re.MULTILINE)
 _GIT_SECONDS = 60.0
-
-
-class FileState(enum.StrEnum):
-    """One file, held against the table of hashes."""
-
-    RELEASED = "released"
-    PATCHED = "patched"
-    CHANGED = "changed"
-    MISSING = "missing"
+_RELEASED, _PATCHED, _CHANGED, _MISSING = "released", "patched", "changed", "missing"
+_OPTIONS = {"apply": (), "check": ("--check",), "revert": ("--reverse",)}
 
 
 @dataclass(frozen=True)
@@ -69,29 +59,28 @@ class PatchSet:
 
 @dataclass(frozen=True)
 class Tree:
-    """A user's tree, and the patch set that fits it best."""
+    """A user's tree, and the patch set that fits it best; ``files``: the state of each."""
 
     root: Path
     patch_set: PatchSet
-    files: dict[str, FileState] = field(repr=False)
+    files: dict[str, str] = field(repr=False)
 
     @property
-    def patched_files(self) -> dict[str, FileState]:
+    def patched_files(self) -> list[str]:
         """The files that the patches change."""
-        hashes = self.patch_set.hashes
-        return {name: state for name, state in self.files.items() if hashes[name][1] is not None}
+        return [name for name, (_, patched) in self.patch_set.hashes.items() if patched is not None]
 
     @property
     def state(self) -> str:
         """``released``, ``patched``, ``half-patched``, or ``unknown`` when a file is neither."""
-        states = set(self.patched_files.values())
-        if not states <= {FileState.RELEASED, FileState.PATCHED}:
+        states = {self.files[name] for name in self.patched_files}
+        if not states <= {_RELEASED, _PATCHED}:
             return "unknown"
-        return "half-patched" if len(states) > 1 else str(states.pop())
+        return "half-patched" if len(states) > 1 else states.pop()
 
-    def files_not(self, wanted: FileState) -> list[str]:
+    def files_not(self, wanted: str) -> list[str]:
         """The patched files that are in another state."""
-        return [name for name, state in self.patched_files.items() if state is not wanted]
+        return [name for name in self.patched_files if self.files[name] != wanted]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -114,70 +103,16 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the action; with ``--json`` a refusal is an object as well."""
-    actions = {"apply": _apply, "check": _check, "revert": _revert, "status": _status}
     try:
-        tree = read_tree(args.tree, find_patch_sets())
-        said = actions[args.action](tree)
-        facts = _facts(read_tree(tree.root, [tree.patch_set]))
+        tree = _read_tree(args.tree, find_patch_sets())
+        said = _status(tree) if args.action == "status" else _change(tree, args.action)
+        tree = _read_tree(tree.root, [tree.patch_set])
     except (CommandError, OSError) as error:
         line = system_error_line(error) if isinstance(error, OSError) else str(error)
         if args.json:
             print(json.dumps({"ok": False, "action": args.action, "error": line}))
         raise CommandError(line) from error
-    if args.json:
-        print(json.dumps({"ok": True, "action": args.action, **facts}))
-    else:
-        print("\n".join(said))
-    return 0
-
-
-def _apply(tree: Tree) -> list[str]:
-    _refuse(_refusal_to_apply(tree))
-    tag, left = tree.patch_set.tag, tree.files_not(FileState.PATCHED)
-    if not left:
-        return [f"nothing to do: {tree.root} is patched already ({tag})"]
-    _git_apply(tree, left)
-    _confirm(tree, FileState.PATCHED)
-    return [f"{count(len(left), 'file')} of {tree.root} patched ({tag})"]
-
-
-def _check(tree: Tree) -> list[str]:
-    _refuse(_refusal_to_apply(tree))
-    tag, left = tree.patch_set.tag, tree.files_not(FileState.PATCHED)
-    if not left:
-        return [f"{tree.root} is patched already ({tag})"]
-    _git_apply(tree, left, "--check")
-    return [f"can be applied: {count(len(left), 'file')} of {tree.root} to patch ({tag})"]
-
-
-def _revert(tree: Tree) -> list[str]:
-    # Only the patched files matter: their hashes say that they go back to what they were, whatever
-    # else has been checked out or edited since.
-    _refuse(_refusal_of_files(tree, tree.patched_files))
-    tag, left = tree.patch_set.tag, tree.files_not(FileState.RELEASED)
-    if not left:
-        return [f"nothing to do: {tree.root} is not patched ({tag})"]
-    _git_apply(tree, left, "--reverse")
-    _confirm(tree, FileState.RELEASED)
-    return [f"{count(len(left), 'file')} of {tree.root} as released again ({tag})"]
-
-
-def _status(tree: Tree) -> list[str]:
-    lines = [
-        f"{tree.root}: {tree.state} (held against {tree.patch_set.tag})",
-        *table(("file", "state"), [(name, state) for name, state in tree.files.items()]),
-        f"patches: {tree.patch_set.directory}",
-    ]
-    if tree.state == "half-patched":
-        lines.append("half-patched: 'deadpool patch apply' finishes it, 'revert' undoes it")
-    refusal = _refusal_to_apply(tree)
-    if refusal is not None:
-        lines.append(f"apply would be refused: {refusal}")
-    return lines
-
-
-def _facts(tree: Tree) -> dict[str, Any]:
-    return {
+    facts = {
         "tree": str(tree.root),
         "state": tree.state,
         "tag": tree.patch_set.tag,
@@ -185,6 +120,43 @@ def _facts(tree: Tree) -> dict[str, Any]:
         "files": tree.files,
         "apply_refused": _refusal_to_apply(tree),
     }
+    print(json.dumps({"ok": True, "action": args.action, **facts}) if args.json else said)
+    return 0
+
+
+def _change(tree: Tree, action: str) -> str:
+    """Do it, or with ``check`` see whether it could be done; returns what to say."""
+    # Back to what they were go the patched files, whatever else has been edited since.
+    reverts = action == "revert"
+    why = _refusal(tree, tree.patched_files) if reverts else _refusal_to_apply(tree)
+    if why is not None:
+        raise CommandError(why)
+    tag, wanted = tree.patch_set.tag, _RELEASED if reverts else _PATCHED
+    left = tree.files_not(wanted)
+    if not left:
+        return f"nothing to do: {tree.root} is {wanted} already ({tag})"
+    _git_apply(tree, left, _OPTIONS[action])
+    if action == "check":
+        return f"can be applied: {count(len(left), 'file')} of {tree.root} to patch ({tag})"
+    if wrong := _read_tree(tree.root, [tree.patch_set]).files_not(wanted):
+        raise CommandError(
+            f"the patches in {tree.patch_set.directory} do not make {wrong[0]} what their table of"
+            " hashes says: install the package again"
+        )
+    return f"{count(len(left), 'file')} of {tree.root} {wanted} now ({tag})"
+
+
+def _status(tree: Tree) -> str:
+    lines = [
+        f"{tree.root}: {tree.state} (held against {tree.patch_set.tag})",
+        *table(("file", "state"), list(tree.files.items())),
+        f"patches: {tree.patch_set.directory}",
+    ]
+    if tree.state == "half-patched":
+        lines.append("half-patched: 'deadpool patch apply' finishes it, 'revert' undoes it")
+    if (why := _refusal_to_apply(tree)) is not None:
+        lines.append(f"apply would be refused: {why}")
+    return "\n".join(lines)
 
 
 def patch_roots() -> list[Path]:
@@ -195,97 +167,67 @@ def patch_roots() -> list[Path]:
 def find_patch_sets() -> list[PatchSet]:
     """Return the patch sets of the first place that has any; raise CommandError if none has."""
     for root in patch_roots():
-        tables = sorted(root.glob(f"*/{_HASHES}"))
-        if tables:
+        if tables := sorted(root.glob(f"*/{_HASHES}")):
             return [_read_patch_set(path) for path in tables]
     looked = ", ".join(map(str, patch_roots()))
     raise CommandError(f"no patch set is installed (looked in {looked}): install the package again")
 
 
 def _read_patch_set(path: Path) -> PatchSet:
-    hashes: dict[str, tuple[str, str | None]] = {}
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            try:
-                released, patched, name = line.split(maxsplit=2)
-            except ValueError as error:
-                raise CommandError(f"{path} is damaged: install the package again") from error
-            hashes[name] = (released, None if patched == "-" else patched)
+    rows = [line.split() for line in path.read_text().splitlines() if not line.startswith("#")]
+    if any(len(row) != 3 for row in rows):
+        raise CommandError(f"{path} is damaged: install the package again")
+    hashes = {name: (old, None if new == "-" else new) for old, new, name in rows}
     return PatchSet(path.parent, hashes)
 
 
-def read_tree(root: Path, patch_sets: Sequence[PatchSet]) -> Tree:
-    """Return the tree beside the patch set that knows most of its files.
-
-    Raises CommandError when ``root`` is no tree of Megatron-LM.
+def _read_tree(root: Path, patch_sets: Iterable[PatchSet]) -> Tree:
+    """The tree beside the patch set that knows most of its files. Raises CommandError when ``root``
+    is no tree of Megatron-LM.
     """
     if not root.is_dir():
         wrong = "is not a directory" if root.exists() else "does not exist"
         raise CommandError(f"{root} {wrong}: name a checkout of Megatron-LM")
-    trees = [Tree(root, each, _states(root, each)) for each in patch_sets]
-    best = max(trees, key=_known)
-    if set(best.patched_files.values()) == {FileState.MISSING}:
-        name = next(iter(best.patched_files))
+
+    def known(tree: Tree) -> int:
+        return sum(state in (_RELEASED, _PATCHED) for state in tree.files.values())
+
+    trees = [
+        Tree(root, one, {name: _state(root / name, *pair) for name, pair in one.hashes.items()})
+        for one in patch_sets
+    ]
+    best = max(trees, key=known)
+    if {best.files[name] for name in best.patched_files} == {_MISSING}:
+        name = best.patched_files[0]
         raise CommandError(f"{root} is not a checkout of Megatron-LM: it has no {name}")
     return best
 
 
-def _known(tree: Tree) -> int:
-    return sum(state in (FileState.RELEASED, FileState.PATCHED) for state in tree.files.values())
-
-
-def _states(root: Path, patch_set: PatchSet) -> dict[str, FileState]:
-    states = {}
-    for name, (released, patched) in patch_set.hashes.items():
-        try:
-            digest = hashlib.sha256((root / name).read_bytes()).hexdigest()
-        except (FileNotFoundError, NotADirectoryError):
-            states[name] = FileState.MISSING
-            continue
-        meanings = {patched: FileState.PATCHED, released: FileState.RELEASED}
-        states[name] = meanings.get(digest, FileState.CHANGED)
-    return states
-
-
-def _refuse(refusal: str | None) -> None:
-    if refusal is not None:
-        raise CommandError(refusal)
+def _state(path: Path, released: str, patched: str | None) -> str:
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
+        return _MISSING
+    return {patched: _PATCHED, released: _RELEASED}.get(digest, _CHANGED)
 
 
 def _refusal_to_apply(tree: Tree) -> str | None:
     # A tree of another release differs in much; its version says more than any one file.
-    return _refusal_of_files(tree, sorted(tree.files, key=lambda name: name != _VERSION_FILE))
+    return _refusal(tree, sorted(tree.files, key=lambda name: name != _VERSION_FILE))
 
 
-def _refusal_of_files(tree: Tree, names: Sequence[str] | dict[str, FileState]) -> str | None:
-    tag = tree.patch_set.tag
+def _refusal(tree: Tree, names: Iterable[str]) -> str | None:
     for name in names:
-        state = tree.files[name]
-        if state in (FileState.RELEASED, FileState.PATCHED):
-            continue
-        version = _version(tree)
-        if version is not None:
-            return f"{name} is not that of {tag} (this is {version}): use a checkout of {tag}"
-        if state is FileState.MISSING:
-            return f"{name} is missing in {tree.root}: put it back as {tag} has it"
-        if name not in tree.patched_files:
-            return f"{name} is not that of {tag}: put it back; changes can live in a copy of it"
-        return (
-            f"{name} has other changes than the patch: save them, then put it back as {tag} has it"
-        )
+        if (state := tree.files[name]) in (_CHANGED, _MISSING):
+            tag = tree.patch_set.tag
+            return (
+                f"{name} is {state}, not as {tag} has it with or without the patch: save what is"
+                f" yours and put it back, or use a checkout of {tag}"
+            )
     return None
 
 
-def _version(tree: Tree) -> str | None:
-    """The version of a tree of another release, else None."""
-    if tree.files.get(_VERSION_FILE) is not FileState.CHANGED:
-        return None
-    found = _VERSION.search((tree.root / _VERSION_FILE).read_text(errors="replace"))
-    version = ".".join(found.groups()) if found is not None else ""
-    return None if not version or tree.patch_set.tag.endswith(f"v{version}") else version
-
-
-def _git_apply(tree: Tree, names: Sequence[str], *options: str) -> None:
+def _git_apply(tree: Tree, names: Iterable[str], options: Iterable[str]) -> None:
     # Inside a repository git silently leaves out files that are not below the directory of the
     # call, and obeys settings of the user. With no repository and no settings it does neither.
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
@@ -307,18 +249,8 @@ def _git_apply(tree: Tree, names: Sequence[str], *options: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"git apply in {tree.root} took over {_GIT_SECONDS:.0f} s") from error
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [
-            f"exit status {done.returncode}"
-        ]
+        said = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
         raise CommandError(
-            f"git apply in {tree.root}: {said[0]}; 'deadpool patch status' shows what was changed"
-        )
-
-
-def _confirm(tree: Tree, wanted: FileState) -> None:
-    left = read_tree(tree.root, [tree.patch_set]).files_not(wanted)
-    if left:
-        raise CommandError(
-            f"the patches in {tree.patch_set.directory} do not make {left[0]} what their table of"
-            " hashes says: install the package again"
+            f"git apply in {tree.root}: {said.splitlines()[0]}; 'deadpool patch status' shows what"
+            " was changed"
         )

@@ -168,7 +168,7 @@ def test_in_and_out_again(
         "main.py": "run()",
     }
     assert "nothing to do" in patch("apply", tree)
-    assert "patched already" in patch("check", tree)
+    assert "nothing to do" in patch("check", tree)
     assert contents(tree) == applied
     assert "3 files of" in patch("revert", tree)
     assert contents(tree) == before
@@ -218,7 +218,7 @@ def test_half_patched_is_finished_or_undone(
 def test_changes_of_the_user_are_left_alone(action: str, tree: Path, refused: Patch) -> None:
     # One line longer, elsewhere: git apply alone would patch this.
     (tree / "three.py").write_text(BEFORE["three.py"] + "mine = 1\n")
-    assert "three.py has other changes than the patch: save them" in refused(action, tree)
+    assert "three.py is changed" in refused(action, tree)
     (tree / "three.py").unlink()
     assert "three.py is missing" in refused(action, tree)
 
@@ -229,7 +229,7 @@ def test_files_that_are_not_patched_matter_to_apply_only(
     patch("apply", tree)
     (tree / "main.py").write_text("run(1)\n")
     for action in ("apply", "check"):
-        assert "main.py is not that of v1" in refused(action, tree)
+        assert "main.py is changed" in refused(action, tree)
     patch("revert", tree)
 
 
@@ -241,7 +241,7 @@ def test_the_set_is_chosen_by_the_tree(
     assert facts("status", tree)["tag"] == "v1"
     write_tree(tree, {name: other[name] for name in ("pkg/one.py", "pkg/two.py")})
     assert facts("status", tree)["tag"] == "v2"
-    assert "three.py has other changes" in refused("apply", tree)
+    assert "three.py is changed" in refused("apply", tree)
 
 
 @pytest.mark.usefixtures("sets")
@@ -381,5 +381,5 @@ def test_release_with_the_same_training_code_is_told_apart(
     version.write_text(version.read_text().replace("PATCH = ", "PATCH = 1"))
     for action in ("apply", "check"):
         line = refused(action, megatron)
-        assert f"package_info.py is not that of {tag} (this is 0." in line
+        assert "package_info.py is changed" in line
         assert f"use a checkout of {tag}" in line
