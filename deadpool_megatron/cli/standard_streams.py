@@ -13,8 +13,10 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
+from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
 # There may be room again later; everything else stays as it is.
@@ -26,22 +28,18 @@ _MISSING = "\n[nobody read: lines are missing here]\n"
 
 
 def open_missing() -> None:
-    """Have descriptors 0 to 2 and their streams lead nowhere where they were closed."""
-    for descriptor in range(3):
+    """Have descriptors 0 to 2 and their streams lead nowhere where they were closed, and write
+    letters that a terminal does not have in others."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != descriptor:
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
-            os.set_inheritable(descriptor, True)
-    if sys.stdin is None:
-        sys.stdin = os.fdopen(0)
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(1, "w")
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w")
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def outlive_readers() -> None:
@@ -85,9 +83,19 @@ class _Steady:
 
     def write(self, text: str) -> int:
         if self._patience_seconds is None or not self._has_reader():
-            return self._write(text)
+            self._try(partial(self._stream.write, text))
+            return len(text)
+        poller = select.poll()
+        poller.register(self._stream.fileno(), select.POLLOUT)
         for at in range(0, len(text), _PIECE_CHARACTERS):
-            self._write_soon(text[at : at + _PIECE_CHARACTERS], self._patience_seconds)
+            # The patience is for once each time that it stops to read.
+            if not poller.poll(0 if self._is_missed else self._patience_seconds * 1000):
+                self._is_missed = True
+                continue
+            piece = _MISSING * self._is_missed + text[at : at + _PIECE_CHARACTERS]
+            self._is_missed = False
+            self._try(partial(self._stream.write, piece))
+            self.flush()  # nothing stays in the stream, which would wait for the reader at its end
         return len(text)
 
     def _has_reader(self) -> bool:
@@ -97,40 +105,18 @@ class _Steady:
         except (OSError, ValueError):
             return False
 
-    def _write_soon(self, piece: str, patience_seconds: float) -> None:
-        """Nothing stays in the stream, which would wait for the reader at its end."""
-        poller = select.poll()
-        poller.register(self._stream.fileno(), select.POLLOUT)
-        # Once for each time that it stops to read.
-        if not poller.poll(0 if self._is_missed else patience_seconds * 1000):
-            self._is_missed = True
-            return
-        missing, self._is_missed = self._is_missed, False
-        self._write(_MISSING + piece if missing else piece)
-        self.flush()
-
-    def _write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._give_up(error)
-            return len(text)
-        except UnicodeEncodeError:
-            encoding = self._stream.encoding
-            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._give_up(error)
+        self._try(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _give_up(self, error: OSError) -> None:
-        if error.errno not in self._passing:
-            self.failed = error
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if error.errno not in self._passing:
+                self.failed = error
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
