@@ -10,12 +10,20 @@ import math
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.schemes import MOST_BLOCKS, Kind
-from deadpool_megatron.layout.sizing import choose
+from deadpool_megatron.layout.schemes import Kind
+from deadpool_megatron.layout.sizing import choose, refusal
 from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.plan_file import Plan, PlanError
-from deadpool_megatron.planning.sizes import scene_of, slots_of, step_seconds, total_parameters
+from deadpool_megatron.planning.sizes import (
+    protection_plan,
+    scene_of,
+    settings_of,
+    slots_of,
+    step_seconds,
+    total_parameters,
+)
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
+from deadpool_megatron.settings import SettingsError
 
 # Each is placed: more would take minutes, and are a slip.
 _MOST_ROLES = 1_000_000
@@ -157,48 +165,25 @@ def _divide(key: str, part: int, of: str, whole: int) -> None:
 
 
 def _check_scheme(plan: Plan) -> None:
-    """The keys of the protection go together."""
-    protection, nodes = plan.protection, plan.cluster.nodes + plan.cluster.spares
-    survived, group = protection.survived, protection.parity_group
-    if protection.scheme == "recompute" and protection.cadence > 1:
-        raise PlanError(
-            "protection.cadence: recompute needs the gradients of every step: set it to 1"
-        )
-    if nodes <= survived:
-        line = f"{_need(survived)} {survived + 1} nodes, there are {nodes} with the spares"
-        if nodes > 1:
-            raise PlanError(f"protection.replicas: {line}: set it to {nodes - 1}")
-        raise PlanError(f"cluster.spares: {line}: set it to {survived}")
-    if protection.scheme != "parity":
-        return
-    if nodes < survived + 2:
-        raise PlanError(
-            f"protection.scheme: parity that survives {survived} lost nodes needs {survived + 2}"
-            f" nodes, there are {nodes} with the spares: set it to buddy"
-        )
-    enough = plan.cluster.nodes + survived <= nodes  # whatever the group
-    most = (MOST_BLOCKS if enough else min(nodes, MOST_BLOCKS)) - survived
-    if group > most:
-        raise PlanError(
-            f"protection.parity_group: groups of {group} and their parity ({survived}) need more"
-            f" nodes or blocks than there are: set it to {most}"
-        )
+    """The keys of the protection go together, as a run sees it."""
+    nodes = plan.cluster.nodes + plan.cluster.spares
+    try:
+        why = refusal(protection_plan(plan), nodes, settings_of(plan))
+    except SettingsError as error:
+        why = str(error)
+    if why:
+        raise PlanError(f"protection: {why}")
 
 
 def _check_domains(plan: Plan, placement: Placement) -> None:
     """No copy of a role shares a failure domain with another one."""
-    if not placement.same_domain:
-        return
-    cluster, survived = plan.cluster, plan.protection.survived
-    domains = len(set(placement.scene.domains.values()))
-    line = f"{_need(survived)} {survived + 1} failure domains, there are {domains}"
-    if survived >= cluster.nodes:
-        raise PlanError(f"cluster.racks: {line}: take it away (each node is one then)")
-    raise PlanError(f"cluster.racks: {line}: set it to at least {survived + 1}")
-
-
-def _need(replicas: int) -> str:
-    return f"{replicas} {'copy' if replicas == 1 else 'copies'} beside the own node need"
+    if placement.same_domain:
+        wanted = plan.protection.survived + 1
+        raise PlanError(
+            f"cluster.racks: {wanted - 1} copies beside the own node need {wanted} failure domains,"
+            f" there are {len(set(placement.scene.domains.values()))}: set it to at least {wanted},"
+            " or take it away (each node is one then)"
+        )
 
 
 def _check_window(plan: Plan, times: Timing) -> None:

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.replaying import step_parts
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.layout.sizing import Scene, extras_room_bytes
 from deadpool_megatron.planning.plan_file import Cluster, Model, Parallel, Plan
+from deadpool_megatron.settings import Settings
 
 # Of a parameter, as an update uses it: fp32.
 GRADIENT_BYTES = 4.0
@@ -139,13 +140,21 @@ def step_seconds(plan: Plan) -> float:
     return work / (gpus * (cluster.tflops_per_gpu or 0) * 1e12 * (cluster.efficiency or 0))
 
 
+def settings_of(plan: Plan) -> Settings:
+    """The settings of the run that protect it. Raises SettingsError."""
+    chosen = plan.protection
+    return Settings(
+        protection=chosen.scheme,
+        replicas=chosen.replicas,
+        parity_group=chosen.parity_group,
+        full_every=chosen.full_every,
+        cadence=str(chosen.cadence),
+    )
+
+
 def protection_plan(plan: Plan) -> ProtectionPlan:
     """The plan of protection that the run begins with."""
-    chosen = plan.protection
-    kind = Kind(chosen.scheme)
-    group = chosen.parity_group if kind is Kind.PARITY else 0
-    full_every = chosen.full_every if kind is Kind.RECOMPUTE else 1
-    return ProtectionPlan(Scheme(kind, group, full_every), chosen.cadence)
+    return first_plan(settings_of(plan))
 
 
 def slots_of(plan: Plan) -> int:

@@ -34,8 +34,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
 )
 from deadpool_megatron.layout.placement import parse_domains
-from deadpool_megatron.layout.schemes import MOST_BLOCKS, Kind, losses_survived
-from deadpool_megatron.layout.sizing import largest_group
+from deadpool_megatron.layout.schemes import Kind, first_plan, losses_survived
+from deadpool_megatron.layout.sizing import largest_group, refusal
 from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
 from deadpool_megatron.preflight.host import available_memory
 from deadpool_megatron.process_names import interpreter
@@ -97,14 +97,9 @@ def check_sizes(info: RunInfo) -> None:
     ):
         if value < least:
             raise CommandError(f"{name} must be at least {least}, got {value}")
-    total, replicas = info.nodes + info.spares, losses_survived(info.settings)
-    if replicas >= total:
-        raise CommandError(
-            f"--deadpool-replicas {replicas} needs at least {replicas + 1} nodes (spares count),"
-            f" there are {total}: a copy on the own node protects from nothing"
-        )
-    if info.settings.protection == Kind.PARITY:
-        _check_group(info)
+    nodes = info.nodes + info.spares
+    if why := refusal(first_plan(info.settings), nodes, info.settings):
+        raise CommandError(f"--deadpool-protection {info.settings.protection}: {why}")
 
 
 def check_domains(info: RunInfo) -> None:
@@ -282,30 +277,6 @@ def _check_main_module(name: str) -> None:
     places = spec.submodule_search_locations
     if places is not None and not any((Path(p) / "__main__.py").is_file() for p in places):
         raise CommandError(f"{name!r} is a package without __main__: name a module in it")
-
-
-def _check_group(info: RunInfo) -> None:
-    """The members of a group and the holders of its blocks are all on different nodes."""
-    total, blocks = info.nodes + info.spares, info.settings.replicas
-    group = min(info.settings.parity_group, info.nodes)
-    if group + blocks > total:
-        other = total - blocks
-        advice = f"set --deadpool-parity-group {other}" if other > 1 else "use buddy"
-        raise CommandError(
-            f"--deadpool-protection parity with groups of {group} and {blocks}"
-            f" block{'' if blocks == 1 else 's'} each needs {group + blocks} nodes (spares count),"
-            f" there are {total}: {advice}"
-        )
-    if info.settings.parity_group + blocks > MOST_BLOCKS:
-        raise CommandError(
-            f"--deadpool-parity-group and --deadpool-replicas may be {MOST_BLOCKS} together,"
-            f" got {info.settings.parity_group} + {blocks}"
-        )
-    if importlib.util.find_spec("zfec") is None and blocks > 1:
-        raise CommandError(
-            f"--deadpool-replicas {blocks} with --deadpool-protection parity needs the package"
-            f" zfec, which is missing in {sys.executable}: pip install 'deadpool-megatron[parity]'"
-        )
 
 
 def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:

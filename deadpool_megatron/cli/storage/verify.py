@@ -6,9 +6,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -50,40 +49,13 @@ exit status: 0 all good; 1 something is bad (named in the last lines); 2 bad inp
 verify in DIR, or something that this version does not know and could not verify"""
 
 
-class What(StrEnum):
-    """Kinds of what a directory holds."""
-
-    MEMORY = "memory"
-    DUMP = "dump"
-    CHECKPOINT = "checkpoint"
-    FROZEN = "frozen"
-    LATEST = "latest"
-
-
 @dataclass(frozen=True)
 class Target:
-    """One directory to look at."""
+    """One directory (or file) to look at, and how."""
 
-    kind: What
+    kind: str
     path: Path
-
-    def verify(self, progress: Progress) -> Iterator[Finding]:
-        """All findings."""
-        match self.kind:
-            case What.CHECKPOINT:
-                yield from checkpoint_files.verify_checkpoint(self.path, progress)
-            case What.FROZEN:
-                for path in frozen_folder.files_in(self.path):
-                    trouble = frozen_folder.trouble_with(path, progress)
-                    verdict = Verdict.BAD if trouble else Verdict.GOOD
-                    yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
-            case What.LATEST:
-                trouble = _trouble_with_latest(self.path)
-                verdict = Verdict.BAD if trouble else Verdict.GOOD
-                yield Finding(self.path, "what --resume goes on from", 0, verdict, trouble)
-            case What.MEMORY | What.DUMP:
-                for path in segment_files(self.path):
-                    yield from verify_segment(path, progress)
+    verify: Callable[[Path, Progress], Iterator[Finding]]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -104,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[tuple[Target, Finding]] = []
     meter = Meter(_show if sys.stderr.isatty() and not args.json else lambda _: None)
     for target in targets:
-        found += [(target, finding) for finding in target.verify(meter)]
+        found += [(target, finding) for finding in target.verify(target.path, meter)]
     verdicts = {finding.verdict for _, finding in found}
     status = EXIT_NOT_VERIFIED if Verdict.UNKNOWN in verdicts else 0
     status = EXIT_BAD if Verdict.BAD in verdicts else status
@@ -132,10 +104,10 @@ def _targets(directory: Path) -> Iterator[Target]:
     if (directory / "run.json").exists():
         yield from _of_run(RunDirectory(directory))
     elif (directory / checkpoint_files.METADATA).exists():
-        yield Target(What.CHECKPOINT, directory)
+        yield Target("checkpoint", directory, checkpoint_files.verify_checkpoint)
     elif files := segment_files(directory):
         dumped = all(path.name.startswith("dump-") for path in files)
-        yield Target(What.DUMP if dumped else What.MEMORY, directory)
+        yield Target("dump" if dumped else "memory", directory, _segments)
     else:
         below = sorted(path for path in directory.iterdir() if path.is_dir())
         for path in below:
@@ -144,19 +116,34 @@ def _targets(directory: Path) -> Iterator[Target]:
 
 
 def _of_run(run: RunDirectory) -> Iterator[Target]:
-    for node in node_directories(run.read_run().run_id):
-        if segment_files(node):
-            yield Target(What.MEMORY, node)
-    for dumped in sorted(run.dump.glob("*")) if run.dump.is_dir() else ():
-        if segment_files(dumped):
-            yield Target(What.DUMP, dumped)
+    dumps = sorted(run.dump.glob("*")) if run.dump.is_dir() else []
+    for kind, paths in (("memory", node_directories(run.read_run().run_id)), ("dump", dumps)):
+        yield from (Target(kind, path, _segments) for path in paths if segment_files(path))
     for path in dict.fromkeys(_durable(run)):
         if path.is_dir():
-            yield Target(What.CHECKPOINT, path)
+            yield Target("checkpoint", path, checkpoint_files.verify_checkpoint)
     if run.latest.exists():
-        yield Target(What.LATEST, run.latest)
+        yield Target("latest", run.latest, _latest)
     if frozen_folder.files_in(run.frozen):
-        yield Target(What.FROZEN, run.frozen)
+        yield Target("frozen", run.frozen, _frozen)
+
+
+def _segments(directory: Path, progress: Progress) -> Iterator[Finding]:
+    for path in segment_files(directory):
+        yield from verify_segment(path, progress)
+
+
+def _frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
+    for path in frozen_folder.files_in(folder):
+        trouble = frozen_folder.trouble_with(path, progress)
+        verdict = Verdict.BAD if trouble else Verdict.GOOD
+        yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
+
+
+def _latest(path: Path, _: Progress) -> Iterator[Finding]:
+    trouble = _trouble_with_latest(path)
+    verdict = Verdict.BAD if trouble else Verdict.GOOD
+    yield Finding(path, "what --resume goes on from", 0, verdict, trouble)
 
 
 def _durable(run: RunDirectory) -> Iterator[Path]:
@@ -191,7 +178,7 @@ def _trouble_with_latest(path: Path) -> str:
 
 def _to_dict(target: Target, finding: Finding) -> dict[str, Any]:
     values = {
-        "kind": str(target.kind),
+        "kind": target.kind,
         "path": str(finding.path),
         "what": finding.what,
         "bytes": finding.nbytes,
