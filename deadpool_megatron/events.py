@@ -24,6 +24,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import ownership
+
 # Of events.schema.json: goes up with each change of what an event means or may hold.
 SCHEMA_VERSION = 3
 
@@ -132,10 +134,10 @@ _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
 # Another file begins when one is so long.
 PART_BYTES = 64 << 20
 _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
+# A follower reads so much of long files at a time.
+_PIECE_BYTES = 16 << 20
 # Seconds; what is beyond, or no number, would spoil every sum that it is part of.
 _END_OF_TIME = 1e15
-# So many lines that are no events are named one by one.
-_WARNINGS = 5
 # What is raised by whoever takes in an event that is none, or that holds other values than its kind
 # should: it costs that event alone.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
@@ -259,46 +261,68 @@ def parse_line(line: str | bytes) -> Event:
     return Event.from_dict(values)
 
 
-def take_events(
-    path: Path,
-    take: Callable[[Event], None],
-    warn: Callable[[str], None] | None = None,
-) -> None:
-    """Hand over the events of a run in order of terms, nothing without any; ``path``: of the first
-    term's file. What is no event, or what ``take`` raises ValueError, LookupError, TypeError,
-    AttributeError or OverflowError for, is skipped and told to ``warn`` (by default on standard
-    error): a power failure may leave a hole in a file. The last line of a writer that was killed
-    may be torn, and is left out without a word.
+class EventTail:
+    """Reads what was added to the events of a run since the last look. Not thread-safe.
+
+    ``path``: of the first term's file, which need not exist yet. ``complain`` is told of what is
+    left out: lines that are no events (a power failure may leave a hole in a file), and events that
+    whoever takes them finds damaged.
     """
-    skipped = 0
-    for file in event_files(path):
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break  # being written: its rest, read now, would look like a line of its own
+
+    def __init__(self, path: Path, complain: Callable[[str], None] = lambda text: None) -> None:
+        self._path, self._complain = path, complain
+        self._offsets: dict[Path, int] = {}
+
+    def poll(self) -> list[Event]:
+        """New events in order, without waiting; a line that is not finished is left for later. Of
+        long files one piece is read, the next one is for the next time. Raises OSError where a file
+        cannot be read; what stands before it was handed over.
+        """
+        events, left = list[Event](), _PIECE_BYTES
+        for path in event_files(self._path):
+            try:
+                found = self._added(path, left)
+            except OSError:
+                if events:
+                    break
+                raise
+            for line in found[: found.rfind(b"\n") + 1].splitlines():
                 try:
-                    take(parse_line(line))
+                    events.append(parse_line(line))
+                except (ValueError, KeyError, TypeError) as error:
+                    self._complain(f"{path}: a line is skipped: {type(error).__name__}: {error}")
+            left -= len(found)
+            if left <= 0:
+                break  # a later file before the rest of this one would be out of order
+        return events
+
+    def feed(self, take: Callable[[Event], None]) -> None:
+        """Hand all that is new to ``take``; an event that it finds damaged costs itself alone."""
+        while events := self.poll():
+            for event in events:
+                try:
+                    take(event)
                 except DAMAGE as error:
-                    skipped += 1
-                    if skipped <= _WARNINGS:
-                        why = f"{type(error).__name__}: {error}"
-                        (warn or _complain)(f"{file}, line {number} is skipped: {why}")
-    if skipped > _WARNINGS:
-        (warn or _complain)(f"{path.parent}: {skipped - _WARNINGS} more lines are skipped")
+                    what = f"{self._path}: an event ({event.kind}) is skipped"
+                    self._complain(f"{what}: {type(error).__name__}: {error}")
+
+    def _added(self, path: Path, most: int) -> bytes:
+        offset = self._offsets.get(path, 0)
+        with os.fdopen(ownership.open_regular(path), "rb") as file:
+            file.seek(offset)
+            found = file.read(most)
+        self._offsets[path] = offset + found.rfind(b"\n") + 1
+        return found
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The same as :func:`take_events`, one by one."""
-    for file in event_files(path):
-        with open(file, "rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    yield parse_line(line)
-                except (ValueError, KeyError, TypeError) as error:
-                    _complain(f"{file}: a line is skipped: {type(error).__name__}: {error}")
+    """All events of a run in order of terms, one by one, nothing without any; lines that are none
+    are named on standard error."""
+    tail = EventTail(path, complain)
+    while events := tail.poll():
+        yield from events
 
 
-def _complain(text: str) -> None:
+def complain(text: str) -> None:
+    """Say it on standard error."""
     print(f"deadpool: {text}", file=sys.stderr)

@@ -298,12 +298,6 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def count(number: object, noun: str) -> str:
-    """``1 step``, ``2 steps``; a question mark for None."""
-    shown = "?" if number is None else number
-    return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
-
-
 def warn_in_the_clear(host: str, settings: Settings) -> None:
     """Say in one line that what passes can be read, where it leaves this host without TLS."""
     leaves = host != "localhost" and not host.startswith("127.")

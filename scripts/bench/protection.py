@@ -35,9 +35,9 @@ from common.trainings import WARM_UP, Measured, parameters, run_plain
 from overhead import facts_of as facts_of_all
 from overhead import ratios_of
 
-from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.run_result import RunResult
-from deadpool_megatron.cli.show.story import summary
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.run_result import RunResult
+from deadpool_megatron.observe.story import summary
 
 SCHEMES: dict[str, list[str]] = {
     "buddy": ["--deadpool-protection", "buddy"],

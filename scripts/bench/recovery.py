@@ -19,16 +19,16 @@ from typing import Any
 from common.command import at_least, in_turns, parser_of, run_bench
 from common.trainings import BenchError
 
-from deadpool_megatron.cli.show.demo import DemoError, Outcome, judge, kill_in_backward, run_once
-from deadpool_megatron.cli.show.live import PlainDisplay
-from deadpool_megatron.cli.show.story import summary
+from deadpool_megatron.cli.demo import DemoError, Outcome, judge, kill_in_backward, run_once
+from deadpool_megatron.cli.watch import Display
+from deadpool_megatron.observe.story import summary
 
 KINDS = {"node killed": "node", "process killed": "self"}
 
 
 def measure(repeats: int, iterations: int, base: Path) -> dict[str, Any]:
     """All runs. Raises DemoError when one fails."""
-    display = PlainDisplay(sys.stderr)
+    display = Display(sys.stderr)
     display.line("undisturbed run")
     undisturbed = run_once(display, base, "undisturbed", iterations)
 

@@ -22,9 +22,9 @@ from common.command import in_turns, parser_of, run_bench
 from common.struck import SIZES, Protected, run_protected, sizes_of
 from common.trainings import parameters
 
-from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.run_result import RunResult
-from deadpool_megatron.cli.show.story import summary
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.run_result import RunResult
+from deadpool_megatron.observe.story import summary
 
 STEPS = 6
 # Side -> (flags of deadpool, flags of the trainer).

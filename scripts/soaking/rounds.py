@@ -20,7 +20,6 @@ from typing import Any
 from common.ending import stop
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -29,7 +28,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     read_json,
 )
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, EventTail, Kind
 from deadpool_megatron.layout.records import EpochRecord
 from soaking import faults, growth
 

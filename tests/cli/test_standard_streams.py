@@ -88,7 +88,7 @@ def test_streams_that_are_closed_lead_nowhere() -> None:
 ANSWER = """
 import sys
 from deadpool_megatron import cli
-from deadpool_megatron.cli.show import compare
+from deadpool_megatron.cli import compare
 def prints(args):
     for _ in range(3):
         print("x" * 10_000)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -22,7 +21,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
     segment_root,
 )
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, EventTail, Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.common import forks
 from tests.common.told import read_final

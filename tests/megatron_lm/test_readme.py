@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.run_result import read_result
-from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.run_result import read_result
+from deadpool_megatron.events import EventTail
 from tests.common.waiting import wait_for
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.run_result import read_result
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.faults.harness import jobs, layouts

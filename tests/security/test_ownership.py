@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import ownership
-from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import read_json
+from deadpool_megatron.events import EventTail
 from deadpool_megatron.ownership import OwnershipError
 from tests.security.users import ATTACKER, common_directory, given_to, needs_root
 

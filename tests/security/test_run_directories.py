@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
+from deadpool_megatron.cli import demo
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.show import demo
 from deadpool_megatron.cli.start import agent, scripts
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal
 from deadpool_megatron.cluster.process import logs

@@ -13,7 +13,7 @@ import pytest
 
 import deadpool_megatron
 from deadpool_megatron.cli.common import shown, warn_in_the_clear
-from deadpool_megatron.cli.show.live import PlainDisplay
+from deadpool_megatron.cli.watch import Display
 from deadpool_megatron.cluster.process import member_main
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.process_names import interpreter
@@ -27,7 +27,7 @@ def test_text_of_others_does_nothing_to_a_terminal() -> None:
     text = "loss\x1b]0;owned\x07 1.5 é\r\u009b2J\n\tnext"
     assert shown(text) == "loss?]0;owned? 1.5 é??2J\n\tnext"
     stream = io.StringIO()
-    display = PlainDisplay(stream)
+    display = Display(stream)
     display.line(text)
     display.status(text)
     display.close()

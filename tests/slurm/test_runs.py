@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.run_result import read_result
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.events import Kind
 from tests.faults.harness.jobs import Layout, reference, trainer
 from tests.megatron_lm.harness.arguments import small

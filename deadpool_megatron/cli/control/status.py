@@ -11,7 +11,6 @@ from deadpool_megatron.cli.common import (
     RunNotReachable,
     add_run_directory,
     ask,
-    count,
     shown,
 )
 from deadpool_megatron.cli.control.asking import final_line
@@ -19,6 +18,7 @@ from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE
+from deadpool_megatron.observe.narration import count
 
 
 def add_parser(subparsers: Any) -> None:

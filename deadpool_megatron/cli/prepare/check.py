@@ -17,7 +17,6 @@ from typing import Any
 from deadpool_megatron.cli.common import (
     CommandError,
     check_platform,
-    count,
     size,
     table,
     warn_of_danger_above,
@@ -29,6 +28,7 @@ from deadpool_megatron.cli.slurm_environment import (
 )
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe.narration import count
 from deadpool_megatron.planning.answer import assess
 from deadpool_megatron.planning.plan_file import PlanError, read_plan
 from deadpool_megatron.preflight import host

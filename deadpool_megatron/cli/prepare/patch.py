@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, count, system_error_line, table
+from deadpool_megatron.cli.common import CommandError, system_error_line, table
 from deadpool_megatron.cli.examples import shipped_roots
+from deadpool_megatron.observe.narration import count
 
 _DESCRIPTION = """\
 Adds one import to four files of Megatron-LM and one decorator above each function in which

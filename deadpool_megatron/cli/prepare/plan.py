@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, count, size, table
+from deadpool_megatron.cli.common import CommandError, size, table
+from deadpool_megatron.observe.narration import count
 from deadpool_megatron.planning.answer import Answer, assess
 from deadpool_megatron.planning.plan_file import SECTIONS, PlanError, read_plan
 from deadpool_megatron.planning.sizes import total_parameters

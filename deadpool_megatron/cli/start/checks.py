@@ -18,10 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.coordinator.reporting.notices import (
-    complaint_of_apprise,
-    is_web_address,
-)
 from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
 from deadpool_megatron.cluster.process.liveness import last_words
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
@@ -36,6 +32,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import Kind, first_plan, losses_survived
 from deadpool_megatron.layout.sizing import largest_group, refusal
+from deadpool_megatron.observe.notify import complaint_of_apprise, is_web_address
 from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
 from deadpool_megatron.preflight.host import available_memory
 from deadpool_megatron.process_names import interpreter

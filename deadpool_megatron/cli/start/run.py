@@ -19,7 +19,6 @@ from deadpool_megatron.cli.common import (
     warn_in_the_clear,
     warn_of_danger_above,
 )
-from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
@@ -27,6 +26,7 @@ from deadpool_megatron.cli.start.launch import EXIT_INTERRUPTED, Launcher, Launc
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
+from deadpool_megatron.cli.watch import Display, Follower
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
@@ -160,7 +160,7 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     lock = hold(directory)
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
-    display = make_display(quiet=args.quiet)
+    display = Display(quiet=args.quiet)
     if restart is not None:
         display.line(begin(directory, restart))
     follower = Follower(directory, display)

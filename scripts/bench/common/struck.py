@@ -11,10 +11,9 @@ from pathlib import Path
 from common import trainings
 from common.machine import ROOT
 from common.trainings import WARM_UP, BenchError, Measured
-from deadpool_megatron.cli.show.numbers import TimedStep
-from deadpool_megatron.cli.show.report import read_story
-from deadpool_megatron.cli.show.run_result import ResultError, RunResult, read_result
+from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
+from deadpool_megatron.observe.story import Step
 from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 
 NODES = 4
@@ -33,7 +32,7 @@ class Protected:
     measured: Measured
     own_bytes: int = 0
     kept_bytes: int = 0
-    steps: Sequence[TimedStep] = ()
+    steps: Sequence[Step] = ()
     result: RunResult | None = None
 
 
@@ -109,7 +108,8 @@ def run_protected(
     directory = run.measured.directory
     assert directory is not None
     try:
-        run.steps, run.result = read_story(directory).steps[:], read_result(directory)
+        run.result = read_result(directory)
+        run.steps = list(run.result.story.steps)
     except ResultError as error:
         raise BenchError(str(error)) from error
     if victim and not run.result.recoveries:

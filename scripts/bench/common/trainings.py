@@ -18,11 +18,9 @@ from typing import Any
 
 from common.ending import ending_in_order, stop
 from common.machine import MARK, cpu_seconds, memory_bytes, thread_seconds
-from deadpool_megatron.cli.show.report import read_story
-from deadpool_megatron.cli.show.run_result import ResultError
-from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cli.run_result import ResultError, read_story
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Kind
+from deadpool_megatron.events import EventTail, Kind
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.trainer.config import TrainerConfig
 

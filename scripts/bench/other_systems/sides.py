@@ -199,7 +199,7 @@ def _run_deadpool(side: Side, name: str, steps: int, base: Path) -> Run:
     struck = result.directory.with_suffix(".faults.json.fired") / "strike"
     return Run(
         protected.measured,
-        [StepReport(s.step.iteration, s.step.loss or "", s.wall_seconds) for s in protected.steps],
+        [StepReport(s.iteration, s.loss or "", s.wall_seconds) for s in protected.steps],
         [result.roles[role].sha256 for role in sorted(result.roles)],
         struck.stat().st_mtime,
         result.recoveries[0].steps_recomputed,

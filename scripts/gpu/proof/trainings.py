@@ -71,8 +71,8 @@ def megatron_lm(task: Task) -> None:
 
 def _strike(task: Task, communicator: str, program: Sequence[str]) -> None:
     """First with a loss, then without; the states at the end are compared."""
-    from deadpool_megatron.cli.show.compare import compare_results
-    from deadpool_megatron.cli.show.run_result import ResultError, read_result
+    from deadpool_megatron.cli.compare import compare_results
+    from deadpool_megatron.cli.run_result import ResultError, read_result
 
     job = Job(task.device, communicator, 2, program)
     struck = _take(task, "struck", job, 1)

@@ -9,7 +9,6 @@ import pytest
 from immutables import Map
 
 from deadpool_megatron.cli.control.status import _rpo_line
-from deadpool_megatron.cli.show.narration import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
@@ -18,6 +17,7 @@ from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.observe.narration import describe_protection
 from deadpool_megatron.settings import Settings
 from tests.cli.told import Complain
 

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.run_result import read_result
-from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.run_result import read_result
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
-from deadpool_megatron.events import Event, read_events
+from deadpool_megatron.events import Event, EventTail, read_events
 from tests.common import forks
 from tests.common.told import read_final
 from tests.common.waiting import wait_for

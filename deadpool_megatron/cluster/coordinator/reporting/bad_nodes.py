@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.reporting.notices import Outlet, call
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory.bad_nodes import (
     BadNode,
@@ -19,6 +18,7 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import (
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe.notify import Outlet, call
 from deadpool_megatron.ownership import OwnershipError
 
 # What the command finds in its environment, beside the JSON on its standard input.

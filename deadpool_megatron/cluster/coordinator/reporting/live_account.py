@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
 from deadpool_megatron.events import DAMAGE, Event, Place, files_behind, parse_line
+from deadpool_megatron.observe.account import Account
 
 _KEEP_SECONDS = 60.0
 # More than is written between two states that are kept, by far; what is behind an older one, or
@@ -101,7 +101,7 @@ class LiveAccount:
         with self._changed:
             if self._waiting is not None or self._account is None:
                 return {"goodput": None, "node_seconds": None}
-            seconds = {use.value: spent for use, spent in self._account.seconds().items()}
+            seconds = {use.value: spent for use, spent in self._account.uses().items()}
             return {"goodput": self._account.goodput(), "node_seconds": seconds}
 
     def _work(self) -> None:
@@ -157,4 +157,4 @@ def _add(account: Account | None, event: Event) -> None:
     # A damaged event costs itself alone, as in the report.
     with contextlib.suppress(*DAMAGE):
         if account is not None:
-            account.add(event)
+            account.take(event)

@@ -21,7 +21,6 @@ from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
 from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.reporting.live_account import LiveAccount
-from deadpool_megatron.cluster.coordinator.reporting.notices import notices
 from deadpool_megatron.cluster.coordinator.reporting.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
@@ -37,6 +36,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.file_systems import HeldName
+from deadpool_megatron.observe.notify import notices
 from deadpool_megatron.ownership import OwnershipError
 
 _PAUSE_SECONDS = 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import (
     PERIOD_SECONDS,
     CommitDigest,
@@ -13,6 +12,7 @@ from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line
+from deadpool_megatron.observe.story import Story
 from tests.cluster.coordinator.reporting.test_results import info
 
 _ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
@@ -101,6 +101,6 @@ def test_who_watches_hears_of_every_wait_and_the_report_of_all_seconds(tmp_path:
     (line,) = read_events(run.events)
     story = Story()
     for event in (waited(3, 1, 3.0, over=False), line):
-        story.add(event)
+        story.take(event)
     assert story.gate_waits == {(1, 1): 10.0}
     assert story.longest_wait == (4.0, 3, 1)

@@ -1,0 +1,326 @@
+"""Trains a small GPT with tensor, pipeline and data parallelism (2 x 2 x 2) twice, on 4 nodes of 2
+processes and 1 spare. In the second run the node that holds role 0 is killed in the middle of a
+step, with SIGKILL in a backward pass, by the process itself, so that the moment is exact. All of it
+on CPUs with gloo, also where there are GPUs.
+
+Exit status: 0 bit-identical, 1 not, 2 something needed is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from deadpool_megatron.cli import plot
+from deadpool_megatron.cli.common import CommandError, table
+from deadpool_megatron.cli.compare import Comparison, compare_results, describe
+from deadpool_megatron.cli.examples import find_shipped
+from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
+from deadpool_megatron.cli.watch import Display, RunFailedError, watch_run
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
+from deadpool_megatron.observe.story import PHASES, Interruption
+from deadpool_megatron.preflight.gpus import VISIBLE
+from deadpool_megatron.process_names import interpreter
+
+CONFIG = "configs/tiny.args"
+# A machine that is busy with other things may take long to import torch in the first process.
+_SILENCE_SECONDS = 300.0
+# The learning rate of the configuration warms up for five.
+_FEWEST_ITERATIONS = 8
+
+
+class DemoError(Exception):
+    """The demo cannot run, or one of its runs failed; the message says what and where to look."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """One finished run of the demo; ``struck_at``: wall clock of the kill."""
+
+    directory: Path
+    command: list[str]
+    seconds: float
+    result: RunResult
+    struck_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of the runs, and what they compute on, whatever this machine has.
+
+    ``environment``: of the runs, besides the inherited one.
+    """
+
+    nproc_per_node: int
+    tensor: int
+    communicator: str
+    environment: Mapping[str, str]
+    nodes: int = 4
+    spares: int = 1
+    pipeline: int = 2
+
+    @property
+    def text(self) -> str:
+        """One sentence on it."""
+        processes = self.nodes * self.nproc_per_node
+        data = processes // (self.tensor * self.pipeline)
+        return (
+            f"A small GPT in {processes} processes, tensor {self.tensor} x pipeline {self.pipeline}"
+            f" x data {data}, on {self.nodes} nodes of {self.nproc_per_node} and {self.spares}"
+            " spare node."
+        )
+
+
+#: Without a GPU to be seen, so that the numbers of both runs can be held against each other.
+ON_CPUS = Shape(2, 2, "gloo", {VISIBLE: ""})
+#: Each process needs a GPU of its own, those of the spare node, too.
+ON_GPUS = Shape(1, 1, "nccl", {})
+
+
+def launch_command(run_directory: Path, iterations: int, shape: Shape = ON_CPUS) -> list[str]:
+    """Return what a user would type, with this interpreter."""
+    return [
+        *interpreter("-m", "deadpool_megatron", "run"),
+        *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
+        *("--nproc-per-node", str(shape.nproc_per_node), "--run-dir", str(run_directory)),
+        *("--deadpool-communicator", shape.communicator, "--"),
+        *("-m", "deadpool_megatron.trainer", f"@{find_shipped(CONFIG)}"),
+        *("--tensor-model-parallel-size", str(shape.tensor)),
+        *("--pipeline-model-parallel-size", str(shape.pipeline)),
+        *("--use-distributed-optimizer", "--train-iters", str(iterations)),
+    ]
+
+
+def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
+    """The fault that kills the process of role 0 (``self``) or all of its node (``node``)."""
+    return {
+        "id": f"kill-{target}-of-role-0",
+        "point": "backward",
+        "match": {"role": 0, "iteration": iteration},
+        "action": "signal",
+        "target": target,
+        "signal": "KILL",
+    }
+
+
+def run_once(
+    display: Display,
+    base: Path,
+    name: str,
+    iterations: int,
+    fault: dict[str, Any] | None = None,
+    shape: Shape = ON_CPUS,
+) -> DemoRun:
+    """Run to the end in ``base/name``, struck by ``fault`` if given. Raises DemoError."""
+    directory = base / name
+    environment = {**os.environ, **shape.environment}
+    environment.pop(FAULTS_VARIABLE, None)
+    fired = None
+    if fault is not None:
+        plan = base / f"{name}-faults.json"
+        plan.write_text(json.dumps([fault], indent=1))
+        environment[FAULTS_VARIABLE] = str(plan)
+        fired = base / f"{plan.name}.fired" / fault["id"]
+    command = launch_command(directory, iterations, shape)
+    began = time.monotonic()
+    try:
+        watch_run(command, environment, directory, display, silence_seconds=_SILENCE_SECONDS)
+        result = read_result(directory)
+    except RunFailedError as error:
+        status = 2 if error.status == 2 else 1
+        raise DemoError(f"{name} run: {error}", status) from error
+    except (ResultError, ValueError, TypeError, KeyError) as error:
+        raise DemoError(f"{name} run: {error}", 1) from error
+    return DemoRun(
+        directory=directory,
+        command=command,
+        seconds=time.monotonic() - began,
+        result=result,
+        struck_at=fired.stat().st_mtime if fired is not None and fired.exists() else None,
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The findings of the demo. ``kill_to_next_step``: seconds from the kill to the end of the step
+    it interrupted, by the demo's own watch."""
+
+    undisturbed: DemoRun
+    struck: DemoRun
+    comparison: Comparison
+    recovery: Interruption
+    strike: int
+    kill_to_next_step: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            **self.comparison.to_dict(),
+            "iterations": self.undisturbed.result.iterations,
+            "killed_in_iteration": self.strike,
+            "cause": self.recovery.cause,
+            "phases": dict(self.recovery.phases),
+            "recovery_seconds": self.recovery.seconds,
+            "kill_to_next_step_seconds": self.kill_to_next_step,
+            "steps_recomputed": self.recovery.steps_recomputed,
+            "exposed_seconds": self.recovery.exposed_seconds,
+            "runs": {
+                name: {
+                    "seconds": demo_run.seconds,
+                    # which interpreter it was is a fact of this machine and of no other
+                    "command": [Path(demo_run.command[0]).name, *demo_run.command[1:]],
+                }
+                for name, demo_run in (("undisturbed", self.undisturbed), ("struck", self.struck))
+            },
+        }
+
+
+def judge(undisturbed: DemoRun, struck: DemoRun, strike: int) -> Outcome:
+    """Compare the runs. Raises DemoError when the strike or the recovery did not happen."""
+    if struck.struck_at is None:
+        raise DemoError("the node was not killed: the planned fault never came due", 1)
+    if not struck.result.recoveries:
+        raise DemoError("the run says nothing of a recovery, although a node was killed", 1)
+    try:
+        comparison = compare_results(undisturbed.result, struck.result)
+    except ResultError as error:
+        raise DemoError(str(error), 1) from error
+    ends = [step.wall_seconds for step in struck.result.story.steps.after(strike - 1)]
+    took = min(ends) - struck.struck_at if ends else None
+    recovery = struck.result.recoveries[0]
+    return Outcome(undisturbed, struck, comparison, recovery, strike, took)
+
+
+def summary_lines(outcome: Outcome) -> list[str]:
+    """The table at the end, and the verdict as the last line."""
+    recovery = outcome.recovery
+    told = {
+        **{f"{name}: {PHASES.get(name)}": value for name, value in recovery.phases.items()},
+        "from the kill to the next finished step": outcome.kill_to_next_step,
+        "without all copies in memory": recovery.exposed_seconds,
+    }
+    rows = [[what, f"{value:.3f}"] for what, value in told.items() if value is not None]
+    lines = ["", *table(["recovery", "seconds"], rows)]
+    lines += ["", f"steps recomputed: {recovery.steps_recomputed}"]
+    if more := len(outcome.struck.result.recoveries) - 1:
+        lines.append(f"further recoveries in the same run: {more}")
+    return [*lines, *describe(outcome.comparison)]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``demo`` to the commands."""
+    text = "kill a node of a small training run and show that its numbers do not notice"
+    parser = subparsers.add_parser("demo", help=text, description=__doc__)
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help=f"on {ON_GPUS.nodes + ON_GPUS.spares} GPUs with NCCL, whose sums may come out in"
+        " another order on the spare's GPU: not bit-identical then need not be a fault",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="put both runs into DIR")
+    parser.add_argument("--keep", action="store_true", help="keep both runs' directories")
+    parser.add_argument(
+        "--iterations", type=int, default=30, metavar="N", help="steps to train (default: 30)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool demo``. Raises CommandError."""
+    _check(args)
+    base, display = _base_directory(args), Display()
+    # A demo that is told to end takes its run along, whichever way it is told.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        outcome = _both_runs(display, base, args.iterations, ON_GPUS if args.gpu else ON_CPUS)
+        _write_files(outcome, args)
+    except DemoError as error:
+        print(f"deadpool demo: {error}\nThe runs are kept in {base}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"\ndeadpool demo: interrupted; the runs are kept in {base}", file=sys.stderr)
+        return 130
+    identical = outcome.comparison.identical
+    if args.keep or args.run_dir is not None or not identical:
+        report = f"deadpool report {outcome.struck.directory}"
+        display.line(f"The runs are kept in {base}; try: {report}")
+    else:
+        shutil.rmtree(base)
+    for line in summary_lines(outcome):
+        display.line(line)
+    return 0 if identical else 1
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _both_runs(display: Display, base: Path, iterations: int, shape: Shape) -> Outcome:
+    strike = iterations // 2 + 1
+    display.line(f"{shape.text}\n\n1. Undisturbed, {iterations} steps")
+    undisturbed = run_once(display, base, "undisturbed", iterations, shape=shape)
+    display.line(
+        "\n2. The same again, but the node of role 0 is killed in the backward pass of step"
+        f" {strike}"
+    )
+    struck = run_once(display, base, "struck", iterations, kill_in_backward(strike), shape)
+    return judge(undisturbed, struck, strike)
+
+
+def _check(args: argparse.Namespace) -> None:
+    complaint = ""
+    if args.iterations < _FEWEST_ITERATIONS:
+        complaint = f"--iterations must be at least {_FEWEST_ITERATIONS}, got {args.iterations}"
+    elif find_shipped(CONFIG) is None:
+        complaint = f"{CONFIG} is missing: install the package again"
+    elif not all(map(importlib.util.find_spec, ("torch", "megatron"))):
+        complaint = (
+            "it trains with torch and megatron-core, which are not installed here:"
+            " pip install 'deadpool-megatron[megatron]'"
+        )
+    elif args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        complaint = "--plot needs matplotlib: pip install matplotlib"
+    for path in (args.json, args.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            complaint = complaint or f"the folder of {path} does not exist"
+    if complaint:
+        raise CommandError(complaint)
+
+
+def _base_directory(args: argparse.Namespace) -> Path:
+    if args.run_dir is None:
+        return Path(tempfile.mkdtemp(prefix="deadpool-demo-"))
+    base: Path = args.run_dir.absolute()
+    if base.exists() and any(base.iterdir()):
+        raise CommandError(f"{base} is not empty; choose another --run-dir")
+    RunDirectory(base).make()
+    return base
+
+
+def _write_files(outcome: Outcome, args: argparse.Namespace) -> None:
+    try:
+        if args.json is not None:
+            args.json.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n")
+        if args.plot is not None:
+            stories = outcome.undisturbed.result.story, outcome.struck.result.story
+            plot.draw(args.plot, *stories, identical=outcome.comparison.identical)
+    except (OSError, plot.PlotError) as error:
+        raise DemoError(str(error), 2) from error

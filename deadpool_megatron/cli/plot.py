@@ -1,0 +1,172 @@
+"""One picture of a demo: the loss of both runs, and where the seconds of the recovery went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deadpool_megatron.observe.story import PHASES, Interruption, Step, Story
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours: told apart by people with any kind of colour vision.
+_COLOURS = {
+    "detect": "#D55E00",
+    "close": "#E69F00",
+    "decide": "#F0E442",
+    "adopt": "#CC79A7",
+    "rebuild": "#0072B2",
+    "restore": "#009E73",
+    "sync": "#44803F",
+    "verify": "#7A6FAC",
+    "reprotect": "#8FD6C1",
+    "replay": "#56B4E9",
+    "abandoned": "#555555",
+}
+_OTHER = "#999999"
+_CALM, _STRUCK, _ALARM = "#B8C4CE", "#0B5394", "#C0392B"
+
+
+class PlotError(Exception):
+    """The picture cannot be drawn; one clear line."""
+
+
+def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> None:
+    """Write the picture to ``path`` (the suffix names the format). Raises PlotError.
+
+    ``identical``: whether the runs ended bit-identical, for the title. Only the first failure of
+    ``struck`` is drawn.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise PlotError(f"a plot needs matplotlib: pip install matplotlib ({error})") from error
+    if not undisturbed.steps or not struck.steps:
+        raise PlotError("there are no steps to draw")
+    failure = struck.failures[0] if struck.failures else None
+    lanes = _lanes(failure) if failure is not None else []
+    heights = [3.6, 0.9 + 0.24 * max(4, len(lanes))]
+    with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (upper, lower) = pyplot.subplots(
+            2, 1, figsize=(10, sum(heights) + 1.2), height_ratios=heights, layout="constrained"
+        )
+        verdict = f"bit-identical: {'yes' if identical else 'no'}"
+        figure.suptitle(f"A node dies in the middle of a step   ·   {verdict}", fontsize=13)
+        label = "run that lost a node" + (", with the same losses" if identical else "")
+        _draw_losses(upper, undisturbed, struck, failure, label)
+        if failure is None or not lanes:
+            lower.text(0.5, 0.5, "no recovery recorded", ha="center", transform=lower.transAxes)
+            lower.set_axis_off()
+        else:
+            _draw_recovery(lower, failure, lanes)
+        try:
+            figure.savefig(path, dpi=150)
+        except (OSError, ValueError) as error:
+            raise PlotError(f"cannot write {path}: {error}") from error
+        finally:
+            pyplot.close(figure)
+
+
+def _draw_losses(
+    axes: Axes, undisturbed: Story, struck: Story, failure: Interruption | None, label: str
+) -> None:
+    """Loss over seconds since each run's first finished step; the gap of the recovery shaded."""
+    calm: dict[str, Any] = {"color": _CALM, "linewidth": 5.0, "solid_capstyle": "round"}
+    axes.plot(*_curve(undisturbed, list(undisturbed.steps)), label="undisturbed run", **calm)
+    # Two pieces: nothing was trained in between.
+    began = failure.began if failure is not None else float("inf")
+    style: dict[str, Any] = {"color": _STRUCK, "linewidth": 1.4, "marker": "o", "markersize": 3}
+    for name, is_after in ((label, False), (None, True)):
+        piece = [step for step in struck.steps if (step.wall_seconds > began) is is_after]
+        axes.plot(*_curve(struck, piece), label=name, **style)
+    axes.legend(loc="lower left", frameon=False)
+    if failure is not None:
+        zero = struck.steps[0].wall_seconds
+        began, end = failure.began - zero, (failure.ended or struck.last_wall) - zero
+        axes.axvspan(began, end, color=_ALARM, alpha=0.15, linewidth=0)
+        axes.axvline(began, color=_ALARM, linewidth=1.4)
+        axes.annotate(
+            f" node killed in iteration {failure.last_iteration + 1},\n"
+            f" next step finished {end - began:.2f} s later",
+            xy=(end, 0.97),
+            xycoords=("data", "axes fraction"),
+            va="top",
+            color=_ALARM,
+        )
+    axes.set_xlabel("seconds since the first step of the run")
+    axes.set_ylabel("training loss")
+    axes.grid(axis="y", alpha=0.25)
+
+
+def _curve(run: Story, steps: Sequence[Step]) -> tuple[list[float], list[float]]:
+    """Seconds since the first step of ``run``, and losses, of ``steps``."""
+    zero = run.steps[0].wall_seconds
+    losses = [float("nan") if s.loss is None else float.fromhex(s.loss) for s in steps]
+    return [s.wall_seconds - zero for s in steps], losses
+
+
+Bar = tuple[str, float, float]  # phase, start, end; seconds since the failure
+
+
+def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
+    """Lanes of bars, top one first: the whole run, what runs beside it, then each role."""
+    if not failure.is_over:
+        return []
+    whole: list[Bar] = []
+    beside: list[Bar] = []
+    cursor = decided = 0.0
+    for phase, length in failure.phases.items():
+        if phase == "reprotect":
+            # It runs beside the others, from the decision on.
+            beside.append((phase, decided, decided + length))
+            continue
+        whole.append((phase, cursor, cursor + length))
+        cursor += length
+        if phase == "decide":
+            decided = cursor
+    lanes = [("whole run", whole)] + ([("vaults", beside)] if beside else [])
+    roles = sorted({part.role for part in failure.parts if part.role is not None})
+    for role in roles:
+        parts = [p for p in failure.parts if p.role == role]
+        bars = [(p.phase, p.start - failure.began, p.end - failure.began) for p in parts]
+        nodes = [part.node for part in parts if part.node is not None]
+        place = f" (node {nodes[-1]})" if nodes else ""
+        lanes.append((f"role {role}{place}", bars))
+    return lanes
+
+
+def _draw_recovery(
+    axes: Axes, failure: Interruption, lanes: Sequence[tuple[str, list[Bar]]]
+) -> None:
+    from matplotlib.patches import Patch
+
+    last = max(end for _, bars in lanes for _, _, end in bars)
+    for row, (_, bars) in enumerate(lanes):
+        for phase, start, end in bars:
+            axes.barh(
+                row,
+                max(end - start, last / 400),
+                left=start,
+                height=0.7,
+                color=_COLOURS.get(phase, _OTHER),
+                edgecolor="white",
+                linewidth=0.5,
+            )
+    axes.set_yticks(range(len(lanes)), [title for title, _ in lanes])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("seconds since the node was killed")
+    axes.set_xlim(left=min(0.0, *(start for _, bars in lanes for _, start, _ in bars)))
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    seen = {phase for _, bars in lanes for phase, _, _ in bars}
+    handles = []
+    for phase in [*(p for p in PHASES if p in seen), *sorted(seen - PHASES.keys())]:
+        label = f"{phase} {failure.phases[phase]:.3f} s" if phase in failure.phases else phase
+        handles.append(Patch(color=_COLOURS.get(phase, _OTHER), label=label))
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

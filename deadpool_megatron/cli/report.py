@@ -1,0 +1,320 @@
+"""``deadpool report DIR``: the story of a run and of each failure, also while it still
+continues."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cli.common import seconds, shown, size, table
+from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result, read_story
+from deadpool_megatron.cluster.run_directory.cleanup import is_here
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.group_names import in_short
+from deadpool_megatron.observe.narration import (
+    advice_for,
+    count,
+    describe_cause,
+    describe_coordinator,
+    describe_loss,
+    describe_protection,
+    describe_seats,
+    describe_slowness,
+    describe_stack,
+)
+from deadpool_megatron.observe.story import PHASES, Interruption, Story, decimal, summary
+
+# More failures than this share one column of means instead of having one each.
+_COLUMNS = 6
+_SHOWN_STACKS = 3
+# Characters of a name in a table.
+_MOST_CELL = 48
+_COUNTED = {
+    Kind.REFUSED: "refused messages or connections",
+    Kind.CORRUPTION: "corrupted copies caught",
+    Kind.DECODED: "lost parts computed from parity",
+    Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
+    Kind.REPLAYED: "states recomputed from a base and gradients",
+}
+
+
+def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
+    """One line: how the run ended, or what it is doing."""
+    if result is not None:
+        ending = f"ended with exit status {result.exit_status}"
+        return f"{ending}: {result.reason}" if result.reason else ending
+    if story.ended is not None:
+        return f"ended with exit status {story.ended.data.get('exit_status', '?')}"
+    failure = story.current
+    state = "running" if failure is None else f"recovering from failure {failure.number}"
+    try:
+        coordinator = read_json(RunDirectory(directory).coordinator)
+        if not is_here(coordinator):
+            host = coordinator["hostname"]
+            return f"{state}, as far as its events tell: its coordinator was last on host {host}"
+        # The number may have been given to another program since.
+        cmdline = Path(f"/proc/{int(coordinator['pid'])}/cmdline").read_bytes()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        cmdline = b""
+    if b"deadpool" not in cmdline:
+        return "not running any more, and without a result: it was killed as a whole"
+    return state
+
+
+def describe(directory: Path, story: Story, result: RunResult | None) -> list[str]:
+    """The whole report as lines."""
+    lines = [f"{directory}: {state_of(directory, story, result)}"]
+    if story.started is not None:
+        facts = story.started.data
+        lines.append(
+            f"  {count(facts.get('roles'), 'role')} on {count(facts.get('nodes'), 'node')}"
+            f" and {count(facts.get('spares'), 'spare')}, epoch {story.epoch}"
+        )
+    lines += _describe_steps(story)
+    for failure in story.failures:
+        lines += ["", *describe_failure(failure, story)]
+    if story.failures:
+        lines += ["", "Seconds in each phase", *_phase_table(story.failures)]
+    lines += ["", *_describe_protection(story), *_describe_time(story)]
+    return lines
+
+
+def describe_failure(failure: Interruption, story: Story) -> list[str]:
+    """About a dozen lines about one failure."""
+    began = story.started.wall_seconds if story.started is not None else failure.began
+    advice = advice_for(failure.kind)
+    facts: list[tuple[str, str]] = [
+        (
+            "when",
+            f"after iteration {failure.last_iteration},"
+            f" {failure.began - began:.1f} s into the run, epoch {failure.closed_epoch} closed",
+        ),
+        ("why", "" if advice is None else advice.noticed),
+        # What is ended on purpose loses nothing.
+        ("ended" if failure.planned else "lost", _joined(map(describe_loss, failure.losses))),
+        *(("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
+    ]
+    if failure.nccl_logs:
+        logs = _joined(f"logs/{log}" for log in failure.nccl_logs)
+        facts.append(("nccl", f"what it said of the job itself: {logs}"))
+    if failure.closes > 1:
+        facts.append(("again", f"struck {failure.closes} times before the run went on"))
+    if failure.generation is not None:
+        lineage, iteration = failure.generation
+        facts.append(("state", f"of iteration {iteration} (computed in epoch {lineage})"))
+    if failure.is_over:
+        phases = ", ".join(f"{name} {value:.3f}" for name, value in failure.phases.items())
+        until = "" if failure.seconds is None else f"{failure.seconds:.3f} s until the next step, "
+        cost = f"{until}{count(failure.steps_recomputed, 'step')} computed again"
+        facts += [
+            ("seats", describe_seats(failure.seats_changed)),
+            ("phases", f"{phases} s" if phases else "not recorded"),
+            ("cost", f"{cost}, {failure.exposed_seconds:.3f} s without all copies in memory"),
+        ]
+    else:
+        facts.append(("now", _describe_progress(failure, story)))
+    facts.append(("to do", "" if advice is None else advice.to_do))
+    cause, what = failure.cause, "Planned swap"
+    if not failure.planned:
+        cause, what = describe_cause({"kind": failure.kind, "cause": cause}), "Failure"
+    lines = [f"  {name:<8} {value}" for name, value in facts if value]
+    hangs = [line for event in failure.hangs for line in describe_hang(event)]
+    return [f"{what} {failure.number}: {cause}", *lines, *hangs]
+
+
+def _describe_progress(failure: Interruption, story: Story) -> str:
+    if story.ended is not None:
+        return "not recovered: the run ended"
+    reached = "the new epoch is decided" if failure.is_decided else "leaving the epoch"
+    if failure.parts:
+        reached = f"last phase heard of: {failure.parts[-1].phase}"
+    return f"recovering since {story.last_wall - failure.began:.1f} s, {reached}"
+
+
+def describe_hang(event: Event) -> list[str]:
+    """Lines of a table: for each group that somebody waits in, how far its roles are."""
+    rows, culprits = [], set(event.data["roles"])
+    for group in event.data.get("groups", ()):
+        name = _cut(str(group["group"]))
+        operation = " ".join(
+            str(part) for part in (group["number"], group["operation"]) if part not in (None, "")
+        )
+        for row in group["rows"]:
+            numbers = [str(row.get(name, "-")) for name in ("begun", "started", "ended")]
+            where = f"{row['where']} in {row['operation']}" if "operation" in row else row["where"]
+            if found := sorted(culprits & set(row["roles"])):
+                where += f" (culprit: {in_short(found)})"
+            roles = _cut(in_short(row["roles"]))
+            rows.append([name, operation, roles, *numbers, where])
+            name, operation = "", ""
+        if group["left_out"]:
+            rows.append(["", "", f"{group['left_out']} more", "", "", "", ""])
+    if not rows:
+        return []
+    if event.data["left_out"]:
+        rows.append([f"and {count(event.data['left_out'], 'group')} more", *[""] * 6])
+    header = ["group", "operation", "roles", "begun", "started", "ended", "where"]
+    return ["  who waits for whom:", *table(header, rows, indent=4)]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CELL else f"{text[: _MOST_CELL - 3]}..."
+
+
+def _describe_steps(story: Story) -> list[str]:
+    if not story.steps:
+        return ["  no step finished yet"]
+    last = story.steps[-1]
+    loss = decimal(last.loss)
+    text = f"  {count(len(story.steps), 'step')} finished, the last is iteration {last.iteration}"
+    if loss is not None:
+        text += f" with loss {loss:.4f}"
+    lines = [text]
+    times = summary(story.step_seconds())
+    if times["count"]:
+        lines.append(
+            f"  seconds per step: mean {times['mean']:.3f}, p50 {times['p50']:.3f},"
+            f" p95 {times['p95']:.3f}, p99 {times['p99']:.3f}"
+        )
+    return lines
+
+
+def _phase_table(failures: list[Interruption]) -> list[str]:
+    """A row per phase; a column per failure, or mean and longest when there are many."""
+    known = {name for failure in failures for name in failure.phases}
+    names = [name for name in PHASES if name in known] + sorted(known - PHASES.keys())
+    rows = {name: [failure.phases.get(name) for failure in failures] for name in names}
+    rows["to next step"] = [failure.seconds for failure in failures]
+    if len(failures) <= _COLUMNS:
+        titled = [f"{'swap' if f.planned else 'failure'} {f.number}" for f in failures]
+        return table(["phase", *titled], [[t, *map(seconds, row)] for t, row in rows.items()])
+    cells = []
+    for title, row in rows.items():
+        values = [value for value in row if value is not None]
+        found = [statistics.fmean(values), max(values)] if values else [None, None]
+        cells.append([title, str(len(values)), *map(seconds, found)])
+    return table(["phase", "failures", "mean", "longest"], cells)
+
+
+def _describe_time(story: Story) -> list[str]:
+    """A row per use, in seconds of nodes."""
+    goodput = story.account.goodput()
+    if goodput is None:
+        return []
+    spent = {use: value for use, value in story.account.uses().items() if value > 0}
+    whole = sum(spent.values())
+    rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
+    lines = ["", f"Where the time of the nodes went: goodput {goodput:.1%} of those with roles"]
+    return [*lines, *table(["use", "seconds", "part"], rows)]
+
+
+def _describe_protection(story: Story) -> list[str]:
+    longest, role, iteration = story.longest_wait
+    gate = "no role had to wait for its copies"
+    if story.gate_waits:
+        gate = f"{count(len(story.gate_waits), 'wait')}, {story.gate_seconds:.3f} s over all roles,"
+        gate += f" the longest {longest:.3f} s (role {role}, iteration {iteration})"
+    steps = max(1, len(story.steps))
+    written = ", ".join(
+        f"{kind.value} {size(total)} ({size(total / steps)} per step)"
+        for kind, total in story.bytes_by_kind.items()
+    )
+    lines = [f"commit gate: {gate}", *([f"bytes: {written}"] if written else [])]
+    if story.durable:
+        newest = story.durable[-1].data.get("path")
+        lines.append(f"durable checkpoints: {len(story.durable)}, the newest {newest}")
+    if losses := _joined(map(describe_loss, story.unrelated_losses)):
+        lines.append(f"lost without an interruption: {losses}")
+    if len(story.coordinators) > 1:
+        lines.append("coordinators: " + _joined(map(describe_coordinator, story.coordinators)))
+    lines += [str(event.data.get("cause")) for event in story.aside]
+    lines += [*map(describe_protection, story.protections), *map(describe_slowness, story.slow)]
+    if story.audits:
+        half, most = statistics.median(story.audits), max(story.audits)
+        spent = f"half of them in {half:.3f} s, the longest {most:.3f} s"
+        lines.append(f"audits without a find: {len(story.audits)}, {spent}")
+    lines += [f"{_COUNTED[kind]}: {number}" for kind, number in story.counts.items()]
+    return ["Protection", *(f"  {line}" for line in lines)]
+
+
+def _joined(parts: Iterable[str], limit: int = 4) -> str:
+    """The first few; a report line stays a line."""
+    found = list(parts)
+    more = len(found) - limit
+    return "; ".join(found[:limit]) + (f"; and {more} more" if more > 0 else "")
+
+
+def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str, Any]:
+    """The same facts as JSON values."""
+    return {
+        "directory": str(directory),
+        "state": state_of(directory, story, result),
+        "exit_status": result.exit_status if result is not None else None,
+        "epoch": story.epoch,
+        "steps": len(story.steps),
+        "last_iteration": story.last_iteration,
+        "seconds_per_step": summary(story.step_seconds()),
+        "failures": [_failure_to_dict(failure) for failure in story.failures],
+        "gate": {
+            "waits": len(story.gate_waits),
+            "seconds": sum(story.gate_waits.values()),
+            "longest_seconds": story.longest_wait[0],
+        },
+        "seconds_per_audit": summary(story.audits),
+        "bytes": {kind.value: total for kind, total in story.bytes_by_kind.items()},
+        "counts": {kind.value: number for kind, number in story.counts.items()},
+        "durable": [event.data.get("path") for event in story.durable],
+        "node_seconds": {use.value: spent for use, spent in story.account.uses().items()},
+        "goodput": story.account.goodput(),
+    }
+
+
+def _failure_to_dict(failure: Interruption) -> dict[str, Any]:
+    plain = ("number", "cause", "kind", "planned", "closed_epoch", "last_iteration", "closes")
+    stacks = [{"role": e.role, "node": e.node, **e.data} for e in failure.stacks]
+    return {
+        **{name: getattr(failure, name) for name in plain},
+        "hangs": [dict(event.data) for event in failure.hangs],
+        "nccl_logs": failure.nccl_logs,
+        "stacks": stacks,
+        "losses": [describe_loss(loss) for loss in failure.losses],
+        "generation": failure.generation,
+        "recovered": failure.is_over,
+        "phases": dict(failure.phases),
+        "seconds": failure.seconds,
+        "steps_recomputed": failure.steps_recomputed,
+        "exposed_seconds": failure.exposed_seconds,
+    }
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``report`` to the commands."""
+    parser = subparsers.add_parser(
+        "report",
+        help="tell the story of a run and of each failure in it",
+        description="Reads events.jsonl and final.json of a run, which may still be going.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="run directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool report``: exit status 0, or 2 when DIR is no run directory."""
+    try:
+        finished = RunDirectory(args.directory).final.exists()
+        result = read_result(args.directory) if finished else None
+        story = read_story(args.directory) if result is None else result.story
+    except ResultError as error:
+        print(f"deadpool report: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(to_dict(args.directory, story, result), indent=1))
+    else:
+        print(shown("\n".join(describe(args.directory, story, result))))
+    return 0

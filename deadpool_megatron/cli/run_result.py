@@ -1,0 +1,112 @@
+"""The results of a run: ``final.json`` as typed values, and the story that its events tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    read_json,
+)
+from deadpool_megatron.events import EventTail, complain, event_files
+from deadpool_megatron.observe.story import Interruption, Story
+
+
+class ResultError(Exception):
+    """A run directory has no usable result; one clear line."""
+
+
+@dataclass(frozen=True)
+class RoleResult:
+    """The end state of one role: hash over everything training depends on, samples consumed."""
+
+    sha256: str
+    samples: int | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The contents of ``final.json``, with the story.
+
+    ``resumed_after``: the iteration whose state another run handed over; 0 for a whole run.
+    """
+
+    directory: Path
+    exit_status: int
+    reason: str
+    world_size: int
+    iterations: int
+    roles: Mapping[int, RoleResult]
+    story: Story
+    resumed_after: int = 0
+
+    @property
+    def recoveries(self) -> list[Interruption]:
+        """The interruptions that are over."""
+        return [failure for failure in self.story.failures if failure.is_over]
+
+
+def read_story(directory: Path, *, hashes: bool = False) -> Story:
+    """The story that the events tell; ``hashes``: with those of the state. Raises ResultError when
+    there is none.
+    """
+    path, story = RunDirectory(directory).events, Story(hashes=hashes)
+    if not event_files(path):
+        raise ResultError(f"{directory} is not the directory of a run (no events.jsonl)")
+    try:
+        EventTail(path, complain).feed(story.take)
+    except OSError as error:
+        raise ResultError(f"{path} cannot be read: {error}") from error
+    return story
+
+
+def read_result(directory: Path) -> RunResult:
+    """The result of the run in ``directory``. Raises ResultError with one clear line."""
+    if not directory.is_dir():
+        raise ResultError(f"{directory}: no such directory")
+    path = RunDirectory(directory).final
+    try:
+        values = read_json(path)
+    except FileNotFoundError:
+        kind = "has no final.json: the run is still going, or it was killed as a whole"
+        if not (directory / "run.json").exists():
+            kind = "is not the directory of a run (no run.json, no final.json)"
+        raise ResultError(f"{directory} {kind}") from None
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path} cannot be read: {error}") from error
+    try:
+        return _from_dict(directory, values)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ResultError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _from_dict(directory: Path, values: Mapping[str, Any]) -> RunResult:
+    return RunResult(
+        directory=directory,
+        exit_status=int(values["exit_status"]),
+        reason=str(values.get("reason", "")),
+        world_size=int(values["world_size"]),
+        iterations=int(values["iterations"]),
+        roles={
+            int(role): RoleResult(str(facts["sha256"]), _optional_int(facts.get("samples")))
+            for role, facts in values["roles"].items()
+        },
+        story=read_story(directory, hashes=True),
+        resumed_after=_resumed_after(directory),
+    )
+
+
+def _resumed_after(directory: Path) -> int:
+    try:
+        restore = RunDirectory(directory).read_run(only_to_show=True).restore
+    except RunDirectoryError:
+        return 0  # a result without its run directory, as a copy may be
+    return int(restore["generation"][1]) if restore else 0
+
+
+def _optional_int(value: object) -> int | None:
+    return None if value is None else int(str(value))

@@ -1,0 +1,164 @@
+"""Shows a run on one page: nodes and roles, iteration and loss, protection, the timeline of each
+recovery with its phases, where the time went, what happens right now. The page is read-only and
+needs nothing from elsewhere; its address, with a token that it asks for, is the first line printed.
+
+examples:
+  deadpool serve runs/first
+  ssh -L 8800:127.0.0.1:8800 node7      then: deadpool serve runs/first --listen 127.0.0.1:8800
+
+exit status: 0 interrupted, 2 bad arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import json
+import secrets
+import socket
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from deadpool_megatron import observe
+from deadpool_megatron.cli.common import (
+    Asker,
+    CommandError,
+    add_run_directory,
+    listen_address,
+    shown_host,
+)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import EventTail
+from deadpool_megatron.observe.page import Page
+
+_ROOM = Path(observe.__file__).parent
+_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+_LOOK_SECONDS = 0.5
+_REQUEST_SECONDS = 20.0
+_HEADERS = {
+    # Nothing but what this server itself answers is ever loaded, whatever a run's texts hold.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``serve`` to the commands."""
+    text = "a run on one page in the browser"
+    parser = subparsers.add_parser("serve", help=text, description=__doc__)
+    add_run_directory(parser)
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="ADDR:PORT",
+        help="(default: a free port of this host alone)",
+    )
+
+
+class Watched:
+    """A run as the page's JSON, made again at most once a second however many people look."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        """Raises RunDirectoryError when there is no run."""
+        self._asker = Asker(run)
+        self._page = Page(run.read_run(only_to_show=True).run_id)
+        self._tail = EventTail(run.events)
+        self._lock = threading.Lock()
+        self._made = b""
+        self._good_until = 0.0
+
+    def answer(self) -> bytes:
+        """Return the state as of now, or of so little ago that nobody sees the difference."""
+        with self._lock:
+            if time.monotonic() >= self._good_until:
+                self._tail.feed(self._page.take)
+                found = self._page.to_dict(self._asker.status(), time.time())
+                self._made = json.dumps(found, allow_nan=False).encode()
+                self._good_until = time.monotonic() + _LOOK_SECONDS
+            return self._made
+
+
+def make_server(watched: Watched, host: str, port: int, token: str) -> ThreadingHTTPServer:
+    """Return a server that answers the page to whoever names the token. Raises OSError."""
+
+    class Handler(BaseHTTPRequestHandler):
+        """Three files and one JSON answer."""
+
+        timeout = _REQUEST_SECONDS
+        server_version, sys_version = "deadpool", ""
+
+        def do_GET(self) -> None:
+            """Answer one request; without the token nothing is answered but that it is missing."""
+            status, kind, body = self._found()
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            for name, value in _HEADERS.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _found(self) -> tuple[HTTPStatus, str, bytes]:
+            try:
+                parts = urlsplit(self.path)
+            except ValueError:
+                return HTTPStatus.BAD_REQUEST, "text/plain", b"that is no address\n"
+            given = parse_qs(parts.query).get("token", [""])[0]
+            if not hmac.compare_digest(given.encode(), token.encode()):
+                return HTTPStatus.FORBIDDEN, "text/plain", b"the token is missing\n"
+            if parts.path == "/state":
+                return HTTPStatus.OK, "application/json", watched.answer()
+            if parts.path not in _FILES:
+                return HTTPStatus.NOT_FOUND, "text/plain", b"there is nothing\n"
+            name, kind = _FILES[parts.path]
+            body = (_ROOM / name).read_bytes()
+            if name == "page.html":  # data, which no text of a run can end
+                first = watched.answer().replace(b"<", b"\\u003c")
+                body = body.replace(b"TOKEN", token.encode()).replace(b"FIRST", first)
+            return HTTPStatus.OK, kind, body
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing: the address has the token in it."""
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Say nothing of a reader that went away, or that is too slow."""
+            if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+                super().handle_error(request, client_address)
+
+    return Server((host, port), Handler)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool serve``. Raises CommandError."""
+    host, port = listen_address(args.listen, least_port=0)
+    watched, token = Watched(RunDirectory(args.run_dir)), secrets.token_urlsafe(16)
+    try:
+        server = make_server(watched, host, port, token)
+    except OSError as error:
+        raise CommandError(f"--listen {args.listen}: {error}") from error
+    print(f"http://{shown_host(host)}:{server.server_port}/?token={token}", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.server_close()
+    return 0

@@ -1,1 +1,0 @@
-"""Accounts of a run, in words, tables and pictures: live, afterwards, and compared."""

@@ -1,0 +1,249 @@
+"""The account of a run's time: each second of each node belongs to one use.
+
+Pure: fed with the events of a run in their order, live or afterwards, with the same result. The
+uses are those of Google's ml-goodput-measurement (start, wasted progress, recovery, checkpoints,
+other), with recovery by phase. The sum over all uses is the time for which nodes were there.
+
+Boundaries: what happens within a step (waits at the commit gate, a slow node) counts as training.
+The seconds of a node between its last event and a restart of the whole run are nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.events import Event, Kind
+
+# What lies between the close and a decision, and is neither, is a wait where it is longer.
+_LONGEST_DECISION_SECONDS = 1.0
+
+
+class Use(StrEnum):
+    """The use that a second of a node went into."""
+
+    START = "start"
+    TRAINING = "training"
+    # Steps that had to be computed again, and the part of a step that an interruption cut off.
+    RECOMPUTED = "recomputed"
+    CLOSE = "recovery-close"
+    DECIDE = "recovery-decide"
+    ADOPT = "recovery-adopt"
+    REBUILD = "recovery-rebuild"
+    RESTORE = "recovery-restore"
+    SYNC = "recovery-sync"
+    VERIFY = "recovery-verify"
+    OTHER_RECOVERY = "recovery-other"  # between phases, and epochs that failed before they opened
+    WAITING_FOR_SPARE = "waiting-for-spare"
+    SAVING = "saving"
+    EVALUATION = "evaluation"
+    STANDING_STILL = "standing-still"  # a hang, until it was found
+    ENDING = "ending"
+    SPARE = "spare"  # nodes without a role
+
+
+_OF_PHASE: Mapping[str, Use] = {
+    phase: Use(f"recovery-{phase}")
+    for phase in ("close", "decide", "adopt", "rebuild", "restore", "sync", "verify")
+}
+# What nodes did since the last step when an epoch was closed for such a reason; for another one, a
+# part of a step that is computed again.
+_BEFORE_CLOSE: Mapping[str, Use] = {
+    FailureKind.HANG: Use.STANDING_STILL,
+    FailureKind.DRAINED: Use.TRAINING,  # it ends behind a step
+    FailureKind.RESTART: Use.START,
+}
+
+
+@dataclass
+class _Stay:
+    """Seconds of one node that belong to no use yet; ``until`` once it has left. ``again``: when it
+    joined without having left, which it does with a new coordinator, and when a run that was away
+    as a whole is started again.
+    """
+
+    since: float
+    is_spare: bool
+    until: float | None = None
+    again: float | None = None
+
+    def is_back(self) -> bool:
+        return self.again is not None and self.again >= self.since
+
+    def seconds(self, now: float) -> float:
+        return max(0.0, (now if self.until is None else self.until) - self.since)
+
+
+@dataclass
+class Account:
+    """Seconds of nodes by use. Not thread-safe."""
+
+    # The seconds whose use will not change any more: they never become fewer.
+    seconds: dict[Use, float] = field(default_factory=lambda: dict.fromkeys(Use, 0.0))
+    stays: dict[int, _Stay] = field(default_factory=dict)
+    left: list[_Stay] = field(default_factory=list)
+    # What continues now: the use of a second that nothing later says more about.
+    now: Use = Use.START
+    newest: float = 0.0
+    closed_at: float = 0.0
+    waited_seconds: float = 0.0
+    newest_step: int = 0
+    is_replaying: bool = False
+    # Whether the first step since the opening was new; None before there was one.
+    first_is_new: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form of all there is to know of the events so far; it grows with the nodes alone."""
+        # Not by asdict(): the loop makes it, of thousands of nodes.
+        stays = {str(node): dict(vars(stay)) for node, stay in self.stays.items()}
+        left = [dict(vars(stay)) for stay in self.left]
+        return {**vars(self), "seconds": dict(self.seconds), "stays": stays, "left": left}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Account:
+        """Inverse of :meth:`to_dict`. Raises LookupError, TypeError, ValueError or AttributeError
+        for anything else, a use of a newer version included.
+        """
+        account = Account(**values)
+        account.now = Use(values["now"])
+        account.seconds = dict.fromkeys(Use, 0.0)
+        account.seconds |= {Use(use): float(spent) for use, spent in values["seconds"].items()}
+        account.stays = {int(node): _Stay(**stay) for node, stay in values["stays"].items()}
+        account.left = [_Stay(**stay) for stay in values["left"]]
+        account.uses()  # what is no stay fails here, not later
+        return account
+
+    def take(self, event: Event) -> None:
+        """Take in one event. Raises LookupError, TypeError or ValueError for a damaged one."""
+        if self.now is Use.ENDING and event.kind is not Kind.NODE_JOINED:
+            return
+        at = event.wall_seconds
+        match event.kind:
+            case Kind.NODE_JOINED if event.node is not None:
+                if self.now is Use.ENDING:  # the run goes on from what it had saved
+                    self.now = Use.START
+                stay = self.stays.setdefault(event.node, _Stay(at, False))
+                stay.is_spare, stay.again = bool(event.data.get("spare")), at
+            case Kind.NODE_LOST if event.node in self.stays:
+                stay = self.stays.pop(event.node)
+                stay.until = at
+                self.left.append(stay)
+            case Kind.STEP:
+                self._step(at, event.iteration or 0)
+            case Kind.SEGMENT:
+                self._end_segment(at, event)
+            case Kind.EPOCH_CLOSED:
+                self._close(at, str(event.data.get("kind", "")))
+            case Kind.EPOCH_DECIDED:
+                if self.closed_at:
+                    self.waited_seconds = at - self.closed_at
+                if "forgotten_from" in event.data:
+                    kept = int(event.data["forgotten_from"]) - 1
+                    self.newest_step = min(self.newest_step, kept)
+            case Kind.EPOCH_OPENED:
+                self._open(at, event.data.get("phases", {}))
+            case Kind.RECOVERED:
+                self._go_on(at, event)
+            case Kind.RUN_ENDED:
+                self._settle(at, {Use.ENDING: 1.0})
+                self.now, self.closed_at = Use.ENDING, 0.0
+                self.stays.clear()
+            case _:
+                pass
+        self.newest = max(self.newest, at)
+
+    def uses(self, now: float | None = None) -> dict[Use, float]:
+        """Return the seconds of all nodes by use, up to the newest event or ``now`` (wall clock);
+        what is not decided yet counts as what continues.
+        """
+        found, until = dict(self.seconds), self.newest if now is None else now
+        for stay in [*self.stays.values(), *self.left]:
+            found[Use.SPARE if stay.is_spare else self.now] += stay.seconds(until)
+        return found
+
+    def goodput(self, now: float | None = None) -> float | None:
+        """Return the part of the time of nodes with roles in which they trained on; None before
+        there is any such time.
+        """
+        found = self.uses(now)
+        used = sum(seconds for use, seconds in found.items() if use is not Use.SPARE)
+        return found[Use.TRAINING] / used if used > 0 else None
+
+    def _settle(self, at: float, shares: Mapping[Use, float]) -> None:
+        """Divide the seconds that belong to no use yet by ``shares``, whose sum is 1."""
+        for stay in [*self.stays.values(), *self.left]:
+            seconds = stay.seconds(at)
+            if stay.is_spare:
+                self.seconds[Use.SPARE] += seconds
+            else:
+                for use, share in shares.items():
+                    self.seconds[use] += share * seconds
+            stay.since += seconds
+        self.left.clear()
+
+    def _step(self, at: float, iteration: int) -> None:
+        is_new = iteration > self.newest_step
+        self.newest_step = max(self.newest_step, iteration)
+        if self.is_replaying and self.first_is_new is None:
+            self.first_is_new = is_new  # the end of the recovery is told next
+            return
+        # Where it was not, its coordinator was lost, and nobody will tell it.
+        self.is_replaying = False
+        self._settle(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
+
+    def _end_segment(self, at: float, event: Event) -> None:
+        """Count what lies between the last step and this as the segment, but for some
+        microseconds."""
+        is_save = event.data.get("boundary") == "save"
+        self._settle(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
+
+    def _close(self, at: float, kind: str) -> None:
+        if self.closed_at:  # another failure before the last one was over
+            self._settle(at, {Use.OTHER_RECOVERY: 1.0})
+            return
+        if kind == FailureKind.RESTART:  # the run was away; who did not come back was not there
+            self.stays = {node: stay for node, stay in self.stays.items() if stay.is_back()}
+            self.left = [stay for stay in self.left if stay.is_back()]
+            for stay in [*self.stays.values(), *self.left]:
+                stay.since = max(stay.since, stay.again or 0.0)
+        self._settle(at, {_BEFORE_CLOSE.get(kind, Use.RECOMPUTED): 1.0})
+        self.closed_at, self.now = at, Use.OTHER_RECOVERY
+        self.waited_seconds = 0.0
+        self.is_replaying = False
+
+    def _open(self, at: float, phases: Mapping[str, float]) -> None:
+        if not self.closed_at:
+            if self.now is Use.START:
+                self._settle(at, {Use.START: 1.0})
+                self.now = Use.TRAINING
+            return  # a coordinator that took over says again which epoch is open
+        whole = max(at - self.closed_at, 1e-9)
+        shares = {
+            use: max(0.0, float(phases.get(phase, 0.0))) / whole for phase, use in _OF_PHASE.items()
+        }
+        told = float(phases.get("close", 0.0)) + float(phases.get("decide", 0.0))
+        waited = self.waited_seconds - told
+        if waited > _LONGEST_DECISION_SECONDS:
+            shares[Use.WAITING_FOR_SPARE] = waited / whole
+        total = sum(shares.values())
+        if total > 1.0:  # phases of different roles overlap by a little
+            shares = {use: share / total for use, share in shares.items()}
+        shares[Use.OTHER_RECOVERY] = max(0.0, 1.0 - total)
+        self._settle(at, shares)
+        self.closed_at, self.now = 0.0, Use.TRAINING
+        self.is_replaying, self.first_is_new = True, None
+
+    def _go_on(self, at: float, event: Event) -> None:
+        """Of the steps since the epoch opened, the last one is new; none is where steps come of so
+        long ago that their numbers are told once more.
+        """
+        again = int(event.data.get("steps_recomputed") or 0)
+        new = 0.0 if self.first_is_new is False else 1.0 / (again + 1)
+        self._settle(at, {Use.TRAINING: new, Use.RECOMPUTED: 1.0 - new})
+        self.is_replaying = False
+        for _old, seat in event.data.get("seats_changed", {}).values():
+            if int(seat[0]) in self.stays:
+                self.stays[int(seat[0])].is_spare = False

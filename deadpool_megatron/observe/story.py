@@ -1,0 +1,508 @@
+"""The story of a run: its events folded into one state, of which all that shows a run is a view.
+
+Fed with :meth:`Story.take` in the order of the files, live or afterwards, with the same result.
+Pure. Numbers are exact, and each step is there once, in few bytes: a replayed step is the same
+step, and the first report of it stays, unless a number was not finite and the run threw it away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe.account import Account
+
+# The phases of a recovery in the order in which they begin; ``reprotect`` runs beside the later
+# ones. The text says what happens in each, for people.
+PHASES: Mapping[str, str] = {
+    "detect": "the failure is noticed",
+    "close": "everybody leaves the epoch, vaults freeze",
+    "decide": "who plays which role, from which state",
+    "adopt": "the spare takes the empty roles",
+    "rebuild": "communicators of the new epoch connect",
+    "restore": "state comes back from host memory",
+    "sync": "parameters come from the data-parallel peers",
+    "verify": "peers compare what they must hold equal",
+    "reprotect": "lost copies are made again",
+    "replay": "the interrupted step runs again",
+    "abandoned": "a new epoch failed again before it was open",
+}
+# The pace of training is that of so many steps, none of them struck by a failure.
+RECENT_STEPS = 50
+# A loss belongs to the next closing of an epoch when it came at most this long before it; else it
+# was a loss that the run could ignore (a spare).
+_RELATED_SECONDS = 2.0
+# So many waits at the gate are kept where not all steps are wanted.
+_MOST_WAITS = 64
+_COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.REPLAYED, Kind.STALE_DIVERGENCE)
+# Iteration, wall clock, the numbers, samples, and which of these there are.
+_ROW = struct.Struct("<qddddqB")
+_NUMBERS = ("loss", "grad_norm", "learning_rate")
+_SAMPLES, _SKIPPED = 1 << len(_NUMBERS), 2 << len(_NUMBERS)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training iteration, and when it was heard of (wall clock, seconds). Numbers are exact, as
+    ``float.hex`` text; None where there is none: ``grad_norm`` of a skipped update.
+    """
+
+    iteration: int
+    wall_seconds: float = field(compare=False)
+    loss: str | None
+    grad_norm: str | None
+    learning_rate: str | None
+    skipped: bool
+    samples: int | None
+
+
+class StepTable:
+    """Steps by ascending iteration, 49 bytes each; ``most``: no more than twice so many newest
+    ones, None for all."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._rows, self._most = bytearray(), most
+
+    def add(self, iteration: int, values: Mapping[str, Any], wall_seconds: float) -> None:
+        """Take the data of a STEP event, unless that step is there. Raises ValueError, TypeError or
+        OverflowError for values that are not of a step, and takes none of them then.
+        """
+        at = self._place(iteration)
+        if at < len(self) and self[at].iteration == iteration:
+            return
+        flags, numbers = 0, []
+        for bit, name in enumerate(_NUMBERS):
+            text = values.get(name)
+            flags |= 0 if text is None else 1 << bit
+            numbers.append(0.0 if text is None else float.fromhex(text))
+        samples = values.get("samples")
+        flags |= 0 if samples is None else _SAMPLES
+        flags |= _SKIPPED if values.get("skipped") else 0
+        try:
+            row = _ROW.pack(iteration, wall_seconds, *numbers, int(samples or 0), flags)
+        except struct.error as error:
+            raise ValueError(f"numbers of no step: {error}") from error
+        self._rows[at * _ROW.size : at * _ROW.size] = row
+        if self._most is not None and len(self) > 2 * self._most:
+            del self._rows[: -self._most * _ROW.size]
+
+    def forget_from(self, iteration: int) -> None:
+        """These steps were thrown away."""
+        del self._rows[self._place(iteration) * _ROW.size :]
+
+    def after(self, iteration: int) -> Iterator[Step]:
+        """The steps behind an iteration, in order."""
+        return map(self.__getitem__, range(self._place(iteration + 1), len(self)))
+
+    def newest(self, count: int) -> list[Step]:
+        """So many newest ones, in order."""
+        return [self[at] for at in range(max(0, len(self) - count), len(self))]
+
+    def __len__(self) -> int:
+        return len(self._rows) // _ROW.size
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, at: int) -> Step:
+        at += len(self) if at < 0 else 0
+        iteration, wall, *numbers, samples, flags = _ROW.unpack_from(self._rows, at * _ROW.size)
+        loss, norm, rate = (
+            number.hex() if flags & 1 << bit else None for bit, number in enumerate(numbers)
+        )
+        known = samples if flags & _SAMPLES else None
+        return Step(iteration, wall, loss, norm, rate, bool(flags & _SKIPPED), known)
+
+    def _place(self, iteration: int) -> int:
+        if not self._rows or iteration > self[-1].iteration:
+            return len(self)
+        return bisect_left(self, iteration, key=lambda step: step.iteration)
+
+
+@dataclass(frozen=True)
+class MemberPhase:
+    """One member's part of a recovery; wall clock, seconds."""
+
+    phase: str
+    role: int | None
+    node: int | None
+    start: float
+    end: float
+
+
+@dataclass
+class Interruption:
+    """One interruption, from the first loss (or planned swap) to the next finished step.
+
+    ``closes`` counts how often an epoch was closed before the run continued: above 1 when something
+    else failed meanwhile. ``generation``: (lineage, iteration) of the state the run continued from,
+    once decided. ``exposed_seconds``: until every state had its copies again, as far as reported.
+    Times are wall clock, seconds; what stands below ``is_over`` is known then.
+    """
+
+    number: int
+    began: float
+    closed_epoch: int
+    cause: str
+    last_iteration: int
+    kind: str
+    losses: list[Event]
+    stacks: list[Event]
+    hangs: list[Event]
+    closes: int = 1
+    nccl_logs: list[str] = field(default_factory=list)
+    parts: list[MemberPhase] = field(default_factory=list)
+    is_decided: bool = False
+    opened: Event | None = None
+    generation: tuple[int, int] | None = None
+    exposed_seconds: float = 0.0
+    ended: float | None = None
+    is_over: bool = False
+    phases: Mapping[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    steps_recomputed: int | None = None
+    seats_changed: Mapping[int, tuple[object, object]] = field(default_factory=dict)
+
+    @property
+    def planned(self) -> bool:
+        """Return whether it was asked for."""
+        return self.kind == FailureKind.DRAINED
+
+    def end(self, values: Mapping[str, Any]) -> None:
+        """Take the data of a RECOVERED event."""
+        exposed, seconds, again = (
+            values.get(name) for name in ("exposed_seconds", "seconds", "steps_recomputed")
+        )
+        self.phases = ordered_phases(values.get("phases", {}))
+        self.generation = _generation(values) or self.generation
+        self.seconds = None if seconds is None else float(seconds)
+        self.steps_recomputed = None if again is None else int(again)
+        self.exposed_seconds = max(self.exposed_seconds, float(exposed or 0.0))
+        self.seats_changed = {
+            int(role): (old, new) for role, (old, new) in values.get("seats_changed", {}).items()
+        }
+        self.is_over = True
+
+
+class Story:
+    """The one state; see the module text. ``most_steps``: of the steps no more than so many newest
+    ones are wanted, by a process that lives as long as the run. ``hashes``: state hashes are, too.
+    """
+
+    def __init__(self, most_steps: int | None = None, *, hashes: bool = False) -> None:
+        self.started: Event | None = None
+        self.ended: Event | None = None
+        self.exit_status: int | None = None
+        self.started_at: float | None = None  # the last time
+        self.term = 1
+        self.epoch = 0
+        self.last_iteration = 0  # the newest finished one
+        self.last_step_at: float | None = None
+        self.last_wall = 0.0
+        self.steps, self._most_steps = StepTable(most_steps), most_steps
+        self.evaluations: dict[int, str] = {}  # iteration -> loss
+        self.hashes: dict[int, dict[int, str]] | None = {} if hashes else None  # role -> sha256
+        self.account = Account()
+        self.failures: list[Interruption] = []
+        # Told recoveries: seconds by kind of failure, and by phase.
+        self.recovered: dict[str, list[float]] = {str(kind): [] for kind in FailureKind}
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self.steps_recomputed = 0
+        # Waits at the gate: seconds over all roles, by epoch and iteration (of the newest ones if
+        # not all steps are wanted) and in all; and the longest of one role, its role and iteration.
+        self.gate_waits: dict[tuple[int, int | None], float] = {}
+        self.gate_seconds = 0.0
+        self.longest_wait: tuple[float, int | None, int | None] = (0.0, None, None)
+        self.bytes_by_kind: dict[Kind, int] = {}
+        self.counts: dict[Kind, int] = {}
+        self.audits: list[float] = []  # seconds of each that has found nothing
+        self.aside: list[Event] = []
+        self.slow: list[Event] = []
+        self.protections: list[Event] = []
+        self.durable: list[Event] = []
+        self.coordinators: list[Event] = []
+        # Losses that closed no epoch: a spare, a vault that was started again.
+        self.ignored_losses: list[Event] = []
+        self.iterations: int | None = None  # to train in all
+        self.sequence_length: int | None = None
+        self._pace_after = 0  # steps behind this iteration tell the pace
+        self._waits_over: dict[tuple[int, int | None], float] = {}
+        self._losses: list[Event] = []
+        self._stacks: list[Event] = []
+        self._hangs: list[Event] = []
+
+    def take(self, event: Event) -> None:
+        """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
+        data = event.data
+        self.account.take(event)
+        self.last_wall = max(self.last_wall, event.wall_seconds)
+        self.epoch = max(self.epoch, event.epoch)
+        if event.kind in _COUNTED:
+            self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+        if "bytes" in data:
+            total = self.bytes_by_kind.get(event.kind, 0) + int(data["bytes"])
+            self.bytes_by_kind[event.kind] = total
+        match event.kind:
+            case Kind.RUN_STARTED:
+                self.started = self.started or event
+                self.started_at = event.wall_seconds
+            case Kind.RUN_ENDED:
+                self.ended, self.exit_status = event, int(data.get("exit_status", 0))
+            case Kind.NODE_JOINED if self.ended is not None:
+                # The run continues from what it had saved.
+                self.ended = self.exit_status = None
+                self.started_at = event.wall_seconds
+            case Kind.TRAINING:
+                length = data.get("sequence_length")
+                self.iterations = int(data["iterations"])
+                self.sequence_length = None if length is None else int(length)
+            case Kind.STEP if event.iteration is not None:
+                self._step(event, event.iteration)
+            case Kind.EVALUATION if event.iteration is not None:
+                self.evaluations.setdefault(event.iteration, str(data["loss"]))
+            case Kind.STATE_HASH if self.hashes is not None and event.role is not None:
+                found = self.hashes.setdefault(event.iteration or 0, {})
+                found.setdefault(event.role, str(data["sha256"]))
+            case Kind.NODE_LOST | Kind.MEMBER_LOST | Kind.VAULT_LOST if self.ended is None:
+                self._of_failure("losses", self._losses).append(event)
+            case Kind.STACK:
+                self._of_failure("stacks", self._stacks).append(event)
+            case Kind.HANG:
+                self._of_failure("hangs", self._hangs).append(event)
+            case Kind.EPOCH_CLOSED:
+                self._close(event)
+            case Kind.EPOCH_DECIDED if "forgotten_from" in data:
+                self._forget(int(data["forgotten_from"]))
+            case Kind.GATE_WAIT:
+                self._wait(event)
+            case Kind.NODE_ASIDE:
+                self.aside.append(event)
+            case Kind.AUDITED:
+                self.audits.append(float(data["seconds"]))
+            case Kind.SLOW_NODE:
+                for name in ("seconds", "peer_seconds"):
+                    float(data[name])  # raises here, and not where it is told
+                self.slow.append(event)
+            # A coordinator that took over cannot know whether the one before had told the plan.
+            case Kind.PROTECTION if [e.data.get("new") for e in self.protections[-1:]] != [
+                data.get("new")
+            ]:
+                self.protections.append(event)
+            case Kind.DURABLE:
+                self.durable.append(event)
+            case Kind.COORDINATOR:
+                self.term = int(data.get("term", 1))
+                self.coordinators.append(event)
+            case Kind.RECOVERED:
+                kind = str(data.get("kind", "")) or "unknown"
+                self.recovered.setdefault(kind, []).append(float(data.get("seconds") or 0.0))
+                self.steps_recomputed += int(data.get("steps_recomputed") or 0)
+                for phase, spent in ordered_phases(data.get("phases", {})).items():
+                    self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + spent
+            case _:
+                pass
+        if self.failures:
+            self._recover(event, self.failures[-1])
+
+    @property
+    def current(self) -> Interruption | None:
+        """The failure the run is recovering from, if any."""
+        last = self.failures[-1] if self.failures else None
+        return None if last is None or last.is_over else last
+
+    @property
+    def unrelated_losses(self) -> list[Event]:
+        """Losses that closed no epoch."""
+        return [*self.ignored_losses, *self._losses]
+
+    def step_seconds(self, newest: int | None = None) -> list[float]:
+        """Time of each step from the one before it, or of so many newest ones; steps struck by a
+        failure left out.
+        """
+        timed = self.steps if newest is None else self.steps.newest(newest + 1)
+        began = [failure.began for failure in self.failures]
+        found = []
+        for one, next_one in itertools.pairwise(timed):
+            before, after = one.wall_seconds, next_one.wall_seconds
+            struck = bool(began) and bisect_left(began, before) < bisect_right(began, after)
+            if not struck and next_one.iteration == one.iteration + 1:
+                found.append(after - before)
+        return found
+
+    def progress(self) -> dict[str, Any]:
+        """Keys: iterations (to train in all), samples_per_second, tokens_per_second, seconds_left;
+        None for what is not known.
+        """
+        recent = self.steps.newest(RECENT_STEPS + 1)
+        recent = [step for step in recent if step.iteration > self._pace_after]
+        speed = tokens = left = None
+        if len(recent) > 1 and (seconds := recent[-1].wall_seconds - recent[0].wall_seconds) > 0:
+            first, last = recent[0], recent[-1]
+            if first.samples is not None and last.samples is not None:
+                speed = (last.samples - first.samples) / seconds
+                tokens = self.sequence_length and speed * self.sequence_length
+            if self.iterations is not None:
+                to_do = max(0, self.iterations - self.last_iteration)
+                left = to_do * (seconds / (last.iteration - first.iteration))
+        return {
+            "iterations": self.iterations,
+            "samples_per_second": speed,
+            "tokens_per_second": tokens,
+            "seconds_left": left,
+        }
+
+    def _of_failure(self, name: str, before: list[Event]) -> list[Event]:
+        """Return the list of the failure that lasts, or of what belongs to the next one."""
+        found: list[Event] = before if self.current is None else getattr(self.current, name)
+        return found
+
+    def _step(self, event: Event, iteration: int) -> None:
+        self.steps.add(iteration, event.data, event.wall_seconds)
+        failure = self.current
+        if failure is not None and failure.opened is not None and iteration > self.last_iteration:
+            if failure.ended is None:
+                failure.ended = event.wall_seconds  # that it is over is told next
+            else:
+                _end_untold(failure, failure.opened, failure.ended)
+        self.last_iteration = max(self.last_iteration, iteration)
+        self.last_step_at = event.wall_seconds
+
+    def _forget(self, iteration: int) -> None:
+        self.steps.forget_from(iteration)
+        self.last_iteration = min(self.last_iteration, iteration - 1)
+        self._pace_after = self.last_iteration  # some of it may have come in since the close
+        for known in (self.evaluations, self.hashes or {}):
+            for gone in [k for k in known if k >= iteration]:
+                del known[gone]
+
+    def _wait(self, event: Event) -> None:
+        """A wait is reported while it lasts and at its end, each time as a whole."""
+        seconds = float(event.data.get("seconds", 0.0))
+        longest = float(event.data.get("longest_seconds", seconds))
+        self.longest_wait = max(
+            self.longest_wait, (longest, event.role, event.iteration), key=itemgetter(0)
+        )
+        key = (event.epoch, event.iteration)
+        if event.data.get("over"):
+            self._waits_over[key] = seconds = seconds + self._waits_over.get(key, 0.0)
+        before = self.gate_waits.get(key, 0.0)
+        self.gate_waits[key] = max(seconds, before)
+        self.gate_seconds += max(0.0, seconds - before)
+        if self._most_steps is not None and len(self.gate_waits) > _MOST_WAITS:
+            oldest = next(iter(self.gate_waits))
+            del self.gate_waits[oldest]
+            self._waits_over.pop(oldest, None)
+
+    def _close(self, event: Event) -> None:
+        self._pace_after = self.last_iteration  # the next step takes as long as the recovery
+        kind = str(event.data.get("kind", ""))
+        if kind == FailureKind.RESTART:
+            self.started_at = event.wall_seconds
+        if self.current is not None:
+            self.current.closes += 1
+            self.current.opened = self.current.ended = None
+            return
+        oldest = event.wall_seconds - _RELATED_SECONDS
+        related = [loss for loss in self._losses if loss.wall_seconds >= oldest]
+        self.ignored_losses += [loss for loss in self._losses if loss.wall_seconds < oldest]
+        if len(self.failures) > 1:
+            self.failures[-1].parts.clear()  # one for each role; the first failure is drawn
+        self.failures.append(
+            Interruption(
+                number=len(self.failures) + 1,
+                began=min(entry.wall_seconds for entry in (event, *related)),
+                closed_epoch=event.epoch,
+                cause=str(event.data.get("cause", "")),
+                last_iteration=self.last_iteration,
+                kind=kind,
+                losses=related,
+                stacks=self._stacks,
+                hangs=self._hangs,
+            )
+        )
+        self._losses, self._stacks, self._hangs = [], [], []
+
+    def _recover(self, event: Event, failure: Interruption) -> None:
+        """Events of a recovery; re-protection and its exposure may end after the run continued."""
+        data = event.data
+        match event.kind:
+            case Kind.EPOCH_DECIDED:
+                failure.is_decided = True
+                failure.generation = _generation(data)
+            case Kind.EPOCH_OPENED:
+                failure.opened = failure.opened or event  # a coordinator that took over repeats it
+            case Kind.NCCL_REPORT:
+                failure.nccl_logs.append(str(data["log"]))
+            case Kind.PHASE:
+                phase, seconds = event.phase or str(data.get("phase", "")), data.get("seconds", 0.0)
+                began = event.wall_seconds - float(seconds)
+                failure.parts.append(
+                    MemberPhase(phase, event.role, event.node, began, event.wall_seconds)
+                )
+            case Kind.EXPOSED:
+                seconds = float(data.get("seconds", 0.0))
+                if not math.isfinite(seconds):
+                    raise ValueError("exposed for no time")
+                failure.exposed_seconds = max(failure.exposed_seconds, seconds)
+            case Kind.RECOVERED:
+                failure.end(data)
+                failure.ended = event.wall_seconds
+                if failure.seconds is not None:
+                    # The coordinator knows when it began; we only when it was heard of.
+                    failure.began = min(failure.began, event.wall_seconds - failure.seconds)
+            case _:
+                pass
+
+
+def _end_untold(failure: Interruption, opened: Event, ended: float) -> None:
+    """Nobody tells that it is over: its coordinator was lost behind the opening."""
+    values = {"phases": opened.data.get("phases", {}), "seconds": ended - failure.began}
+    if failure.generation is not None:
+        values["steps_recomputed"] = max(0, failure.last_iteration - failure.generation[1])
+    failure.end(values)
+
+
+def _generation(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    found = values.get("generation")
+    return (int(found[0]), int(found[1])) if found else None
+
+
+def ordered_phases(phases: Mapping[str, Any]) -> dict[str, float]:
+    """The given phases with seconds, in the order of :data:`PHASES`; unknown ones at the end.
+
+    ``abandoned`` is left out where no time was spent on it, as almost always.
+    """
+    names = [name for name in PHASES if name in phases]
+    names += [name for name in phases if name not in PHASES]
+    found = {name: float(phases[name]) for name in names}
+    return {k: seconds for k, seconds in found.items() if k != "abandoned" or seconds > 0}
+
+
+def decimal(text: str | None) -> float | None:
+    """The value of a hexadecimal float."""
+    return None if text is None else float.fromhex(text)
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Untrimmed mean, p50, p95, p99, least and most of ``values``; only ``count`` for none.
+
+    Percentiles are the nearest-rank ones: values that did occur.
+    """
+    if not values:
+        return {"count": 0}
+    ranked = sorted(values)
+    percentiles = {
+        f"p{percent}": ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
+        for percent in (50, 95, 99)
+    }
+    ends = {"min": ranked[0], "max": ranked[-1]}
+    return {"count": len(ranked), "mean": statistics.fmean(ranked), **percentiles, **ends}

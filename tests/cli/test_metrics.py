@@ -1,0 +1,252 @@
+"""A run as metrics and as a page's state: what it says, and of a coordinator that is away."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli import metrics, serve
+from deadpool_megatron.cli.metrics import Watched
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal.terms import claim_term
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.events import Event, Kind, to_line
+from deadpool_megatron.observe import samples
+from deadpool_megatron.observe.page import Page
+from deadpool_megatron.observe.story import Story
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.auth import create_secret
+from tests.cli.told import Complain
+from tests.common.ports import free_port
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+#: the time for a scrape, unless the server is told otherwise
+PROMETHEUS_SECONDS = 10.0
+STATUS: dict[str, Any] = {
+    "phase": "running",
+    "roles": {},
+    "nodes": {},
+    "aside": [],
+    "slow": {},
+    "fewer_copies": [],
+    "rpo": {"most_lost": 1},
+    "refusals": 0,
+}
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no prometheus: scripts/system-packages.sh"
+)
+def test_rules_fire_and_clear() -> None:
+    for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        there = CONFIGS / "prometheus"
+        done = subprocess.run(["promtool", *words], cwd=there, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def told(
+    events: list[Event], status: dict[str, Any] | None = None, now: float = 0.0
+) -> dict[str, list[Any]]:
+    """Every metric's samples."""
+    story = Story()
+    for event in events:
+        story.take(event)
+    found = samples.metrics(story, {"run": "r", "version": "v"}, status, now)
+    return {metric.name: metric.samples for metric in found}
+
+
+def test_what_the_dashboard_and_the_alerts_ask_for_is_there() -> None:
+    """And what has not happened yet as zero: a server sees no increase of a series that begins."""
+    ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 0}, wall_seconds=99.0)
+    saved = Event(Kind.DURABLE, 1, iteration=2, data={"path": "x"}, wall_seconds=50.0)
+    started = Event(Kind.RUN_STARTED, wall_seconds=1.0)
+    all_of_them = told([started, *trained(5), saved, ended], STATUS)
+    known = {sample.name for found in all_of_them.values() for sample in found} | set(all_of_them)
+    texts = [*CONFIGS.glob("grafana/*.json"), CONFIGS / "prometheus" / "alerts.yml"]
+    asked = {name for path in texts for name in re.findall(r"deadpool_\w+", path.read_text())}
+    assert {name.removesuffix("_bucket") for name in asked} - known == set()
+    before = told([])
+    assert {s.labels["kind"]: s.value for s in before["deadpool_recoveries"]} == dict.fromkeys(
+        FailureKind, 0.0
+    )
+    assert {s.value for s in before["deadpool_recovery_phase_seconds"]} == {0.0}
+    data = {"kind": "node-lost", "seconds": 2.0, "phases": {"restore": 1.5}}
+    after = told([Event(Kind.RECOVERED, data=data)])
+    assert {s.labels["kind"]: s.value for s in after["deadpool_recoveries"]}["node-lost"] == 1.0
+    phases = {s.labels["phase"]: s.value for s in after["deadpool_recovery_phase_seconds"]}
+    assert phases["restore"] == 1.5
+
+
+@pytest.mark.full
+def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
+    silent_run: RunDirectory,
+) -> None:
+    """Two coordinators are named, and neither answers: the run is seen to be away, and its other
+    numbers are there."""
+    create_secret(silent_run.path)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as told,
+        socket.create_server(("127.0.0.1", 0)) as named,
+    ):
+        place = {"host": "127.0.0.1", "port": told.getsockname()[1], "pid": 1}
+        write_json(silent_run.coordinator, place)
+        claim_term(DirectoryJournal(silent_run.journal), 1, *named.getsockname(), None)
+        began = time.monotonic()
+        found = {metric.name: metric.samples[0].value for metric in Watched(silent_run).collect()}
+        took = time.monotonic() - began
+        shown = json.loads(serve.Watched(silent_run).answer())
+        page_took = time.monotonic() - began - took
+    assert found["deadpool_up"] == 0.0
+    assert "deadpool_iteration" in found
+    assert took < PROMETHEUS_SECONDS
+    # Whoever looks at the page waits for whoever looked before.
+    assert shown["status"] is None
+    assert page_took < PROMETHEUS_SECONDS
+
+
+@pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
+@pytest.mark.parametrize("command", ["metrics", "serve"])
+def test_addresses_that_are_none(
+    command: str, text: str, tmp_path: Path, complain: Complain
+) -> None:
+    complain(command, tmp_path, "--listen", text)
+
+
+def trained(steps: int) -> list[Event]:
+    """A node that trains one iteration a second."""
+    joined = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
+    opened = Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0)
+    return [joined, opened, *(step(k, 10.0 + k) for k in range(1, steps + 1))]
+
+
+def step(iteration: int, at: float) -> Event:
+    return Event(Kind.STEP, 1, iteration=iteration, wall_seconds=at, data={"loss": "0x1p+0"})
+
+
+def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
+    page = Page("run")
+    assert told(trained(10), None, 1e6)["deadpool_goodput_ratio"][0].value == pytest.approx(0.5)
+    for event in trained(10):
+        page.take(event)
+    shown = page.to_dict(None, 1e6)
+    assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
+    assert shown["goodput"] == 0.5
+
+
+@pytest.fixture
+def silent_run(tmp_path: Path) -> RunDirectory:
+    """A run that has written some events, and whose coordinator is away."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings(), "/dev/shm/x")
+    (run.path / "run.json").write_text(json.dumps(info.to_dict()))
+    run.events.write_bytes(b"".join(map(to_line, trained(5))))
+    write_json(run.coordinator, {"host": "127.0.0.1", "port": free_port(), "pid": 1})
+    return run
+
+
+@pytest.mark.parametrize("what", ["no secret", "another version", "directory gone"])
+def test_a_coordinator_that_cannot_be_asked_costs_its_answer_alone(
+    silent_run: RunDirectory, what: str
+) -> None:
+    watched, page = Watched(silent_run), serve.Watched(silent_run)
+    if what == "another version":
+        (silent_run.path / "run.json").write_text('{"settings": {"of_tomorrow": 1}}')
+    elif what == "directory gone":
+        shutil.rmtree(silent_run.path)
+    found = {metric.name: metric.samples[0].value for metric in watched.collect()}
+    assert found["deadpool_up"] == 0.0
+    assert json.loads(page.answer())["status"] is None
+
+
+def test_a_disk_that_is_full_for_a_moment_does_not_end_the_textfile(
+    silent_run: RunDirectory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write, answers = prometheus_client.write_to_textfile, iter([None, True, True, None])
+
+    def full_for_a_moment(path: str, registry: Any) -> None:
+        if next(answers, None):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, registry)
+        tries.append(path)
+        silent_run.final.write_text("{}")  # the run is over
+
+    tries: list[str] = []
+    textfile = tmp_path / "deadpool.prom"
+    monkeypatch.setattr(prometheus_client, "write_to_textfile", full_for_a_moment)
+    monkeypatch.setattr(metrics, "_INTERVAL_SECONDS", 0.05)
+    words = ["--textfile", str(textfile), "--linger-seconds", "1"]
+    assert cli.main(["metrics", str(silent_run.path), *words]) == 0
+    assert len(tries) > 1
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_textfile_that_cannot_be_written_at_all(
+    silent_run: RunDirectory, complain: Complain
+) -> None:
+    textfile = silent_run.path / "none" / "deadpool.prom"
+    complain("metrics", silent_run.path, "--textfile", textfile)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_is_started_again_says_when(ended: bool) -> None:
+    """With an exit status no alert would fire for the rest of the run."""
+    events = [Event(Kind.RUN_STARTED, wall_seconds=1.0), *trained(5)]
+    if ended:
+        events.append(Event(Kind.RUN_ENDED, 1, data={"exit_status": 75}, wall_seconds=30.0))
+        assert told(events)["deadpool_exit_status"][0].value == 75
+    events.append(Event(Kind.NODE_JOINED, 1, 0, data={}, wall_seconds=100.0))
+    if not ended:
+        restart = {"kind": "restart"}
+        events.append(Event(Kind.EPOCH_CLOSED, 1, data=restart, wall_seconds=100.0))
+    found = told(events)
+    assert found["deadpool_start_timestamp_seconds"][0].value == 100.0
+    assert "deadpool_exit_status" not in found
+
+
+def test_a_status_of_another_version_costs_itself_alone() -> None:
+    status, page = {"phase": "running", "roles": {}, "nodes": {"0": {"host": "b0"}}}, Page("run")
+    for event in trained(5):
+        page.take(event)
+    found = told(trained(5), status, 16.0)
+    assert found["deadpool_up"][0].value == 1.0
+    assert found["deadpool_iteration"][0].value == 5
+    shown = page.to_dict(status, 16.0)
+    assert (shown["iteration"], shown["status"]) == (5, None)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.inf),
+        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.nan),
+        Event(Kind.STEP, 1, iteration=6, data={"loss": "0x1p+5000"}, wall_seconds=16.0),
+        Event(Kind.EXPOSED, 1, data={"seconds": math.inf}, wall_seconds=16.0),
+    ],
+)
+def test_a_number_that_is_none_costs_its_event_alone(silent_run: RunDirectory, bad: Event) -> None:
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost"}, wall_seconds=15.5)
+    with open(silent_run.events, "ab") as file:
+        file.write(to_line(closed) + to_line(bad) + to_line(step(7, 17.0)))
+    found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
+    assert found["deadpool_iteration"] == 7
+    assert found["deadpool_last_step_timestamp_seconds"] == 17.0
+    assert 0.0 < found["deadpool_goodput_ratio"] < 1.0
+    assert json.loads(serve.Watched(silent_run).answer())["iteration"] == 7

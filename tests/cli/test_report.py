@@ -1,0 +1,130 @@
+"""``deadpool report``: what it tells of a run and of its failures, finished or not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli import report
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.events import Event, Kind, to_line
+from deadpool_megatron.observe.story import Story
+from tests.cli.told import CarryOut, Complain
+from tests.common.event_schema import check_event
+from tests.common.synthetic_run import events_of, write_run
+
+
+def story_of(events: list[Event]) -> Story:
+    story = Story()
+    for event in events:
+        story.take(event)
+    return story
+
+
+def struck_events() -> list[Event]:
+    return list(events_of(10, 6, 0.0, began=1000.0))
+
+
+def test_a_failure_is_told_in_ten_lines_at_most(tmp_path: Path, carry_out: CarryOut) -> None:
+    run = write_run(tmp_path / "run", strike=6)
+    status, text, _ = carry_out("report", run)
+    assert status == 0
+    told = text.split("Failure 1: ")[1].split("\n\n")[0].splitlines()
+    assert len(told) <= 10
+    assert {line.split()[0] for line in told[1:-1]} >= {"when", "why", "lost", "state", "cost"}
+    for part in ("node 0 slot 0 -> node 4 slot 0", "rebuild 0.212", "0.899 s", "0.247 s"):
+        assert any(part in line for line in told), part
+    status, text, _ = carry_out("report", run, "--json")
+    facts = json.loads(text)
+    assert (status, facts["exit_status"], facts["steps"]) == (0, 0, 10)
+    assert facts["gate"] == {"waits": 1, "seconds": 0.04, "longest_seconds": 0.04}
+    (failure,) = facts["failures"]
+    assert failure["phases"]["rebuild"] == pytest.approx(0.212)
+    assert (failure["generation"], failure["steps_recomputed"]) == ([1, 5], 1)
+
+
+def test_a_run_in_the_middle_of_a_recovery(tmp_path: Path, carry_out: CarryOut) -> None:
+    events = struck_events()
+    restoring = next(n for n, event in enumerate(events) if event.phase == "restore")
+    lines = b"".join(map(to_line, events[:restoring])) + b'{"kind": "step", "torn'
+    (tmp_path / "events.jsonl").write_bytes(lines)
+    status, text, _ = carry_out("report", tmp_path)
+    assert status == 0
+    assert "last phase heard of: rebuild" in text
+    (failure,) = json.loads(carry_out("report", tmp_path, "--json")[1])["failures"]
+    assert not failure["recovered"]
+
+
+def test_a_hang_is_told_with_who_is_where() -> None:
+    """Also one that came before the run went on."""
+    world = {"group": "world(0-255)", "operation": "all_reduce", "number": 9}
+    rows = [
+        {"roles": [3], "where": "missing", "begun": 8, "operation": "all_gather"},
+        {"roles": list(range(4, 67)), "where": "waits", "begun": 9},
+    ]
+    device = {"roles": [0], "where": "not-started", "begun": 5, "started": 4, "ended": 4}
+    groups = [
+        {**world, "rows": rows, "left_out": 192},
+        {"group": "dp(0)", "operation": "", "number": 5, "rows": [device], "left_out": 0},
+    ]
+    hang = Event(Kind.HANG, 1, data={"roles": [3], "groups": groups, "left_out": 2})
+    check_event(hang.to_dict())
+    said = [Event(Kind.NCCL_REPORT, 1, n, data={"log": f"node{n}-nccl-1.log"}) for n in range(6)]
+    for kind in (Kind.EPOCH_CLOSED, Kind.EPOCH_OPENED):
+        events = struck_events()
+        at = next(n for n, event in enumerate(events) if event.kind is kind)
+        story = story_of([*events[:at], hang, events[at], *said, *events[at + 1 :]])
+        text = "\n".join(report.describe_failure(story.failures[0], story))
+        assert all(part in text for part in ("4-66", "192 more", "node3-nccl-1.log; and 2 more"))
+        facts = report.to_dict(Path(), story, None)["failures"][0]
+        assert facts["hangs"] == [hang.data]
+        assert facts["nccl_logs"] == [f"node{n}-nccl-1.log" for n in range(6)]
+
+
+def test_a_drain_is_a_planned_swap() -> None:
+    events = struck_events()
+    closed = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_CLOSED)
+    told = {**events[closed].data, "kind": FailureKind.DRAINED}
+    events[closed] = replace(events[closed], data=told)
+    story = story_of(events)
+    title, *facts = report.describe_failure(story.failures[0], story)
+    assert title.startswith("Planned swap 1: ")
+    assert not any(line.lstrip().startswith("lost") for line in facts), "nothing is"
+
+
+def test_many_failures_share_a_table_of_means() -> None:
+    runs = [events_of(10, 6, 0.0, began=1000.0 + 100 * number) for number in range(8)]
+    lines = report.describe(Path("x"), story_of([event for run in runs for event in run]), None)
+    table = lines[lines.index("Seconds in each phase") + 1 :]
+    assert table[0].split() == ["phase", "failures", "mean", "longest"]
+    assert table[2].split() == ["detect", "8", "0.012", "0.012"]
+
+
+def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut) -> None:
+    run = write_run(tmp_path / "run", strike=6)
+    slow, huge = Event(Kind.SLOW_NODE, 1, node=1), Event(Kind.STEP, 1, iteration=10**30)
+    with open(run / "events.jsonl", "ab") as file:
+        file.write(to_line(slow) + to_line(huge))
+    status, text, errors = carry_out("report", "--json", run)
+    assert (status, json.loads(text)["steps"], len(errors.splitlines())) == (0, 10, 2)
+    assert carry_out("report", run)[0] == 0
+
+
+def test_what_is_no_run_directory(tmp_path: Path, complain: Complain, carry_out: CarryOut) -> None:
+    complain("report", tmp_path)
+    (tmp_path / "events.jsonl").write_text('{"kind": "no such kind"}\n')
+    status, _, errors = carry_out("report", tmp_path)
+    assert (status, errors) == (0, ""), "of a newer version"
+
+
+def test_a_coordinator_on_another_host_is_not_looked_for_here(tmp_path: Path) -> None:
+    """As on a login node: nothing is known of processes elsewhere."""
+    run = write_run(tmp_path / "run", strike=6)
+    (run / "final.json").unlink()
+    place = {"host": "10.0.0.1", "port": 1, "pid": 2**22 + 1, "hostname": "b7", "started": {}}
+    (run / "coordinator.json").write_text(json.dumps(place))
+    story = story_of([e for e in struck_events() if e.kind is not Kind.RUN_ENDED])
+    assert report.state_of(run, story, None).startswith("running, ")

@@ -1,0 +1,154 @@
+"""What whoever watches a run is told of its events, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli.watch import Display, Follower, describe_progress
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import Event, Kind, to_line
+from deadpool_megatron.observe.story import Story
+from tests.common.synthetic_run import events_of
+
+
+class Heard(Display):
+    """Lines that stay, without their times, and statuses."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.statuses: list[str] = []
+
+    def line(self, text: str, style: str = "") -> None:
+        self.lines.append(text.split(" s  ", 1)[1])
+
+    def status(self, text: str) -> None:
+        self.statuses.append(text.split(" s  ", 1)[1])
+
+    def close(self) -> None:
+        pass
+
+
+def followed(directory: Path, events: Iterable[Event]) -> Heard:
+    (directory / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
+    heard = Heard()
+    Follower(RunDirectory(directory), heard).close()
+    return heard
+
+
+def test_a_failure_is_told_in_ten_lines_with_cause_phases_and_seconds(tmp_path: Path) -> None:
+    heard = followed(tmp_path, events_of(10, 6, 0.0, began=1000.0))
+    assert len(heard.lines) <= 10
+    told = "\n".join(heard.lines)
+    assert all(part in told for part in ("node 0: connection closed", "0.90 s", "restore 0.09"))
+    assert heard.statuses[-1].startswith("step 10  loss ")
+
+
+def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path: Path) -> None:
+    found = {"matched": False, "difference": "main"}
+    events = [
+        Event(Kind.EPOCH_OPENED, epoch=1),
+        Event(Kind.EPOCH_OPENED, epoch=1),
+        Event(Kind.REHEARSED, epoch=1, role=0, data=found),
+        Event(Kind.REHEARSED, epoch=1, role=1, data=found),
+        Event(Kind.EPOCH_OPENED, epoch=2),
+        Event(Kind.RUN_ENDED, epoch=2),
+        Event(Kind.NODE_LOST, epoch=2, node=0, data={"cause": "it left"}),
+    ]
+    assert [line.split()[0] for line in followed(tmp_path, events).lines] == [
+        "epoch",
+        "an",
+        "epoch",
+    ]
+
+
+def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
+    """Who follows a run, as ``deadpool run`` does its own, ends it when it fails itself."""
+    run, heard = RunDirectory(tmp_path), Heard()
+    follower, second = Follower(run, heard), tmp_path / "events-0002.jsonl"
+    run.events.symlink_to(run.events.name)  # a real failure of the system, for root as well
+    assert not follower.look()
+    run.events.unlink()
+    run.events.write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=1)))
+    second.symlink_to(tmp_path / "away")
+    assert [follower.look(), follower.look()] == [True, False]
+    (tmp_path / "away").write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=2)))
+    assert follower.look()
+    assert len(heard.lines) == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Event(Kind.RECOVERED, data={"seconds": "x"}),
+        Event(Kind.STEP, iteration=1, data={"loss": "0x1p+5000"}),
+    ],
+)
+def test_an_event_of_another_form_ends_nothing(tmp_path: Path, bad: Event) -> None:
+    heard = followed(tmp_path, [bad, Event(Kind.EPOCH_OPENED, epoch=1)])
+    assert len(heard.lines) == 2
+    assert str(bad.kind) in heard.lines[0]
+
+
+def test_progress_is_told_as_far_as_it_is_known() -> None:
+    story = Story()
+    assert describe_progress(story, 0.0) == ""
+    plan = {"iterations": 1000, "sequence_length": 4096}
+    story.take(Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0))
+    story.take(Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0))
+    story.take(Event(Kind.TRAINING, 1, data=plan, wall_seconds=10.0))
+    for k in range(1, 101):
+        at = 10.0 + 2.0 * k
+        story.take(Event(Kind.STEP, 1, iteration=k, data={"samples": 8 * k}, wall_seconds=at))
+    told = describe_progress(story, 210.0)
+    assert all(part in told for part in ("1000", "4 ", "16.4k", "95.2 %", "30.0 min")), told
+
+
+def test_elsewhere_the_newest_status_is_said_before_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display = Display()
+    for step in range(1, 9):
+        display.status(f"step {step}")
+    display.line("lost")
+    display.status("step 9")
+    display.close()
+    assert capsys.readouterr().out.splitlines() == ["step 1", "step 8", "lost", "step 9"]
+
+
+def test_a_terminal_has_lines_above_one_status() -> None:
+    program = (
+        "from deadpool_megatron.cli.watch import Display\n"
+        "display = Display()\n"
+        "for run in (1, 2):\n"
+        "    display.status(f'step {run}' + 200 * '.')\n"
+        "    display.line('a line', 'bold red')\n"
+        "    display.close()\n"
+        "    display.line('behind it')\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    shown = b""
+    while True:
+        try:
+            found = os.read(terminal, 4096)
+        except OSError:  # Linux answers EIO when the other side is closed
+            break
+        if not found:
+            break
+        shown += found
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0
+    lines = shown.decode().replace("\r\n", "\n").split("\n")
+    seen = [line.rpartition("\x1b[K")[2] for line in lines]
+    red = "\x1b[1;31"
+    found = [line[:6] for line in seen]
+    assert found == [red, "step 1", "behind", red, "step 2", "behind", ""]
+    assert max(map(len, seen)) < 80, "a status is one line, or it could not be taken back"

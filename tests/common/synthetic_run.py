@@ -1,0 +1,203 @@
+"""A made-up run: the files that a real one leaves, and a program that writes them like one.
+
+As a program it takes the place of ``deadpool run`` in tests of what watches a run. Environment:
+``SYNTHETIC_STEP_SECONDS`` (default 0.01) and ``SYNTHETIC_TROUBLE``: ``diverge`` (other numbers
+after the fault), ``fail`` (exit status 1 with a last line) or ``hang`` (no more events).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.events import Event, EventLog, Kind, to_line
+
+WORLD_SIZE = 8
+PHASES = {
+    "detect": 0.012,
+    "close": 0.081,
+    "decide": 0.004,
+    "adopt": 0.065,
+    "rebuild": 0.212,
+    "restore": 0.094,
+    "reprotect": 0.150,
+    "replay": 0.431,
+}
+NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
+MEMBER_PHASES = ("close", "adopt", "rebuild", "restore")
+
+
+def loss_at(iteration: int) -> float:
+    return 6.2 * 0.95**iteration + 0.02 * (iteration % 3)
+
+
+def step(iteration: int, shift: float = 0.0) -> dict[str, Any]:
+    return {
+        "loss": (loss_at(iteration) + shift).hex(),
+        "grad_norm": (1.0 / iteration).hex(),
+        "learning_rate": (1e-3 * iteration).hex(),
+        "skipped": False,
+        "samples": 8 * iteration,
+    }
+
+
+def events_of(iterations: int, strike: int | None, shift: float, began: float) -> Iterator[Event]:
+    """All events in order; wall clock starts at ``began`` and a step lasts 0.4 s."""
+    now = began
+
+    def event(kind: Kind, epoch: int = 0, data: Any = None, **where: int) -> Event:
+        return Event(kind, epoch, data=data or {}, wall_seconds=now, **where)  # type: ignore[arg-type]
+
+    yield event(Kind.RUN_STARTED, data={"roles": WORLD_SIZE, "nodes": 4, "spares": 1})
+    for node in range(5):
+        now += 0.2
+        yield event(Kind.NODE_JOINED, data={"spare": node == 4, "host": "h"}, node=node)
+    now += 2.0
+    for k in range(1, iterations + 1):
+        if k == strike:
+            yield from recovery_events(k, now + 0.2)
+            now += 0.2 + sum(PHASES.values()) - PHASES["reprotect"]
+        else:
+            now += 0.4
+        is_after = strike is not None and k >= strike
+        values = step(k, shift if is_after else 0.0)
+        yield event(Kind.STEP, 1 + is_after, values, role=6, iteration=k)
+        if k == 3:
+            yield event(Kind.GATE_WAIT, 1, {"seconds": 0.04, "over": True}, role=2, iteration=3)
+    yield event(Kind.EVALUATION, 1, {"loss": (2.5).hex()}, role=6, iteration=iterations)
+    yield event(Kind.STATE_HASH, 1, {"sha256": "a" * 64}, role=0, iteration=5)
+    yield event(Kind.RUN_ENDED, 1, {"exit_status": 0})
+
+
+def recovery_events(iteration: int, killed: float) -> Iterator[Event]:
+    ends, now = {}, killed
+    for phase, seconds in PHASES.items():
+        if phase != "reprotect":
+            now += seconds
+        ends[phase] = now
+
+    def event(kind: Kind, epoch: int, phase: str, data: dict[str, Any], node: Any = None) -> Event:
+        return Event(kind, epoch, node, data=data, wall_seconds=ends[phase])
+
+    cause = {"cause": "connection of its agent closed"}
+    yield event(Kind.NODE_LOST, 1, "detect", cause, node=0)
+    cause = {"cause": "node 0: connection closed", "kind": FailureKind.NODE_LOST}
+    yield event(Kind.EPOCH_CLOSED, 1, "detect", {**cause, "culprits": [0]})
+    yield event(Kind.EPOCH_DECIDED, 2, "decide", {"generation": [1, iteration - 1]})
+    for phase in MEMBER_PHASES:
+        for role in range(WORLD_SIZE if phase != "adopt" else 2):
+            data = {"seconds": PHASES[phase] - 0.001 * role}
+            end = ends[phase] - 0.0005 * role
+            yield Event(Kind.PHASE, 2, role // 2 or 4, role, None, phase, data, end)
+    opened = {name: PHASES[name] for name in ("adopt", "rebuild", "restore")}
+    yield event(Kind.EPOCH_OPENED, 2, "restore", {"phases": opened})
+    yield event(Kind.RECOVERED, 2, "replay", recovery_facts(iteration))
+
+
+def recovery_facts(iteration: int) -> dict[str, Any]:
+    return {
+        "cause": "node 0: connection closed",
+        "kind": FailureKind.NODE_LOST,
+        "generation": [1, iteration - 1],
+        "boundary": "step",
+        "phases": PHASES,
+        "seconds": sum(PHASES.values()) - PHASES["reprotect"],
+        "steps_recomputed": 1,
+        "exposed_seconds": 0.247,
+        "seats_changed": {"0": [[0, 0, 0], [4, 0, 0]], "1": [[0, 1, 0], [4, 1, 0]]},
+    }
+
+
+def final_of(iterations: int, strike: int | None, shift: float) -> dict[str, Any]:
+    def sha256(role: int) -> str:
+        return hashlib.sha256(f"{role} {iterations} {shift}".encode()).hexdigest()
+
+    roles = {str(r): {"sha256": sha256(r), "samples": 8 * iterations} for r in range(WORLD_SIZE)}
+    head = {"exit_status": 0, "reason": "", "run_id": "5a5a5a5a", "world_size": WORLD_SIZE}
+    recoveries = [] if strike is None else [{"epoch": 2, **recovery_facts(strike)}]
+    return {**head, "iterations": iterations, "roles": roles, "recoveries": recoveries}
+
+
+def write_run(
+    directory: Path,
+    *,
+    iterations: int = 10,
+    strike: int | None = None,
+    shift: float = 0.0,
+    change: Callable[[dict[str, Any]], None] = lambda final: None,
+) -> Path:
+    """Leave in ``directory`` what a finished run leaves; ``change`` edits final.json first, and
+    under the key ``numbers`` -> kind -> iteration the data of the events with numbers.
+    """
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_text("{}")
+    events = list(events_of(iterations, strike, shift, began=1000.0))
+    final = final_of(iterations, strike, shift)
+    numbers: dict[str, dict[int | None, dict[str, Any]]] = {kind: {} for kind in NUMBERS}
+    for event in events:
+        if event.kind in NUMBERS:
+            numbers[event.kind][event.iteration] = dict(event.data)
+    final["numbers"] = numbers
+    change(final)
+    del final["numbers"]
+    log = EventLog(directory / "events.jsonl")
+    for event in events:
+        if event.kind not in NUMBERS:
+            log.append(to_line(event))
+        elif event.iteration in numbers[event.kind]:
+            log.append(to_line(replace(event, data=numbers[event.kind][event.iteration])))
+    log.close()
+    (directory / "final.json").write_text(json.dumps(final))
+    return directory
+
+
+def main(argv: list[str]) -> int:
+    directory = Path(argv[argv.index("--run-dir") + 1])
+    iterations = int(argv[argv.index("--train-iters") + 1])
+    trouble = os.environ.get("SYNTHETIC_TROUBLE", "")
+    scale = float(os.environ.get("SYNTHETIC_STEP_SECONDS", "0.01")) / 0.4
+    plan_name, strike, marker = os.environ.get("DEADPOOL_FAULTS"), None, None
+    if plan_name:
+        (fault,) = json.loads(Path(plan_name).read_text())
+        strike = fault["match"]["iteration"]
+        marker = Path(plan_name + ".fired") / fault["id"]
+        marker.parent.mkdir()
+    shift = 1e-9 if trouble == "diverge" and strike is not None else 0.0
+    directory.mkdir(parents=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    (directory / "visible.json").write_text(json.dumps(visible))
+    log, began = EventLog(directory / "events.jsonl"), time.time()
+    for event in events_of(iterations, strike, shift, began):
+        due = began + (event.wall_seconds - began) * scale
+        if trouble and event.kind is Kind.STEP and event.iteration == 3:
+            if trouble == "fail":
+                print("the last thing it said", flush=True)
+                return 1
+            if trouble == "hang":
+                signal.sigtimedwait({signal.SIGTERM}, 60)
+                (directory / "interrupted").touch()
+                return 130
+        if event.kind is Kind.NODE_LOST and marker is not None:
+            # By the clock of the events, however late this process is.
+            struck_at = due - PHASES["detect"] * scale
+            marker.with_suffix(".aside").touch()
+            os.utime(marker.with_suffix(".aside"), (struck_at, struck_at))
+            marker.with_suffix(".aside").rename(marker)
+        time.sleep(max(0.0, due - time.time()))
+        log.append(to_line(replace(event, wall_seconds=due)))
+    (directory / "final.json").write_text(json.dumps(final_of(iterations, strike, shift)))
+    return 0
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    sys.exit(main(sys.argv[1:]))

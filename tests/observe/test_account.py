@@ -1,0 +1,208 @@
+"""The account of a run: each second of each node belongs to one use, whoever coordinated it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe.account import Account, Use
+
+PHASES = {"close": 1.0, "decide": 0.5, "rebuild": 2.0, "restore": 1.0, "sync": 0.5, "verify": 1.0}
+KINDS = st.sampled_from(
+    [
+        *(Kind.STEP, Kind.EPOCH_CLOSED, Kind.EPOCH_DECIDED, Kind.EPOCH_OPENED, Kind.RECOVERED),
+        *(Kind.SEGMENT, Kind.NODE_LOST, Kind.COORDINATOR),
+    ]
+)
+NOTHING = {"goodput": None, "node_seconds": None}
+
+
+def event(what: Kind, at: float, **values: object) -> Event:
+    fields = {k: values.pop(k) for k in ("node", "iteration", "epoch") if k in values}
+    return Event(what, wall_seconds=at, monotonic_seconds=at, data=values, **fields)  # type: ignore[arg-type]
+
+
+def started(nodes: int = 2, spares: int = 1) -> list[Event]:
+    joined = [event(Kind.NODE_JOINED, 0.0, node=n, spare=n >= nodes) for n in range(nodes + spares)]
+    return [*joined, event(Kind.EPOCH_OPENED, 10.0, epoch=1, phases={})]
+
+
+def account(events: list[Event]) -> Account:
+    found = Account()
+    for one in events:
+        found.take(one)
+    return found
+
+
+def spent(found: Account) -> dict[str, float]:
+    return {use.value: s for use, s in found.uses().items() if s > 1e-9}
+
+
+def test_a_run_without_a_failure() -> None:
+    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k) for k in range(1, 6)]
+    save = event(Kind.SEGMENT, 23.0, boundary="save", seconds=3.0)
+    check = event(Kind.SEGMENT, 24.0, boundary="evaluation", seconds=1.0)
+    found = account([*started(), *steps, save, check, event(Kind.RUN_ENDED, 25.0, exit_status=0)])
+    assert spent(found) == {
+        "start": 20.0,
+        "training": 20.0,
+        "saving": 6.0,
+        "evaluation": 2.0,
+        "ending": 2.0,
+        "spare": 25.0,
+    }
+    assert found.goodput() == 20.0 / 50.0
+
+
+def test_nodes_are_there_while_a_coordinator_takes_over() -> None:
+    step = event(Kind.STEP, 12.0, iteration=1)
+    joined = [event(Kind.NODE_JOINED, 20.0, node=n, spare=n == 2) for n in range(3)]
+    opened = event(Kind.EPOCH_OPENED, 21.0, epoch=1, phases={})
+    more = [event(Kind.STEP, at, iteration=k) for k, at in ((1, 12.0), (2, 14.0), (3, 22.0))]
+    found = account([*started(), step, *joined, opened, *more])
+    assert spent(found) == {"start": 20.0, "training": 24.0, "spare": 22.0}
+
+
+def test_a_run_that_was_away_as_a_whole() -> None:
+    step = event(Kind.STEP, 12.0, iteration=1)
+    joined = [event(Kind.NODE_JOINED, 1000.0, node=n, spare=n == 2) for n in range(3)]
+    closed = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
+    found = account([*started(), step, *joined, closed])
+    assert spent(found) == {"start": 26.0, "training": 4.0, "spare": 15.0}
+
+
+def test_a_run_that_ended_and_goes_on() -> None:
+    first = [*started(1, 0), event(Kind.STEP, 12.0, iteration=1)]
+    ended = event(Kind.RUN_ENDED, 13.0, exit_status=75)
+    joined = event(Kind.NODE_JOINED, 100.0, node=0)
+    closed = event(Kind.EPOCH_CLOSED, 101.0, kind="restart")
+    opened = event(Kind.EPOCH_OPENED, 103.0, epoch=2, phases={"restore": 2.0})
+    more = event(Kind.STEP, 104.0, iteration=2)
+    found = account([*first, ended, joined, closed, opened, more])
+    assert spent(found) == {
+        "start": 11.0,
+        "training": 3.0,
+        "recovery-restore": 2.0,
+        "ending": 1.0,
+    }
+
+
+def recovery(at: float, again: int, kind: str = "node-lost", wait: float = 0.0) -> list[Event]:
+    """An epoch is closed, node 1 is replaced by node 2, and ``again`` steps are done once more."""
+    opened = at + wait + sum(PHASES.values())
+    return [
+        event(Kind.NODE_LOST, at, node=1),
+        event(Kind.EPOCH_CLOSED, at, kind=kind),
+        event(Kind.EPOCH_DECIDED, at + 1.5 + wait),
+        event(Kind.EPOCH_OPENED, opened, epoch=2, phases=PHASES),
+        event(Kind.STEP, opened + 2.0 * (again + 1), iteration=3),
+        event(
+            Kind.RECOVERED,
+            opened + 2.0 * (again + 1),
+            kind=kind,
+            steps_recomputed=again,
+            seats_changed={"1": [[1, 0, 0], [2, 0, 0]]},
+        ),
+    ]
+
+
+def test_a_lost_node_costs_a_part_of_a_step_a_recovery_and_what_is_computed_again() -> None:
+    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k) for k in range(1, 3)]
+    found = account([*started(), *steps, *recovery(15.0, again=1)])
+    # Of the spare's time until it has a role nothing but "spare" can be said.
+    assert spent(found) == {
+        "start": 20.0,
+        "training": 8.0 + 2.0,
+        "recomputed": 2.0 + 2.0,
+        "recovery-close": 1.0,
+        "recovery-decide": 0.5,
+        "recovery-rebuild": 2.0,
+        "recovery-restore": 1.0,
+        "recovery-sync": 0.5,
+        "recovery-verify": 1.0,
+        "spare": 25.0,
+    }
+
+
+def test_a_wait_for_a_spare_is_told_apart_from_the_recovery() -> None:
+    found = account([*started(), *recovery(15.0, again=0, wait=100.0)])
+    assert found.uses()[Use.WAITING_FOR_SPARE] == pytest.approx(100.0)
+    assert found.uses()[Use.OTHER_RECOVERY] == pytest.approx(0.0)
+
+
+def test_a_hang_stands_still_and_a_planned_swap_loses_nothing() -> None:
+    hang = account([*started(), *recovery(310.0, again=0, kind="hang")])
+    assert hang.uses()[Use.STANDING_STILL] == 600.0
+    planned = account([*started(), *recovery(15.0, again=0, kind="drained")])
+    assert planned.uses()[Use.RECOMPUTED] == 0.0
+
+
+@given(st.lists(st.tuples(KINDS, st.floats(0.0, 50.0)), max_size=40))
+def test_nothing_is_counted_twice_or_forgotten(story: list[tuple[Kind, float]]) -> None:
+    """Whatever the order of events: the sum is the time, and what is settled only grows."""
+    found, now, there, left = account(started(3, 1)), 10.0, {0, 1, 2, 3}, 0.0
+    before = dict(found.seconds)
+    for kind, later in story:
+        now += later
+        values: dict[str, object] = {"kind": "node-lost", "phases": PHASES, "boundary": "save"}
+        if kind is Kind.NODE_LOST and there:
+            values["node"] = there.pop()
+            left += now
+        if kind is Kind.STEP:
+            values["iteration"] = 1
+        found.take(event(kind, now, **values))
+        assert sum(found.uses(now).values()) == pytest.approx(left + now * len(there))
+        after = dict(found.seconds)
+        assert all(after[use] >= before[use] for use in Use)
+        before = after
+
+
+def test_a_recovery_of_which_nobody_tells_the_end() -> None:
+    """Its coordinator was lost behind the opening, and the next one knows of no recovery."""
+    untold = recovery(15.0, again=0)[:-1]
+    joined = [event(Kind.NODE_JOINED, 22.0, node=n) for n in (0, 2)]
+    more = [event(Kind.STEP, 21.0 + 2.0 * k, iteration=3 + k, epoch=2) for k in range(1, 11)]
+    later = event(Kind.EPOCH_CLOSED, 42.0, kind="node-lost")
+    found = account([*started(), *untold, *joined, *more, later]).uses()
+    # Ten steps of two nodes, of two seconds each; and what was cut off before both closes.
+    assert found[Use.TRAINING] == pytest.approx(40.0, abs=4.0)
+    assert found[Use.RECOMPUTED] == pytest.approx(10.0 + 2.0)
+
+
+def test_steps_of_long_ago_are_no_new_ones() -> None:
+    """After a return to an old checkpoint steps come whose numbers nobody has any more."""
+    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k, epoch=1) for k in range(1, 101)]
+    closed = event(Kind.EPOCH_CLOSED, 210.0, kind="node-lost")
+    opened = event(Kind.EPOCH_OPENED, 215.0, epoch=2, phases={"close": 5.0})
+    again = [event(Kind.STEP, 215.0 + 2 * k, iteration=20 + k, epoch=2) for k in range(1, 91)]
+    told = event(Kind.RECOVERED, 217.0, steps_recomputed=80, epoch=2)
+    found = account([*started(), *steps, closed, opened, again[0], told, *again[1:]]).uses()
+    assert found[Use.RECOMPUTED] == pytest.approx(80 * 4.0, abs=0.1)
+    assert found[Use.TRAINING] == pytest.approx((100 + 10) * 4.0, abs=0.1)
+
+
+def test_nodes_that_stay_away_were_not_there_meanwhile() -> None:
+    """The run was away as a whole, and is started again on other nodes."""
+    step = event(Kind.STEP, 12.0, iteration=1)
+    joined = [event(Kind.NODE_JOINED, 1000.0, node=n) for n in (3, 4)]
+    lost = [event(Kind.NODE_LOST, 1002.0, node=n) for n in (0, 1, 2)]
+    closed = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
+    found = account([*started(), step, *joined, *lost, closed])
+    assert spent(found) == {"start": 20.0 + 6.0, "training": 4.0, "spare": 12.0}
+
+
+def test_an_account_comes_back_wherever_it_stands() -> None:
+    whole, parts = Account(), Account()
+    away = [
+        event(Kind.NODE_JOINED, 1000.0, node=0),
+        event(Kind.EPOCH_CLOSED, 1003.0, kind="restart"),
+    ]
+    for one in [*started(), *recovery(15.0, again=1), event(Kind.NODE_LOST, 40.0, node=0), *away]:
+        whole.take(one)
+        parts.take(one)
+        parts = Account.from_dict(json.loads(json.dumps(parts.to_dict())))
+        assert parts == whole

@@ -1,0 +1,210 @@
+"""Whoever is to be told of a run is told, and nobody waits for those who cannot be."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start.checks import check_notify
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe import notify as notices
+from deadpool_megatron.settings import Settings
+from tests.common.waiting import wait_for
+
+CLOSED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost", "cause": "node 3: gone"})
+OPENED = Event(Kind.EPOCH_OPENED, 2, data={"phases": {}})
+WAITS = Event(Kind.WAITING_FOR_SPARE, 1, data={"text": "roles [1] wait", "limit_seconds": 9.0})
+RECOVERED = Event(
+    Kind.RECOVERED,
+    2,
+    data={"kind": "node-lost", "cause": "node 3: gone", "seconds": 1.25, "steps_recomputed": 1},
+)
+ENDED = Event(Kind.RUN_ENDED, 2, data={"exit_status": 75, "reason": "no spare", "kind": ""})
+PLANNED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "drained", "cause": "drain of node 1"})
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Notes what it is told; answers with ``status``, once ``may_answer`` is set."""
+
+    daemon_threads = True
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.told: list[dict[str, Any]] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.told.append(json.loads(body))
+        self.server.may_answer.wait()
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[tuple[Server, str]]:
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{server.server_port}/hooks/s3cret"
+    finally:
+        server.may_answer.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path: Path) -> None:
+    warned: list[str] = []
+    told = tmp_path / "told"
+    command = f'echo "$DEADPOOL_EVENT_KIND $DEADPOOL_EVENT_TEXT" >> {told};'
+    command += f" (cat; echo) >> {told}.json"
+    with serving() as (server, url):
+        tellers = notices.notices("r1", url, command, warned.append)
+        for event in (PLANNED, CLOSED, OPENED, WAITS, RECOVERED, ENDED):
+            tellers.note(event)
+        tellers.flush(time.monotonic() + 30.0)
+    assert [notice["text"] for notice in server.told] == [
+        "r1: a node was lost: node 3: gone",
+        "r1: waits for a node: roles [1] wait",
+        "r1: recovered in 1.2 s, 1 iteration computed again (node 3: gone)",
+        "r1: ended with status 75: no spare",
+    ]
+    assert server.told[0]["event"] == CLOSED.to_dict()
+    kinds = [line.split()[0] for line in told.read_text().splitlines()]
+    assert kinds == ["epoch-closed", "waiting-for-spare", "recovered", "run-ended"]
+    given = [json.loads(line) for line in (tmp_path / "told.json").read_text().splitlines()]
+    assert given == server.told
+    assert warned == []
+
+
+def test_another_kind_of_url_goes_through_apprise(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the real library, to a service that it knows: json:// posts what it makes of the text."""
+    pytest.importorskip("apprise", reason="apprise is not installed: an extra")
+    warned: list[str] = []
+    with serving() as (server, url):
+        tellers = notices.notices("r1", url.replace("http:", "json:"), "", warned.append)
+        tellers.note(CLOSED)
+        tellers.flush(time.monotonic() + 30.0)
+        assert [told["message"] for told in server.told] == ["r1: a node was lost: node 3: gone"]
+        assert warned == []
+        server.status = 500
+        tellers.note(ENDED)
+        tellers.flush(time.monotonic() + 30.0)
+    assert warned == [
+        "--deadpool-notify was not told of 'r1: ended with status 75: no spare':"
+        " apprise could not deliver it"
+    ]
+    assert capfd.readouterr() == ("", ""), "its log may have the URL"
+    with pytest.raises(CommandError, match="apprise takes no such nosuch:// URL"):
+        check_notify(Settings(notify="nosuch://s3cret"))
+    monkeypatch.setitem(sys.modules, "apprise", None)
+    with pytest.raises(CommandError, match=r"pip install 'deadpool-megatron\[apprise\]'"):
+        check_notify(Settings(notify="tgram://s3cret"))
+    check_notify(Settings(notify="https://s3cret"))
+
+
+def test_a_damaged_event_is_not_told() -> None:
+    tellers = notices.Notices("r1", [notices.Outlet("it", print, print)])
+    tellers.note(Event(Kind.RECOVERED, 1, data={"seconds": "x"}))
+    tellers.flush(time.monotonic() + 30.0)
+
+
+def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "_POST_SECONDS", 0.2)
+    warned: list[str] = []
+    with serving() as (server, url):
+        tellers = notices.notices("r1", url, "", warned.append)
+        server.may_answer.clear()  # it hangs
+        for _ in range(1000):
+            tellers.note(CLOSED)
+        wait_for("the warning", lambda: warned)
+        server.may_answer.set()
+        server.status = 500
+        tellers.flush(time.monotonic() + 30.0)
+        assert len(server.told) <= notices._MOST_WAITING + 2, "the queue is bounded"
+        server.status = 200
+        tellers.note(CLOSED)
+        tellers.flush(time.monotonic() + 30.0)
+        server.status = 500
+        tellers.note(ENDED)
+        tellers.flush(time.monotonic() + 30.0)
+    assert [line.partition(": ")[2].rpartition("': ")[2] for line in warned] == [
+        "no answer within 0.2 s",
+        "the server answered 500",
+    ]
+    assert "s3cret" not in "".join(warned)
+
+
+def test_nobody_there_and_commands_that_hang_or_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "_COMMAND_SECONDS", 0.2)
+    for command, why in (
+        ("exec sleep 1000", "it did not end within 0.2 s"),
+        ("/no/such/thing", "it ended with status 127"),
+        ("echo no network; exit 3", "it ended with status 3: no network"),
+    ):
+        warned: list[str] = []
+        tellers = notices.notices("r1", "http://127.0.0.1:1/", command, warned.append)
+        tellers.note(CLOSED)
+        tellers.note(ENDED)
+        tellers.flush(time.monotonic() + 30.0)
+        assert len(warned) == 2, "one line for each of the two"
+        assert any(why in line for line in warned)
+        assert any("Connection refused" in line for line in warned)
+
+
+def test_an_outlet_outlives_what_a_library_raises() -> None:
+    """And the end of the run does not wait for it; the text of what was raised may be a secret."""
+    told, warned = list[str](), list[str]()
+
+    def deliver(notice: Mapping[str, Any]) -> None:
+        told.append(str(notice["text"]))
+        if len(told) == 1:
+            raise AttributeError("tgram://s3cret")
+
+    outlet = notices.Outlet("it", deliver, warned.append)
+    for text in ("a", "b"):
+        outlet.put({"text": text})
+        began = time.monotonic()
+        outlet.flush(began + 30.0)
+        assert time.monotonic() - began < 20.0
+    assert told == ["a", "b"]
+    assert warned == ["it was not told of 'a': AttributeError"]
+
+
+def test_the_end_of_a_run_leaves_who_does_not_answer() -> None:
+    answer = threading.Event()
+
+    def hang(_: object) -> None:
+        answer.wait()
+
+    tellers = notices.Notices("r1", [notices.Outlet("it", hang, print)])
+    tellers.note(ENDED)
+    tellers.flush(time.monotonic() + 0.1)
+    answer.set()

@@ -1,0 +1,213 @@
+"""The story of a run: steps, failures, waits and the pace, whatever order their events come in."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron import events
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.events import DAMAGE, Event, EventLog, EventTail, Kind, to_line
+from deadpool_megatron.observe.narration import ADVICE
+from deadpool_megatron.observe.story import Story, summary
+from tests.common.synthetic_run import events_of
+
+
+def story_of(*found: Event, story: Story | None = None) -> Story:
+    story = story or Story()
+    for event in found:
+        story.take(event)
+    return story
+
+
+def struck_events() -> list[Event]:
+    return list(events_of(10, 6, 0.0, began=1000.0))
+
+
+def at(found: Iterable[Event], kind: Kind) -> int:
+    return next(number for number, event in enumerate(found) if event.kind is kind)
+
+
+def step(iteration: int, at: float = 0.0, **data: Any) -> Event:
+    values = {"samples": 8 * iteration, **data}
+    return Event(Kind.STEP, 1, iteration=iteration, wall_seconds=at, data=values)
+
+
+def closed(at: float, kind: str = "node-lost") -> Event:
+    return Event(Kind.EPOCH_CLOSED, 1, data={"kind": kind, "cause": "x"}, wall_seconds=at)
+
+
+def test_many_steps_take_little_memory() -> None:
+    story, steps = Story(), 4_000
+    brief = Story(10)
+    data = {"loss": (2.5).hex(), "grad_norm": None, "skipped": True}
+    tracemalloc.start()
+    try:
+        for k in range(1, steps + 1):
+            story.take(step(k, **data))
+        grown, _ = tracemalloc.get_traced_memory()
+        for k in range(1, steps + 1):
+            brief.take(step(k, **data))
+        all_of_them, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 100 * steps, "a million is less than 100 MB"
+    assert all_of_them - grown < 10_000, "where not all are wanted"
+    assert (story.last_iteration, len(story.steps)) == (brief.last_iteration, steps)
+    found = story.steps[-1]
+    assert found == brief.steps[-1]
+    assert (found.loss, found.grad_norm, found.skipped) == ((2.5).hex(), None, True)
+    assert (found.samples, found.learning_rate) == (8 * steps, None)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "data"),
+    [(10**30, {}), (2, {"samples": 10**30}), (2, {"loss": "0x1p99999"}), (2, {"loss": 3})],
+)
+def test_a_damaged_step_leaves_nothing_behind(iteration: int, data: dict[str, Any]) -> None:
+    story = story_of(step(1, loss=(1.0).hex()))
+    with pytest.raises(DAMAGE):
+        story.take(step(iteration, **data))
+    story.take(step(3, loss=(3.0).hex()))
+    assert [(one.iteration, one.loss) for one in story.steps] == [
+        (1, "0x1.0000000000000p+0"),
+        (3, (3.0).hex()),
+    ]
+    assert story.last_iteration == 3
+
+
+def test_what_comes_late_or_is_thrown_away_finds_its_place() -> None:
+    told = [step(k, loss=loss.hex()) for k, loss in ((1, 1.0), (3, 3.0), (2, 2.0), (3, 9.0))]
+    story = story_of(*told, Event(Kind.EVALUATION, 1, iteration=3, data={"loss": "0x1p+0"}))
+    assert [one.loss for one in story.steps] == [n.hex() for n in (1.0, 2.0, 3.0)]
+    story.take(Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 3}))
+    assert (story.last_iteration, len(story.steps), story.evaluations) == (2, 2, {})
+
+
+JOINED = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
+OPENED = Event(Kind.EPOCH_OPENED, 1, data={"phases": {}}, wall_seconds=10.0)
+PLAN = Event(Kind.TRAINING, 1, data={"iterations": 1000, "sequence_length": 4096})
+
+
+def test_the_pace_is_that_of_the_newest_steps_behind_a_recovery() -> None:
+    before = [step(k, 2.0 * k) for k in range(1, 6)]
+    told = story_of(PLAN, *before).progress()
+    assert told == {
+        "iterations": 1000,
+        "samples_per_second": 4.0,
+        "tokens_per_second": 4.0 * 4096,
+        "seconds_left": 1990.0,
+    }
+    struck = story_of(PLAN, *before, closed(21.0), step(6, 100.0))
+    assert struck.progress()["samples_per_second"] is None
+    assert story_of(step(7, 104.0), story=struck).progress()["samples_per_second"] == 2.0
+    assert set(story_of(Event(Kind.STEP, 1, iteration=1)).progress().values()) == {None}
+
+
+def test_a_step_that_is_heard_of_late_and_thrown_away_has_no_part_in_the_pace() -> None:
+    """Between the close and the decision what was reported before comes in."""
+    decided = Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 8}, wall_seconds=32.0)
+    again = [step(k, 34.0 + 2.0 * k) for k in (8, 9, 10)]
+    found = story_of(PLAN, step(9, 28.0), closed(30.0), step(10, 31.0), decided, *again).progress()
+    assert (found["samples_per_second"], found["seconds_left"]) == (4.0, 1980.0)
+
+
+def test_step_times_leave_out_the_struck_step() -> None:
+    found = story_of(*struck_events()).step_seconds()
+    assert len(found) == 8
+    assert max(found) < 0.41
+
+
+def test_a_failure_during_a_recovery_is_the_same_failure() -> None:
+    found = struck_events()
+    opened = at(found, Kind.EPOCH_OPENED)
+    lost = Event(Kind.MEMBER_LOST, 2, 3, 6, data={"slot": 0, "signal": 9})
+    again = Event(Kind.EPOCH_CLOSED, 2, data={"cause": "node 3 slot 0 lost"})
+    (failure,) = story_of(*found[:opened], lost, again, *found[opened:]).failures
+    assert (failure.closes, failure.is_over) == (2, True)
+    assert [loss.node for loss in failure.losses] == [0, 3]
+
+
+def test_a_lost_spare_is_not_the_cause_of_a_later_failure() -> None:
+    found = struck_events()
+    spare = Event(Kind.NODE_LOST, 1, 4, wall_seconds=1001.5)
+    story = story_of(found[0], spare, *found[1:])
+    assert [loss.node for loss in story.failures[0].losses] == [0]
+    assert [loss.node for loss in story.unrelated_losses] == [4]
+
+
+def test_only_what_the_close_says_was_planned_is() -> None:
+    drain = Event(Kind.DRAIN, 1, 0, wall_seconds=1000.0)
+    assert not story_of(drain, closed(9000.0, "hang")).failures[0].planned
+    assert story_of(closed(9000.0, "drained")).failures[0].planned
+
+
+def test_a_run_that_is_started_again_has_not_ended() -> None:
+    """It ended with its state in memory, was started again, and has lost a node since."""
+    joined = Event(Kind.NODE_JOINED, 1, 0, data={"spare": False}, wall_seconds=1100.0)
+    lost = Event(Kind.NODE_LOST, 1, 0, data={"cause": "gone"}, wall_seconds=1101.0)
+    ended = story_of(*events_of(3, None, 0.0, began=1000.0))
+    assert ended.exit_status == 0
+    story = story_of(joined, lost, closed(1101.0), story=ended)
+    assert [loss.node for loss in story.failures[0].losses] == [0]
+    assert (story.exit_status, story.started_at) == (None, 1100.0)
+
+
+def test_a_recovery_of_which_nobody_tells_the_end_is_over_all_the_same() -> None:
+    """Its coordinator was lost behind the opening, and the next one knows of no recovery."""
+    told = [e for e in struck_events() if e.kind not in (Kind.RECOVERED, Kind.RUN_ENDED)]
+    story = story_of(*told)
+    assert story.current is None
+    (failure,) = story.failures
+    assert failure.seconds == pytest.approx(0.899, abs=0.02)  # but for the detection
+    assert failure.steps_recomputed == 0
+    story.take(closed(1100.0))
+    assert [one.closes for one in story.failures] == [1, 1]
+
+
+def test_a_wait_reported_twice_counts_once() -> None:
+    def wait(seconds: float, **more: object) -> Event:
+        data = {"seconds": seconds, **more}
+        return Event(Kind.GATE_WAIT, 1, role=0, iteration=3, data=data)
+
+    story = story_of(wait(5.0), wait(7.5))
+    assert (story.gate_waits, story.gate_seconds) == ({(1, 3): 7.5}, 7.5)
+    story_of(wait(8.0, over=True), wait(1.0, over=True), story=story)
+    assert (story.gate_waits, story.gate_seconds) == ({(1, 3): 9.0}, 9.0)
+    assert story.longest_wait == (8.0, 0, 3)
+
+
+def test_every_kind_of_failure_has_a_reason_and_what_to_do() -> None:
+    planned = {FailureKind.DRAINED, FailureKind.COORDINATOR, FailureKind.RESTART}
+    assert ADVICE.keys() == set(FailureKind)
+    assert {kind for kind, advice in ADVICE.items() if not advice.to_do} == planned
+
+
+def test_summary_is_untrimmed_and_by_nearest_rank() -> None:
+    assert summary([]) == {"count": 0}
+    found = summary([*(float(n) for n in range(1, 101)), 1000.0])
+    assert (found["p50"], found["p99"], found["max"]) == (51.0, 100.0, 1000.0)
+    assert math.isclose(found["mean"], (5050 + 1000) / 101)
+
+
+def test_files_longer_than_a_piece_are_followed_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may be a little longer than a piece; and one look takes no more than a piece."""
+    monkeypatch.setattr(events, "_PIECE_BYTES", 1000)
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, part_bytes=1000)
+    for iteration in range(1, 101):
+        log.append(to_line(replace(step(iteration), data={})))
+    log.close()
+    tail, found = EventTail(path), list[list[int | None]]()
+    while read := tail.poll():
+        found.append([event.iteration for event in read])
+    assert [k for piece in found for k in piece] == list(range(1, 101))
+    assert max(map(len, found)) < 20
