@@ -18,8 +18,12 @@ from typing import Any
 import deadpool_megatron
 from deadpool_megatron.cli import standard_streams
 from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError, refusing_system_errors
+from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
+from deadpool_megatron.failpoints import FaultPlanError
+from deadpool_megatron.layout.placement import DomainsError
 from deadpool_megatron.ownership import OwnershipError
+from deadpool_megatron.planning.plan_file import PlanError
 from deadpool_megatron.settings import SettingsError
 from deadpool_megatron.wire.auth import AuthenticationError
 
@@ -50,11 +54,16 @@ COMMANDS = {
     "agent": "start.agent",
     "standby": "start.standby",
 }
+# Their text is one clear line, wherever they come from.
 _REFUSALS = (
     CommandError,
     RunDirectoryError,
+    JournalError,
     OwnershipError,
     SettingsError,
+    DomainsError,
+    PlanError,
+    FaultPlanError,
     AuthenticationError,
 )
 # What these write is for the run's user alone, unless the variable says otherwise.

@@ -109,7 +109,7 @@ def test_shares_are_of_what_is_visible() -> None:
     [
         (("--shm-gb", "-1"), "--shm-gb must not be negative"),
         (("--shm-gb", "nan"), "--shm-gb must not be negative"),
-        (("--plan", "/nonexistent.yaml"), "--plan /nonexistent.yaml: No such file"),
+        (("--plan", "/nonexistent.yaml"), "/nonexistent.yaml: No such file"),
         (("--health-seconds", "-1"), "--health-seconds must be above 0 and at most"),
         (("--health-seconds", "nan"), "--health-seconds must be above 0 and at most 1000000"),
         (("--health-seconds", "inf"), "--health-seconds must be above 0 and at most 1000000"),

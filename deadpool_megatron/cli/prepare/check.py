@@ -30,7 +30,7 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.narration import count
 from deadpool_megatron.planning.answer import assess
-from deadpool_megatron.planning.plan_file import PlanError, read_plan
+from deadpool_megatron.planning.plan_file import read_plan
 from deadpool_megatron.preflight import host
 from deadpool_megatron.preflight.facts import HostFacts, Needs
 from deadpool_megatron.preflight.judge import Standing, problems
@@ -158,11 +158,7 @@ def _shm_bytes(args: argparse.Namespace) -> int:
                 f"--shm-gb must not be negative, nor above {_MOST_GB:g}, got {args.shm_gb:g}"
             )
         return int(args.shm_gb * _GB)
-    try:
-        found = assess(read_plan(args.plan))
-    except PlanError as error:
-        raise CommandError(f"--plan {error}") from error
-    return found.busiest("memory_bytes")[1]
+    return assess(read_plan(args.plan)).busiest("memory_bytes")[1]
 
 
 def _address(args: argparse.Namespace) -> str:

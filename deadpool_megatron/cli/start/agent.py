@@ -44,13 +44,13 @@ from deadpool_megatron.cli.start.checks import (
     check_agreed,
     check_can_be_made,
     check_command,
-    check_domains,
     check_journal,
     check_notify,
     check_shared_memory,
     check_sizes,
     check_vault_cpus,
     decided,
+    read_domains,
 )
 from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
@@ -262,7 +262,7 @@ def _settle(args: argparse.Namespace) -> _Settled:
         check_shared_memory(info, 1)
     check_vault_cpus(info)
     if not args.domain:
-        check_domains(info)  # which may be there on the host that made the run, but not here
+        read_domains(info.settings)  # it may be there on the host that made the run only
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     _check_listening(run, args, place.host)
@@ -371,7 +371,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     tls.contexts(info.settings)
     check_notify(settings)
     check_sizes(info)
-    check_domains(info)
+    read_domains(settings)
     check_journal(run, info)
     run.make()
     bring_frozen_weights(args.resume, run, info.restore)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
+from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.process.liveness import last_words
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
@@ -99,17 +99,14 @@ def check_sizes(info: RunInfo) -> None:
         raise CommandError(f"--deadpool-protection {info.settings.protection}: {why}")
 
 
-def check_domains(info: RunInfo) -> None:
-    """The file of failure domains, if one is named, can be read."""
-    name = info.settings.domains_file
-    if not name:
-        return
+def read_domains(settings: Settings) -> dict[str, str]:
+    """Return what the domains file says; without one every node is a failure domain of its own."""
+    if not settings.domains_file:
+        return {}
     try:
-        parse_domains(Path(name).read_text("utf-8"))
-    except OSError as error:
-        raise CommandError(f"--deadpool-domains {name}: {error.strerror}") from error
+        return parse_domains(Path(settings.domains_file).read_text("utf-8"))
     except ValueError as error:  # of a line that says nothing, or of bytes that are no text
-        raise CommandError(f"--deadpool-domains {name}: {error}") from error
+        raise CommandError(f"--deadpool-domains {settings.domains_file}: {error}") from error
 
 
 def check_run_directory(run: RunDirectory) -> None:
@@ -144,13 +141,9 @@ def check_modules(modules: Sequence[str]) -> None:
 
 
 def check_journal(run: RunDirectory, info: RunInfo) -> None:
-    """An etcd that is to keep the journal answers, and lets us in."""
-    if info.settings.journal == "directory":
-        return  # a part of the run directory, which has been looked at
-    try:
+    """An etcd that is to keep the journal answers, and lets us in. Raises JournalError."""
+    if info.settings.journal != "directory":  # that is a part of what has been looked at
         open_journal(info.settings, info.run_id, run.journal).newest("epoch")
-    except JournalError as error:
-        raise CommandError(f"--deadpool-journal {info.settings.journal}: {error}") from error
 
 
 def check_vault_cpus(info: RunInfo) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.journal.journal import GONE, WRONG, JournalError, open_journal
+from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal, open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
     is_here,
@@ -104,11 +104,8 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
             " with the value that it had, or go on from its memory with the other one in a new"
             f" directory: 'deadpool run --resume {run.path} --run-dir NEW'"
         )
-    try:
-        journal = open_journal(settings, old.run_id, run.journal)
-        term, epoch = newest_term(journal), journal.newest("epoch")
-    except JournalError as error:
-        raise CommandError(f"the run in {run.path} cannot go on: {error}") from error
+    journal = open_journal(settings, old.run_id, run.journal)
+    term, epoch = newest_term(journal), journal.newest("epoch")
     finished = _finished_iterations(run)
     if finished and not args.from_scratch and not _has_state(run, old):
         raise CommandError(
@@ -126,7 +123,7 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
         ended_term=0 if term is None else term.number,
         ended_epoch=0 if epoch is None else epoch[0],
     )
-    return Restart(info, _numbers(run, info))
+    return Restart(info, _numbers(journal, info))
 
 
 def begin(run: RunDirectory, restart: Restart) -> str:
@@ -219,19 +216,15 @@ def _await_end(run: RunDirectory, old: RunInfo) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _numbers(run: RunDirectory, info: RunInfo) -> tuple[int, ...]:
+def _numbers(journal: Journal, info: RunInfo) -> tuple[int, ...]:
     wanted = info.nodes + info.spares
-    try:
-        journal = open_journal(info.settings, info.run_id, run.journal)
-        newest = journal.newest("epoch")
-        if newest is None:
-            return tuple(range(wanted))
-        record = EpochRecord.from_dict(newest[1])
-        history = record.history
-        lost = {*history.gone, *journal.numbers(GONE), *history.wrong, *journal.numbers(WRONG)}
-        known = {*record.nodes, *lost, *journal.numbers("node")}
-    except JournalError as error:
-        raise CommandError(f"the run in {run.path} cannot go on: {error}") from error
+    newest = journal.newest("epoch")
+    if newest is None:
+        return tuple(range(wanted))
+    record = EpochRecord.from_dict(newest[1])
+    history = record.history
+    lost = {*history.gone, *journal.numbers(GONE), *history.wrong, *journal.numbers(WRONG)}
+    known = {*record.nodes, *lost, *journal.numbers("node")}
     seated = {seat.node for seat in record.seats.values()}
     kept = sorted(set(record.nodes) - lost, key=lambda node: (node not in seated, node))
     fresh = range(max(known) + 1, max(known) + 1 + wanted)

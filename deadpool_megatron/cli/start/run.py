@@ -133,7 +133,7 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     checks.check_sizes(info)
     checks.check_host_is_not_bad(directory, info)
-    checks.check_domains(info)
+    checks.read_domains(info.settings)
     if restart is None:
         checks.check_run_directory(directory)
         checks.check_shared_memory(info, info.nodes + info.spares)
@@ -148,10 +148,7 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     checks.check_memory(info)
     if args.refill < 0:
         raise CommandError(f"--refill must be at least 0, got {args.refill}")
-    try:
-        failpoints.load()  # a plan that cannot be read is better found here than in each process
-    except failpoints.FaultPlanError as error:
-        raise CommandError(str(error)) from error
+    failpoints.load()  # a plan that cannot be read is better found here than in each process
     warn_in_the_clear(address, settings)
     warn_of_danger_above(directory.path, info)
     scripts.announce(args.command, os.environ)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cli.common import PASSING, CommandError, Refused, ask, ask_at
+from deadpool_megatron.cli.start.checks import read_domains
 from deadpool_megatron.cluster.agent.agent import EXIT_FENCED, EXIT_LEFT_OUT
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
@@ -19,7 +20,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import placement as domains
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
 
 _ATTACH_PAUSE_SECONDS = 1.0
@@ -58,7 +58,7 @@ def serve(
     """
     node = place.node
     # Once: when a node that was cut off comes back, file systems may be away yet.
-    table = {} if place.domain else domains_of(info.settings)
+    table = {} if place.domain else read_domains(info.settings)
     for attempt in range(rejoins + 1):
         if node is None:
             node = _attach(run, info, fixed)
@@ -100,13 +100,6 @@ def serve(
     if ended == 0:  # else what agents that died have left may complete what was dumped
         remove_unclaimed(info.run_id)
     return ended
-
-
-def domains_of(settings: Settings) -> dict[str, str]:
-    """Return what the domains file says; without one every node is a failure domain of its own."""
-    if not settings.domains_file:
-        return {}
-    return domains.parse_domains(Path(settings.domains_file).read_text("utf-8"))
 
 
 def _standby_command(run: RunDirectory, host: str, node: int, port: int) -> tuple[str, ...]:

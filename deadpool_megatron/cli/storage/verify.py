@@ -148,12 +148,9 @@ def _latest(path: Path, _: Progress) -> Iterator[Finding]:
 
 def _durable(run: RunDirectory) -> Iterator[Path]:
     """Those that were ever written. Older ones may have been removed since, by whoever trains."""
-    try:
-        for event in read_events(run.events):
-            if event.kind is Kind.DURABLE and "path" in event.data:
-                yield Path(str(event.data["path"]))
-    except OSError as error:
-        raise CommandError(f"{run.events}: {error.strerror}") from error
+    for event in read_events(run.events):
+        if event.kind is Kind.DURABLE and "path" in event.data:
+            yield Path(str(event.data["path"]))
     with contextlib.suppress(OSError, ValueError, KeyError, RecursionError):  # said of the file
         newest = read_json(run.latest)
         if newest.get("kind") == "durable":

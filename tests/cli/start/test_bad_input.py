@@ -352,7 +352,7 @@ def test_an_agent_on_a_host_without_the_file_of_domains(tmp_path: Path, complain
     settings = replace(info.settings, domains_file="/nonexistent/file")
     write_json(run.path / "run.json", replace(info, settings=settings).to_dict())
     line = complain("agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
-    assert "--deadpool-domains /nonexistent/file: No such file" in line
+    assert "/nonexistent/file: No such file" in line
 
 
 @pytest.mark.parametrize(
