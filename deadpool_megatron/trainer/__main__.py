@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
+from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.trainer.arguments import BadArgumentsError, TrainerConfig, parse_args

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.checkpoints import durable, exports
-from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
+from deadpool_megatron.cluster.coordinator import checkpoints, durable
 from deadpool_megatron.cluster.machine.actions import BeginExport
 from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
@@ -80,8 +79,8 @@ def other_moments(world: World) -> None:
 
 
 def time_is_over(world: World) -> None:
-    assert world.exports._course._export is not None
-    world.exports._course._export.limit = 0.0
+    assert world.exports._export is not None
+    world.exports._export.limit = 0.0
 
 
 @pytest.mark.parametrize(
@@ -102,9 +101,7 @@ def test_what_ends_an_export(tmp_path: Path, happens: Callable[[World], None], s
     happens(world)
     world.exports.tick()
     assert world.orders()[:2] == DROP
-    assert f"no checkpoint of iteration 4 in the background: {said}" in " ".join(
-        str(e.data["text"]) for e in world.events
-    )
+    assert f"no checkpoint of iteration 4 in the background: {said}" in world.warnings[0]
     world.work()
 
 
@@ -183,17 +180,16 @@ def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path)
 
 
 def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path) -> None:
-    world, done = World(tmp_path, persist_interval=4), list[int]()
+    world = World(tmp_path, persist_interval=4)
     world.exports.tick()
     world.finish(4)
     exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
     world.state.line.valid = (exported,)
-    requests = Saves(world.desk, refused=lambda what, why: None, done=done.append)
     saved = tmp_path / "saves" / "iter_0000003"
     saved.mkdir(parents=True)
     place = {"temporary": str(saved), "final": str(saved)}
-    asyncio.run(requests.handle({"epoch": 1, "iteration": 3, **place}))
-    assert done == [3]
+    asyncio.run(world.exports.save({"epoch": 1, "iteration": 3, **place}))
+    assert world.done == [3]
     assert world.fed == [DurableValid(4, exported.path), DurableValid(3, str(saved))]
     assert read_json(world.run.latest)["path"] == exported.path
 
@@ -201,21 +197,20 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
 def test_a_save_that_is_asked_for_again_is_made_valid_once(tmp_path: Path) -> None:
     """A coordinator that takes over hears of it as what the agent said last, and once more as what
     its members have said."""
-    world, done = World(tmp_path), list[int]()
-    requests = Saves(world.desk, refused=lambda what, why: None, done=done.append)
+    world = World(tmp_path)
     saved = tmp_path / "saves" / "iter_0000003"
     saved.mkdir(parents=True)
     place = {"temporary": str(saved), "final": str(saved)}
 
     async def ask_twice() -> None:
-        asked = (requests.handle({"epoch": 1, "iteration": 3, **place}) for _ in range(2))
+        asked = (world.exports.save({"epoch": 1, "iteration": 3, **place}) for _ in range(2))
         await asyncio.gather(*asked)
 
     asyncio.run(ask_twice())
-    assert done == [3]
+    assert world.done == [3]
     assert [event.kind for event in world.events] == [Kind.DURABLE]
-    asyncio.run(requests.handle({"epoch": 1, "iteration": 3, **place}))
-    assert done == [3, 3], "who asks later has not heard the answer"
+    asyncio.run(world.exports.save({"epoch": 1, "iteration": 3, **place}))
+    assert world.done == [3, 3], "who asks later has not heard the answer"
 
 
 def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> None:
@@ -250,7 +245,7 @@ def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
 ) -> None:
     """Each export that it costs is to be removed there, and the journal needs threads as well."""
     answers = threading.Event()
-    monkeypatch.setattr(exports.shutil, "rmtree", lambda *_, **__: answers.wait(20.0))
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *_, **__: answers.wait(20.0))
     world = World(tmp_path, persist_interval=4)
     for newest in range(0, 40, 4):
         world.state.reached = newest

@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import resuming
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.checkpoints import exports
+from deadpool_megatron.cluster.coordinator import checkpoints
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
 from deadpool_megatron.cluster.machine.inputs import (
     DumpExported,
@@ -284,8 +284,8 @@ def test_a_disk_that_hangs_over_that_word_holds_no_coordinator_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(exports, "point_at", lambda *_, **__: answers.wait(20.0))
-    monkeypatch.setattr(exports, "_POINT_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoints, "point_at", lambda *_, **__: answers.wait(20.0))
+    monkeypatch.setattr(checkpoints, "_POINT_SECONDS", 0.1)
     world = World(tmp_path, persist_interval=40)
     world.state.phase = Phase.DUMPING
     began = time.monotonic()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.machine.actions import BeginExport
 from deadpool_megatron.cluster.machine.inputs import Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
@@ -252,9 +251,7 @@ def test_a_coordinator_that_takes_over_goes_on_with_the_next_due_iteration(
     world = World(tmp_path, persist_interval=30)
     train(world, newest)
     world.sent.clear()
-    world.exports = Exports(
-        world.desk, send=lambda node, message: world.sent.append((node, message["t"], message))
-    )
+    world.exports = world.coordinator()
     world.exports.tick()
     for finished in range(newest + 1, due - 3):
         assert world.orders() == []

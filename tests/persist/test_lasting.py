@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.cluster.coordinator.checkpoints import durable
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+from deadpool_megatron.cluster.coordinator import durable
+from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
     publish_export,

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.coordinator.checkpoints import durable
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+from deadpool_megatron.cluster.coordinator import durable
+from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
     overlap,

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.cli.storage import checkpoint_files
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
     publish_export,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.agent.exporter import NodeExports
-from deadpool_megatron.cluster.coordinator.checkpoints import durable
+from deadpool_megatron.cluster.coordinator import durable
 from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup, directory, slots
 from deadpool_megatron.cluster.run_directory.directory import OutsideError, RunDirectory, write_json

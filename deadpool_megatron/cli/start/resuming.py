@@ -11,7 +11,7 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.agent.process import last_history, salvage
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+from deadpool_megatron.cluster.coordinator.durable import (
     export_directory,
     remove_unfinished,
 )

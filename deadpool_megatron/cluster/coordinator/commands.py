@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import export_directory
+from deadpool_megatron.cluster.coordinator.durable import export_directory
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests

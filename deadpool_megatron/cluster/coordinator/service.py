@@ -20,8 +20,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
-from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
+from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.garbage import GarbageSearch
@@ -112,15 +111,16 @@ class Coordinator:
         self._store = CoordinatorStore(
             self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
         )
-        self._saves = Saves(desk, self._peers.refuse, self._orders.durable_done)
-        self._exports = Exports(desk, self._orders.send)
+        self._checkpoints = Checkpoints(
+            desk, self._orders.send, self._peers.refuse, self._orders.durable_done
+        )
         self._run_end = RunEnd(
             desk,
             self._files,
             self._orders,
             self._peers,
             self._sign.look,
-            lambda: [*self._saves.under_way(), *self._exports.under_way()],
+            self._checkpoints.under_way,
             self._end,
         )
         self._user_requests = UserRequests(desk)
@@ -137,7 +137,7 @@ class Coordinator:
         return {
             **describe(state, self._peers, self._files.results),
             **self._watchdog.describe(state),
-            "export": self._exports.status(),
+            "export": self._checkpoints.status(),
             "events": self._files.writer.describe(),
         }
 
@@ -221,7 +221,7 @@ class Coordinator:
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
-                self._exports.carry_out(action)
+                self._checkpoints.carry_out(action)
             case actions.LookAtCheckpoints(valid):
                 self._spawn(self._look_at(valid))
             case actions.Finish():
@@ -277,7 +277,7 @@ class Coordinator:
             return
         event: Event | None = None
         if message["t"] == "export":
-            self._exports.heard(peer.node, message)
+            self._checkpoints.heard(peer.node, message)
         elif message["t"] == "store":
             self._store.heard(peer.node, message)
         elif message["t"] == "event":
@@ -286,7 +286,7 @@ class Coordinator:
             m, role = message["m"], self._state.role_at(*protocol.seat_of(peer.node, message))
             event = protocol.event_of_member(m, peer.node, role)
             if m["t"] == "durable-request":
-                self._spawn(self._saves.handle(m), self._peers.hearing)
+                self._spawn(self._checkpoints.save(m), self._peers.hearing)
         item = protocol.from_agent(peer.node, message, self._state.memory.layouts)
         if event is not None:
             self._event(event)
@@ -370,7 +370,7 @@ class Coordinator:
                 self._is_watching = True
                 self._spawn(self._watch())
             self.feed(inputs.Tick())
-            self._exports.tick()
+            self._checkpoints.tick()
             self._garbage.tick(now)
 
     async def _watch(self) -> None:

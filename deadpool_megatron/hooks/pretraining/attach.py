@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
+from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.hooks import Session
 from deadpool_megatron.hooks.device import EXIT_BAD_INPUT

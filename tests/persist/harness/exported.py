@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
+from deadpool_megatron.cluster.coordinator.durable import (
     publish_export,
     remember_and_prune,
     unfinished_export,

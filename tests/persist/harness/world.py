@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
+from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
 from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -18,7 +18,7 @@ from deadpool_megatron.settings import Settings
 
 
 class World:
-    """Two nodes of one role each, in epoch 1, and everything an :class:`Exports` asks for."""
+    """Two nodes of one role each, in epoch 1, and everything that :class:`Checkpoints` ask for."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.run = RunDirectory(directory)
@@ -49,8 +49,16 @@ class World:
             spawn=lambda task: self.tasks.append(task),
             step_down=lambda why: None,
         )
-        self.exports = Exports(
-            self.desk, send=lambda node, message: self.sent.append((node, message["t"], message))
+        self.done: list[int] = []
+        self.exports = self.coordinator()
+
+    def coordinator(self) -> Checkpoints:
+        """The part of another coordinator, which takes over."""
+        return Checkpoints(
+            self.desk,
+            send=lambda node, message: self.sent.append((node, message["t"], message)),
+            refused=lambda what, why: None,
+            done=self.done.append,
         )
 
     def orders(self) -> list[tuple[int, str]]:
@@ -60,7 +68,7 @@ class World:
 
     def hear(self, node: int, step: str, **facts: Any) -> None:
         """An agent speaks about the export under way."""
-        name = f"{self.exports._term}.{self.exports._course._count}"
+        name = f"{self.exports._term}.{self.exports._count}"
         self.exports.heard(node, {"t": "export", "name": name, "step": step, **facts})
 
     def taken(self, iteration: int, boundary: str = "step") -> None:

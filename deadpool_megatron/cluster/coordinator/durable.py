@@ -19,7 +19,7 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,9 +43,30 @@ from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.settings import Settings
 
+# Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
+_SAVED = "saved"
+_EXPORTED = "exported"
+# What either may remove as a whole: a checkpoint, whole or unfinished.
+_CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
+# A save and an export may become valid at once, each in a thread.
+_pointing = threading.Lock()
+_SYNCS_AT_ONCE = 16
+_TRACKER = "latest_checkpointed_iteration.txt"
+
 
 class DurableError(Exception):
     """The checkpoint did not become valid; one clear line."""
+
+
+@contextlib.contextmanager
+def _in_a_line(place: Path) -> Iterator[None]:
+    """``place``: what is being written, for errors that name no file, as that of a full disk."""
+    try:
+        yield
+    except (OutsideError, OwnershipError) as error:
+        raise DurableError(str(error)) from error
+    except OSError as error:
+        raise DurableError(f"{error.filename or place}: {error.strerror}") from error
 
 
 def export_directory(settings: Settings, run: RunDirectory) -> Path:
@@ -124,19 +145,17 @@ def make_valid(
 
     A coordinator that takes over is asked again, and the one before may still be at it.
     """
-    try:
+    with _in_a_line(final):
         check_save(temporary, final)
         if temporary == final:
             check_checkpoint(final)
             _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
             _require(counts())
-            _note(run, _SAVED, final)
-            sync(final.parent)
-        else:
-            if not _has_named(run, final) or (str(final) in struck and temporary.is_dir()):
-                _give_name(temporary, final, run, run_id, counts, struck)
-            _note(run, _SAVED, final)
-            sync(final.parent)
+        elif not _has_named(run, final) or (str(final) in struck and temporary.is_dir()):
+            _give_name(temporary, final, run, run_id, counts, struck)
+        _note(run, _SAVED, final)
+        sync(final.parent)
+        if temporary != final:
             shutil.rmtree(temporary, ignore_errors=True)
         for leftover in final.parent.glob(".iter_*.epoch*"):
             # Of saves that a failure interrupted. Those of this epoch and of later ones may be
@@ -144,10 +163,6 @@ def make_valid(
             if _epoch_of(leftover) < restore.generation.lineage:
                 shutil.rmtree(leftover, ignore_errors=True)
         _point_at(restore, run, struck, replaces_equal=True)
-    except (OutsideError, OwnershipError) as error:
-        raise DurableError(str(error)) from error
-    except OSError as error:
-        raise _failed(final, error) from error
 
 
 def _give_name(
@@ -196,7 +211,7 @@ def publish_export(
     torn, or just being written. Runs in a worker thread.
     """
     iteration = restore.generation.iteration
-    try:
+    with _in_a_line(final):
         _take(temporary)
         if not counts():
             raise DurableError("training has gone on from before it")
@@ -207,7 +222,8 @@ def publish_export(
             if may_be_pruned:
                 with contextlib.suppress(DurableError):  # of a damaged list nothing is pruned
                     _list(run, [*_listed(run, final), str(final)])
-            _rename(temporary, final)
+            temporary.rename(final)
+            sync(final.parent)
         elif _is_named(run, final):
             shutil.rmtree(temporary, ignore_errors=True)
         else:
@@ -220,10 +236,6 @@ def publish_export(
             write_text(tracker, str(iteration), lasting=True)
         _point_at(restore, run, struck, replaces_equal=False)
         remove_unfinished(final.parent, run_id)
-    except OwnershipError as error:
-        raise DurableError(str(error)) from error
-    except OSError as error:
-        raise _failed(final, error) from error
 
 
 def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
@@ -250,7 +262,7 @@ def remember_and_prune(
     run: RunDirectory, run_id: str, final: Path, keep: int, needed: Collection[str]
 ) -> None:
     """Enter a valid export into the run's list and remove old ones. Raises DurableError."""
-    try:
+    with _in_a_line(run.exported):
         named = _named(run)
         listed = [*_listed(run, final), str(final)]
         # What the program itself saved under such a name is its own.
@@ -262,10 +274,7 @@ def remember_and_prune(
             if is_checkpoint(path) and path.is_dir():
                 path.rename(doomed)
                 shutil.rmtree(doomed)
-        left = [path for path in listed if path not in gone]
-        _list(run, left)
-    except OSError as error:
-        raise _failed(run.exported, error) from error
+        _list(run, [path for path in listed if path not in gone])
 
 
 def _listed(run: RunDirectory, final: Path) -> list[str]:
@@ -281,22 +290,6 @@ def _listed(run: RunDirectory, final: Path) -> list[str]:
 
 def _list(run: RunDirectory, paths: Sequence[str]) -> None:
     write_json(run.exported, {"paths": list(paths)}, lasting=True)
-
-
-def _failed(place: Path, error: OSError) -> DurableError:
-    """``place``: what was being written, for errors that name no file, as that of a full disk."""
-    return DurableError(f"{error.filename or place}: {error.strerror}")
-
-
-# Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
-_SAVED = "saved"
-_EXPORTED = "exported"
-# What either may remove as a whole: a checkpoint, whole or unfinished.
-_CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
-# A save and an export may become valid at once, each in a thread.
-_pointing = threading.Lock()
-_SYNCS_AT_ONCE = 16
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def _note(run: RunDirectory, who: str, final: Path) -> None:
@@ -391,8 +384,3 @@ def _sync_all(temporary: Path) -> None:
         for _ in threads.map(sync, filter(Path.is_file, sorted(temporary.rglob("*")))):
             pass
     sync(temporary)
-
-
-def _rename(temporary: Path, final: Path) -> None:
-    temporary.rename(final)
-    sync(final.parent)

@@ -1,1 +1,0 @@
-"""Checkpoints on the disk: what the roles save and what is exported beside the training."""
