@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,8 +163,10 @@ class Run(Told):
         options: Sequence[str] = (),
         faults: Sequence[dict[str, Any]] = (),
         preload: str = "",
+        extra: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(directory, nodes * nproc, faults)
+        self.extra |= extra or {}
         size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", str(nproc))
         self.output = directory.with_name(directory.name + ".out")
         self.output.unlink(missing_ok=True)

@@ -261,6 +261,48 @@ def test_replayed_step_with_other_numbers_ends_the_run(tmp_path: Path) -> None:
     assert "state dumped to" in final["reason"], "for whoever wants to look into it"
 
 
+# For every interpreter of a run that finds it: files of events have no room.
+_NO_ROOM_FOR_EVENTS = """
+import errno, os
+_open = os.open
+def without_events(path, flags, *more, **named):
+    name = os.path.basename(os.fspath(path))
+    if flags & os.O_APPEND and name.startswith(("events", b"events")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+    return _open(path, flags, *more, **named)
+os.open = without_events
+"""
+
+
+@pytest.mark.parametrize(("misbehaves", "status"), [(False, 0), (True, 3)])
+def test_a_run_whose_events_cannot_be_written_decides_the_same(
+    tmp_path: Path, misbehaves: bool, status: int
+) -> None:
+    """It recovers, compares replayed steps, and ends as ever."""
+    (tmp_path / "sitecustomize.py").write_text(_NO_ROOM_FOR_EVENTS)
+    seam = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    match = {"role": 1, "iteration": 6}
+    faults = [{"id": "n", "point": "member.seal", "match": match}]
+    diverges = ("--misbehave", "diverge") if misbehaves else ()
+    decided = []
+    for name, extra in (("told", {}), ("silent", seam)):
+        command = ("--iterations", "12", *diverges)
+        with Run(tmp_path / name, *command, spares=0, faults=faults, extra=extra) as run:
+            assert run.launcher.wait(PATIENCE_SECONDS) == status, run.output.read_text()
+            assert run.run.events.exists() is (name == "told")
+            final = run.run.read_final()
+            records = [read_json(path) for path in sorted(run.run.journal.glob("epoch-*"))]
+        shown = ("epoch", "seats", "replicas", "protection")
+        decided.append(
+            [
+                [[record[key] for key in shown] for record in records],
+                {role: values["sha256"] for role, values in final["roles"].items()},
+                [(one["kind"], one["seats_changed"]) for one in final["recoveries"]],
+            ]
+        )
+    assert decided[0] == decided[1]
+
+
 def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None:
     with Run(tmp_path / "r", "--misbehave", "raise") as run:
         final = run.wait_end(1)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.agent.members import Member
+from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.logs import LocalLogs, read
 from deadpool_megatron.events import Event, Kind
@@ -93,7 +94,7 @@ class LastStacks:
         }
         epoch = 0 if record is None else record.epoch
         event = Event(Kind.STACK, epoch, self._node, role, data=data)
-        self._report({"t": "event", "event": event.to_dict()})
+        self._report(report_of(event))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.fence import CloseLimits
+from deadpool_megatron.cluster.link.protocol import NUMBERS
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import Ending
 from deadpool_megatron.cluster.process.fork_server import StartedMember, Starter
@@ -24,7 +25,6 @@ from deadpool_megatron.cluster.process.liveness import (
     tail,
 )
 from deadpool_megatron.cluster.process.member_main import MemberSpec
-from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
 
@@ -34,8 +34,6 @@ STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
     *("paused", "fault", "restore-failed", "durable-request"),
 )
-# Events that results are made of; a coordinator drops those that it has already.
-_NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 
 
 class FramePipe:
@@ -318,9 +316,9 @@ class Members:
 
     def pass_on(self, member: Member, message: Mapping[str, Any]) -> None:
         """Report a member's message, with its seat; an event with its node."""
-        if message.get("t") == "event":
+        if "event" in message:
             event = {"node": self._node, **message["event"]}
-            self._send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
+            self._send({**message, "event": event}, retain=event["kind"] in NUMBERS)
             return
         seat = {"slot": member.slot, "incarnation": member.incarnation}
         self._send({"t": "member", **seat, "m": message})

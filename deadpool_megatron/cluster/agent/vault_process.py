@@ -12,11 +12,13 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.agent.fence import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
+from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process.children import (
     ChildWatch,
     Ending,
@@ -352,8 +354,7 @@ class VaultKeeper:
         ):
             return
         epoch = event.epoch or (0 if self._record is None else self._record.epoch)
-        values = {**event.to_dict(), "node": self._node, "epoch": epoch}
-        self._report({"t": "event", "event": values})
+        self._report(report_of(replace(event, node=self._node, epoch=epoch)))
 
     def _log(self, text: str) -> None:
         self._event(Event(Kind.LOG, data={"level": "warning", "text": text}))

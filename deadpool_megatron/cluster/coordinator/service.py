@@ -26,6 +26,7 @@ from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.garbage import GarbageSearch
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
+from deadpool_megatron.cluster.coordinator.progress import Progress, divergence_is_fatal
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
 from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
@@ -80,7 +81,9 @@ class Coordinator:
         estate, now = options.estate, time.monotonic()
         self._not_understood: list[str] = []
         state = first_state(machine, self._journal, estate, now, self._not_understood.append)
-        self._files = RunFiles(options.run, options.info, options.term.number, state.line.newest)
+        fatal = divergence_is_fatal(self._settings)
+        self._progress = Progress(fatal, state.line.newest)
+        self._files = RunFiles(options.run, options.info, options.term.number, self._progress)
         self._sign = SignOfLife(
             self._journal,
             options.term.number,
@@ -102,7 +105,7 @@ class Coordinator:
             options,
             state=lambda: self._state,
             feed=self.feed,
-            emit=self._emit,
+            emit=self._files.write,
             warn=self._warn,
             spawn=self._spawn,
             step_down=self._step_down,
@@ -135,7 +138,7 @@ class Coordinator:
         """For people; in any thread."""
         state = self._state
         return {
-            **describe(state, self._peers, self._files.results),
+            **describe(state, self._peers, self._progress),
             **self._watchdog.describe(state),
             "export": self._checkpoints.status(),
             "events": self._files.writer.describe(),
@@ -166,10 +169,10 @@ class Coordinator:
             info = options.info
             facts = {"roles": info.world_size, "nodes": info.nodes, "spares": info.spares}
             more = {"command": list(info.command), "schema": SCHEMA_VERSION}
-            self._emit(Event(Kind.RUN_STARTED, data={**facts, **more}))
+            self._files.write(Event(Kind.RUN_STARTED, data={**facts, **more}))
         term = self._options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
-        self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
+        self._files.write(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         for trouble in self._not_understood:
             self._warn(trouble)
         self._spawn(self._user_requests.begin())
@@ -210,7 +213,10 @@ class Coordinator:
     def _carry_out(self, action: actions.Action) -> None:
         match action:
             case actions.EmitEvent():
-                self._emit(action.to_event())
+                self._files.write(action.to_event())
+            case actions.Announce(_, forgotten_from=iteration) if iteration is not None:
+                self._progress.forget(iteration)
+                self._orders.give(action)
             case actions.WriteRecord(record):
                 self._spawn(self._write_record(record))
             case actions.NoteGone(node, cause):
@@ -272,26 +278,34 @@ class Coordinator:
             self._orders.welcome(peer.node, self._state.record, self._state)
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """A report. Of a dropped node only numbers of the kept line are of use: :meth:`_event`."""
-        if peer.dropped and message["t"] != "event":
+        """A report. Of a dropped node only numbers of the kept line are of use."""
+        if peer.dropped and message["t"] not in ("event", "progress"):
             return
-        event: Event | None = None
-        if message["t"] == "export":
-            self._checkpoints.heard(peer.node, message)
-        elif message["t"] == "store":
-            self._store.heard(peer.node, message)
-        elif message["t"] == "event":
-            event = Event.from_dict(message["event"])
-        elif message["t"] == "member":
-            m, role = message["m"], self._state.role_at(*protocol.seat_of(peer.node, message))
-            event = protocol.event_of_member(m, peer.node, role)
-            if m["t"] == "durable-request":
-                self._spawn(self._checkpoints.save(m), self._peers.hearing)
         item = protocol.from_agent(peer.node, message, self._state.memory.layouts)
-        if event is not None:
-            self._event(event)
+        match message["t"]:
+            case "export":
+                self._checkpoints.heard(peer.node, message)
+            case "store":
+                self._store.heard(peer.node, message)
+            case "event":
+                self._files.write(Event.from_dict(message["event"]))
+            case "progress":
+                self._progressed(Event.from_dict(message["event"]))
+            case "member":
+                self._member_said(peer.node, message)
         if item is not None:
             self.feed(item)
+
+    def _member_said(self, node: int, message: Mapping[str, Any]) -> None:
+        m, role = message["m"], self._state.role_at(*protocol.seat_of(node, message))
+        if m["t"] == "durable-request":
+            self._spawn(self._checkpoints.save(m), self._peers.hearing)
+        event = protocol.event_of_member(m, node, role)
+        if event is None or (event.kind is Kind.MEMBER_DONE and self._is_stale(event)):
+            return
+        if event.kind is Kind.MEMBER_DONE and event.role is not None:
+            self._progress.done(event.role, event.data)
+        self._files.write(event)
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         """The end of an agent's connection is the end of its node: its members die with it."""
@@ -304,14 +318,14 @@ class Coordinator:
         """
         event = Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why})
         if self._sign.is_fresh(time.monotonic()):
-            self._emit(event)
+            self._files.write(event)
         else:
             self._spawn(self._emit_awake(event))
 
     async def _emit_awake(self, event: Event) -> None:
         while not self._sign.is_fresh(time.monotonic()):
             await asyncio.sleep(self._settings.beat_interval_seconds)
-        self._emit(event)
+        self._files.write(event)
 
     def superseded(self, why: str) -> None:
         """An agent has gone over to the next coordinator: nothing is to be concluded from that."""
@@ -327,31 +341,29 @@ class Coordinator:
     def _epoch(self) -> int:
         return 0 if self._state.record is None else self._state.record.epoch
 
-    def _emit(self, event: Event) -> None:
-        """Write an event (unless it repeats a known one) and tell the machine what it means."""
-        for accepted in self._files.write(event):
-            self._watchdog.note(accepted)
-            item = protocol.from_event(accepted)
-            harmless = isinstance(item, inputs.Diverged) and not self._files.divergence_is_fatal
-            if item is not None and not harmless:
-                self.feed(item)
-
-    def _event(self, event: Event) -> None:
-        """An event of another process: abandoned numbers are not taken any more, while those of a
-        closed epoch count up to the generation that was kept of it, however late they are told.
+    def _progressed(self, report: Event) -> None:
+        """Progress of a role: written, and the machine's. Numbers of a closed epoch count up to the
+        generation that was kept of it, however late they are told.
         """
-        numbers = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH, Kind.MEMBER_DONE)
-        if event.kind in numbers and event.epoch < self._epoch:
-            computed = Generation(event.epoch, event.iteration or 0)
-            if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.line.kept, computed):
-                for accepted in self._files.write(event):
-                    item = protocol.from_event(accepted)
-                    if isinstance(item, inputs.NotFinite):  # all that went on from it is bad
-                        self.feed(item)
-                return
-            self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
+        is_late = report.kind in protocol.NUMBERS and report.epoch < self._epoch
+        computed = Generation(report.epoch, report.iteration or 0)
+        if is_late and not is_kept(self._state.line.kept, computed) and self._is_stale(report):
             return
-        self._emit(event)
+        event, item = self._progress.take(report)
+        if event is not None:
+            self._files.write(event)
+            if not is_late:
+                self._watchdog.note(event)
+        # All that went on from a number that is not finite is bad.
+        if item is not None and (not is_late or isinstance(item, inputs.NotFinite)):
+            self.feed(item)
+
+    def _is_stale(self, event: Event) -> bool:
+        """Refuse what is told of a closed epoch."""
+        if is_stale := event.epoch < self._epoch:
+            who, why = f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed"
+            self.refused(who, why)
+        return is_stale
 
     # Time and ends.
 
@@ -386,7 +398,7 @@ class Coordinator:
         finally:
             self._is_watching = False
         for event in events:
-            self._emit(event)
+            self._files.write(event)
         for item in (*found, *self._watchdog.at_protection(self._state)):
             self.feed(item)
 
@@ -410,7 +422,7 @@ class Coordinator:
         self._over.set()
 
     def _warn(self, text: str) -> None:
-        self._emit(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
+        self._files.write(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
 
     async def _look_for_durable(self) -> None:
         """Learn of checkpoints that could not be read before this coordinator took over."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.link.store import MemberStore
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
@@ -118,8 +119,8 @@ class MemberLink:
         os.eventfd_write(self._wake_fd, 1)
 
     def send_event(self, event: Event) -> None:
-        """Hand an event to the coordinator, the only writer of the event file."""
-        self.send({"t": "event", "event": event.to_dict()})
+        """Report to the coordinator, the only writer of the event file."""
+        self.send(report_of(event))
 
     def wait_record(self, after_epoch: int, deadline_seconds: float | None = None) -> EpochRecord:
         """Wait for the record of an open epoch newer than ``after_epoch``, and take the interrupt

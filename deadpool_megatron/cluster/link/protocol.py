@@ -21,6 +21,10 @@ from deadpool_megatron.preflight.facts import HostFacts, Link
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
 _SHOWN_FRAMES = 4
+# Numbers that results are made of; a coordinator drops those that it has already.
+NUMBERS = frozenset({Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH})
+# What decisions go by comes as a report of its own, of which an event is written as well.
+PROGRESS = NUMBERS | {Kind.GATE_WAIT, Kind.COMMITTED, Kind.EXPOSED, Kind.STACK}
 
 
 def join(message: Message) -> inputs.NodeJoined:
@@ -92,21 +96,19 @@ def from_agent(
     return None
 
 
-def from_event(event: Event) -> inputs.Input | None:
-    """Return what an event tells the machine, if anything."""
-    if event.kind is Kind.STEP and event.iteration is not None:
-        return _step(event, event.iteration)
-    if event.kind is Kind.STACK:
-        return _stack(event)
-    if event.kind is Kind.PHASE and event.phase is not None:
-        return inputs.PhaseReported(event.epoch, event.phase, float(event.data["seconds"]))
-    if event.kind is Kind.EXPOSED:
-        return inputs.Exposed(event.epoch, float(event.data["seconds"]))
-    if event.kind is Kind.STALE_DIVERGENCE:
-        return inputs.Diverged(
-            f"role {event.role}, iteration {event.iteration}: {event.data.get('what')} was"
-            f" {event.data.get('first')}, is now {event.data.get('now')}"
-        )
+def report_of(event: Event) -> dict[str, Any]:
+    """The message that tells of an event: of progress, or one for people alone."""
+    return {"t": "progress" if event.kind in PROGRESS else "event", "event": event.to_dict()}
+
+
+def from_progress(report: Event) -> inputs.Input | None:
+    """Return what reported progress tells the machine, if anything."""
+    if report.kind is Kind.STEP and report.iteration is not None:
+        return _step(report, report.iteration)
+    if report.kind is Kind.STACK:
+        return _stack(report)
+    if report.kind is Kind.EXPOSED:
+        return inputs.Exposed(report.epoch, float(report.data["seconds"]))
     return None
 
 
@@ -173,6 +175,8 @@ def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
             return inputs.Paused(*seat, int(m["epoch"]), int(m["iteration"]))
         case "pause-refused":
             return inputs.PauseRefused(*seat, int(m["epoch"]), int(m["iteration"]))
+        case "phase":
+            return inputs.PhaseReported(int(m["epoch"]), str(m["phase"]), float(m["seconds"]))
         case "done":
             how = str(m.get("early", "")), str(m.get("unsaved", ""))
             return inputs.MemberDone(*seat, int(m["epoch"]), *how)

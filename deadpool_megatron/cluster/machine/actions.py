@@ -40,9 +40,11 @@ class NoteWrong:
 
 @dataclass(frozen=True)
 class Announce:
-    """Send the record to every agent."""
+    """Send the record to every agent. ``forgotten_from``: the numbers of this iteration and of
+    later ones count no more, as one was not finite."""
 
     record: EpochRecord
+    forgotten_from: int | None = None
 
 
 @dataclass(frozen=True)

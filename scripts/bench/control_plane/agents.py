@@ -22,6 +22,7 @@ from typing import Any
 from control_plane.connection import Wire
 from control_plane.moments import Moments
 from deadpool_megatron.cluster.link.pacing import Pace, contact_seconds, is_told
+from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.link.record_delta import apply, unpack
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import pack_inventory
@@ -442,4 +443,4 @@ class Agent:
 
     def _event(self, kind: Kind, role: int | None, iteration: int, data: Mapping[str, Any]) -> None:
         event = Event(kind, self._told, self.node, role, iteration, data=data)
-        self._report({"t": "event", "event": event.to_dict()})
+        self._report(report_of(event))

@@ -124,7 +124,7 @@ def test_the_end_waits_for_what_is_being_made_valid(
     saves, removes, left = {(1, 20)}, list[bool](), list[int]()
 
     def save(one: Coordinator) -> None:
-        one._saves._under_way = saves
+        one._checkpoints._saves = saves
         one._run_end._close_seconds = limit_seconds
         loop = asyncio.get_running_loop()
         if becomes_valid:

@@ -47,7 +47,7 @@ def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) ->
     "message",
     [
         {"t": "event", "event": {"kind": "of-a-newer-version", "epoch": 1}},
-        {"t": "event", "event": {"kind": "state-hash", "iteration": 1, "role": 0}},
+        {"t": "progress", "event": {"kind": "state-hash", "iteration": 1, "role": 0}},
         {"t": "member", **_SEAT, "m": {"t": "durable-request", "iteration": 3}},
         {"t": "member", **_SEAT, "m": {"t": "durable-request", "epoch": "x", "iteration": 3}},
         {"t": "member", **_SEAT, "m": {"t": "hello"}},
@@ -97,10 +97,10 @@ def warnings_of(one: Coordinator) -> list[str]:
     """Filled with what it warns of from now on."""
     warned, write = list[str](), one._files.write
 
-    def note(event: Event) -> list[Event]:
+    def note(event: Event) -> None:
         if event.data.get("level") == "warning":
             warned.append(str(event.data["text"]))
-        return write(event)
+        write(event)
 
     one._files.write = note  # type: ignore[method-assign]
     return warned
@@ -246,7 +246,7 @@ def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(
     def scenario(one: Coordinator, _: AgentPeer) -> None:
         one._stepper.state = rig.state
         one.feed = fed.append  # type: ignore[method-assign]
-        one._event(Event(Kind.STEP, 1, 1, 1, 5, data={"loss": loss}))
+        one._progressed(Event(Kind.STEP, 1, 1, 1, 5, data={"loss": loss}))
 
     hear(tmp_path, scenario)
     assert fed == ([inputs.NotFinite(1, 1, 1, 5, "loss", "nan")] if is_told else [])

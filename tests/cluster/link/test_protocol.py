@@ -63,6 +63,10 @@ def said(**m: Any) -> dict[str, Any]:
         (said(t="paused", epoch=3, iteration=8), inputs.Paused(7, 1, 2, 3, 8)),
         (said(t="pause-refused", epoch=3, iteration=8), inputs.PauseRefused(7, 1, 2, 3, 8)),
         (said(t="done", epoch=3), inputs.MemberDone(7, 1, 2, 3)),
+        (
+            said(t="phase", epoch=3, phase="rebuild", seconds=0.5),
+            inputs.PhaseReported(3, "rebuild", 0.5),
+        ),
         (said(t="drained", epoch=3, clean=True), None),
         (
             {"t": "member-lost", "slot": 1, "incarnation": 2, "signal": "SIGKILL", "cause": "x"},
@@ -148,14 +152,22 @@ def test_malformed_messages_raise(message: dict[str, Any]) -> None:
         protocol.from_agent(7, message)
 
 
-def test_events_that_tell_the_machine_something() -> None:
-    step = Event(Kind.STEP, 2, iteration=5)
-    assert protocol.from_event(step) == inputs.StepReported(2, 5)
-    phase = Event(Kind.PHASE, 2, phase="rebuild", data={"seconds": 0.5})
-    assert protocol.from_event(phase) == inputs.PhaseReported(2, "rebuild", 0.5)
-    corruption = Event(Kind.CORRUPTION, 2, node=3, role=1)
-    assert protocol.from_event(corruption) is None, "its vault offers these bytes no more"
-    assert protocol.from_event(Event(Kind.LOG)) is None
+@pytest.mark.parametrize(
+    ("event", "kind", "told"),
+    [
+        (Event(Kind.STEP, 2, iteration=5), "progress", inputs.StepReported(2, 5)),
+        (Event(Kind.EXPOSED, 2, data={"seconds": 0.5}), "progress", inputs.Exposed(2, 0.5)),
+        (Event(Kind.COMMITTED, 2, role=1), "progress", None),
+        (Event(Kind.CORRUPTION, 2, node=3, role=1), "event", None),
+        (Event(Kind.LOG), "event", None),
+    ],
+)
+def test_what_decisions_go_by_is_reported_and_events_only_tell(
+    event: Event, kind: str, told: inputs.Input | None
+) -> None:
+    message = protocol.report_of(event)
+    assert message == {"t": kind, "event": event.to_dict()}
+    assert protocol.from_progress(event) == told
 
 
 def test_join_says_what_a_new_coordinator_has_to_know() -> None:

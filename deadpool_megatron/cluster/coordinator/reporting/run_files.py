@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
 from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.reporting.live_account import LiveAccount
-from deadpool_megatron.cluster.coordinator.reporting.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.state import State
@@ -50,14 +50,12 @@ DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
 
 
 class RunFiles:
-    """``newest``: the newest iteration that an earlier coordinator told of, 0 without any."""
+    """``progress``: what the result of the run is made of."""
 
-    def __init__(self, run: RunDirectory, info: RunInfo, term: int, newest: int = 0) -> None:
+    def __init__(self, run: RunDirectory, info: RunInfo, term: int, progress: Progress) -> None:
         self._run = run
         self._info = info
-        fatal = divergence_is_fatal(info.settings)
-        self.divergence_is_fatal = fatal
-        self.results = Results(fatal, newest)
+        self._progress = progress
         self._is_brief = os.environ.get(DETAIL_VARIABLE) != "all"
         self._commits, self._waits = CommitDigest(), WaitDigest()
         self.account = LiveAccount(run.events, term)
@@ -67,25 +65,22 @@ class RunFiles:
         bad_node_command = info.settings.bad_node_command
         self._bad_nodes = BadNodes(run, info.run_id, bad_node_command, self._warn)
 
-    def write(self, event: Event) -> list[Event]:
-        """Have an event written, unless it repeats a known one; returns what is to be written."""
+    def write(self, event: Event) -> None:
+        """Have an event written, or a digest of many in its place."""
         if self._is_brief and event.kind in KINDS:
             digest = self._commits.add(event, time.monotonic())
             self._write_all([] if digest is None else [digest])
-            return [event]
-        if self._is_brief and event.kind is Kind.GATE_WAIT:
+        elif self._is_brief and event.kind is Kind.GATE_WAIT:
             self._write_all(self._waits.add(event, time.monotonic()))
-            return [event]
-        accepted = self.results.add(event)
-        self._write_all(accepted)
-        return accepted
+        else:
+            self._write_all([event])
 
     def result(self, end: Finish, state: State) -> dict[str, Any]:
         """The object of ``final.json``. The newest recoveries that this coordinator saw are in it,
         with phases reported after their event was written.
         """
         head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
-        final = self.results.final(head, end.reason, end.exit_status)
+        final = self._progress.final(head, end.reason, end.exit_status)
         # What it told of its newest iterations may be lost with a node, not that they are saved.
         saved = 0 if end.resume is None else end.resume.generation.iteration
         return {

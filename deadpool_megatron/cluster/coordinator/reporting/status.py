@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.reporting.results import Results
+from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout.schemes import in_words
@@ -51,7 +51,7 @@ def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
     return found
 
 
-def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
+def describe(state: State, peers: Peers, progress: Progress) -> dict[str, Any]:
     """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, failures (the
     last ones), failing (the one that is being recovered from), aside, refusals, and more.
     """
@@ -85,7 +85,7 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         "phase": str(state.phase),
         "waiting_for": state.waiting_for(),
         "cause": "" if record is None else record.cause,
-        "iteration": results.last_iteration,
+        "iteration": progress.last_iteration,
         "roles": roles,
         "nodes": nodes,
         "spares": sorted(set(state.fleet.nodes) - training),
@@ -112,5 +112,5 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         "requests": [request.to_dict() for request in state.requests],
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),
         "refusals": peers.refusals,
-        "diverged": results.diverged,
+        "diverged": progress.diverged,
     }

@@ -69,7 +69,7 @@ def announce(turn: Turn, record: EpochRecord) -> None:
         recoveries=recoveries,
         restarted=False,
     )
-    turn.act(Announce(record))
+    turn.act(Announce(record, poisoned))
     turn.emit(
         Kind.EPOCH_DECIDED,
         generation=record.restore.generation.to_list(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import (
     PERIOD_SECONDS,
     CommitDigest,
@@ -13,7 +14,7 @@ from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDige
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line
 from deadpool_megatron.observe.story import Story
-from tests.cluster.coordinator.reporting.test_results import info
+from tests.cluster.coordinator.test_files import info
 
 _ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
 _ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
@@ -49,14 +50,12 @@ def test_a_day_of_512_roles_is_a_few_megabytes() -> None:
     assert len(lines) <= seconds / PERIOD_SECONDS + 1
 
 
-def test_who_watches_hears_of_every_commit(tmp_path: Path) -> None:
+def test_commits_of_all_roles_are_one_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    files = RunFiles(run, info(), 1)
+    files = RunFiles(run, info(), 1, Progress())
     for role in range(4):
-        sealed = Event(Kind.SEALED, 1, 0, role, 1, data={"lineage": 1})
-        assert files.write(sealed) == [sealed]
-        event = committed(role, 1)
-        assert files.write(event) == [event]
+        files.write(Event(Kind.SEALED, 1, 0, role, 1, data={"lineage": 1}))
+        files.write(committed(role, 1))
     files.close(10.0)
     (line,) = read_events(run.events)
     assert (line.role, line.data["roles"], line.data["bytes"]) == (None, 4, 4000)
@@ -93,10 +92,9 @@ def test_a_wait_that_lasts_is_told_at_once_and_once_for_all_who_wait_beside_it()
 
 def test_who_watches_hears_of_every_wait_and_the_report_of_all_seconds(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    files = RunFiles(run, info(), 1)
+    files = RunFiles(run, info(), 1, Progress())
     for role in range(4):
-        event = waited(role, 1, 1.0 + role)
-        assert files.write(event) == [event]
+        files.write(waited(role, 1, 1.0 + role))
     files.close(10.0)
     (line,) = read_events(run.events)
     story = Story()

@@ -1,0 +1,107 @@
+"""Progress that members and vaults report: each step once, whoever repeats it, and how all ended.
+
+A replayed step must give the numbers of the first time, bit for bit; anything else is a divergence.
+Where arithmetic is deterministic that is the worst that can happen, and decides the exit status.
+The numbers of the newest iterations are compared: those that this coordinator has heard, or that
+agents repeated to it when it took over. Replays do not go back further, but for a return to an old
+checkpoint. Pure bookkeeping, no input or output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, not_finite
+from deadpool_megatron.cluster.link import protocol
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.settings import Settings
+
+# So many iterations with numbers of each kind are compared; hashes are one for each role.
+COMPARED = {Kind.STEP: 1024, Kind.EVALUATION: 1024, Kind.STATE_HASH: 64}
+
+
+def divergence_is_fatal(settings: Settings) -> bool:
+    """Return whether other numbers in a replayed step end the run."""
+    if settings.divergence != "auto":
+        return settings.divergence == "stop"
+    return settings.communicator != "nccl"
+
+
+class Progress:
+    """Takes every report in order. ``newest``: the newest iteration that is known already."""
+
+    def __init__(self, fatal_divergence: bool = True, newest: int = 0) -> None:
+        self._fatal_divergence = fatal_divergence
+        self._known: dict[Kind, dict[int, dict[int | None, dict[str, Any]]]] = {
+            kind: {} for kind in COMPARED
+        }
+        self._roles: dict[int, dict[str, Any]] = {}
+        self.last_iteration = newest  # the newest one whose numbers have been accepted
+        self.diverged = False
+
+    def take(self, report: Event) -> tuple[Event | None, inputs.Input | None]:
+        """Return what is told of it, which is nothing where it only repeats what is known and a
+        divergence where it contradicts it, and what the machine is told.
+        """
+        if report.kind is Kind.STEP:
+            self.last_iteration = max(self.last_iteration, report.iteration or 0)
+        values = dict(report.data)
+        first = self._first(report, values) if report.kind in self._known else None
+        if first is None:
+            return report, protocol.from_progress(report)
+        if first == values:
+            return report if report.kind is Kind.STATE_HASH else None, None
+        self.diverged = True
+        data = {"what": str(report.kind).replace("-", " "), "first": first, "now": values}
+        where = (report.epoch, report.node, report.role, report.iteration)
+        event = Event(Kind.STALE_DIVERGENCE, *where, data=data)
+        if not self._fatal_divergence:
+            return event, None
+        text = (
+            f"role {report.role}, iteration {report.iteration}: {data['what']} was {first},"
+            f" is now {values}"
+        )
+        return event, inputs.Diverged(text)
+
+    def done(self, role: int, values: Mapping[str, Any]) -> None:
+        """A role is at its end."""
+        self._roles[role] = dict(values)
+
+    def forget(self, iteration: int) -> None:
+        """A number was not finite: this iteration and later ones are computed again, as if
+        first."""
+        self.last_iteration = min(self.last_iteration, iteration - 1)
+        for known in self._known.values():
+            for k in [k for k in known if k >= iteration]:
+                del known[k]
+
+    def final(self, head: Mapping[str, Any], reason: str, exit_status: int) -> dict[str, Any]:
+        """The object of ``final.json``; a divergence outranks success."""
+        if self.diverged and self._fatal_divergence and exit_status == 0:
+            exit_status = EXIT_DIVERGENCE
+            reason = "a replayed iteration gave other numbers than the first time"
+        return {
+            "exit_status": exit_status,
+            "reason": reason,
+            **head,
+            "iterations": self.last_iteration,
+            "roles": {str(role): values for role, values in sorted(self._roles.items())},
+        }
+
+    def _first(self, report: Event, values: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what was told of it first; None: this is the first."""
+        known, role = self._known[report.kind], None
+        if report.kind is Kind.STATE_HASH:
+            role, _ = report.role, values["sha256"]
+        found = known.setdefault(report.iteration or 0, {})
+        first = found.get(role)
+        # After a number that was not finite the iteration may be thrown away; and what is done
+        # about it a coordinator that died may not have done.
+        if first is not None and not not_finite(first):
+            return first
+        found[role] = values
+        if len(known) > COMPARED[report.kind]:
+            del known[min(known)]
+        return None

@@ -1,0 +1,112 @@
+"""The files of a run: events of each term, its name, its result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.progress import Progress
+from deadpool_megatron.cluster.coordinator.reporting import run_files
+from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
+from deadpool_megatron.cluster.machine.actions import Finish
+from deadpool_megatron.cluster.machine.state.blame import Blame
+from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.settings import Settings
+from tests.cluster.machine.rig import Rig
+
+
+def step(iteration: int) -> Event:
+    return Event(Kind.STEP, 1, role=0, iteration=iteration, data={"loss": "0x1p+0"})
+
+
+def info() -> RunInfo:
+    return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/deadpool-ab")
+
+
+def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    first = RunFiles(run, info(), 1, Progress())
+    first.write(step(1))
+    first.write(step(2))
+    first.close(10.0)
+    with open(run.events, "a") as file:
+        file.write('{"kind":"step","iter')
+    second = RunFiles(run, info(), 2, Progress(newest=3))
+    second.write(step(3))
+    state = Rig().state._replace(recoveries=Recoveries(count=7, steps_recomputed=3))
+    second.write_result(Finish(0, ""), state, second.result(Finish(0, ""), state))
+    second.close(10.0)
+    assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.glob("events*")) == [
+        "events-0002.jsonl",
+        "events.jsonl",
+    ]
+    final = json.loads(run.final.read_text())
+    assert (final["iterations"], final["recovery_count"], final["steps_recomputed"]) == (3, 7, 3)
+
+
+async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "_PAUSE_SECONDS", 0.01)
+    run = RunDirectory(tmp_path / "run")
+    whole = replace(info(), run_id="0123abcd")
+    run.create(whole)
+    files = RunFiles(run, whole, 1, Progress())
+    keeping = asyncio.create_task(files.keep_name())
+    async with asyncio.timeout(20):
+        await asyncio.sleep(0.05)
+        (run.path / "run.json").unlink()
+        while not (run.path / "run.json").exists():
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    assert run.read_run() == whole
+    files.close(10.0)
+
+
+@pytest.mark.parametrize(("saved_at", "is_named"), [(4, True), (5, False)])
+def test_a_checkpoint_that_must_not_be_used_is_not_named_at_the_end(
+    tmp_path: Path, saved_at: int, is_named: bool
+) -> None:
+    """The loss of iteration 5 was not finite, and nothing of before it was left."""
+    run = RunDirectory(tmp_path)
+    files = RunFiles(run, info(), 1, Progress())
+    named = Restore("durable", Generation(1, saved_at), path=str(tmp_path))
+    write_json(run.latest, named.to_dict())
+    state = Rig().state._replace(blame=Blame(poisoned_from=5))
+    for _ in range(2):  # tried again after an error of the disk
+        files.write_result(Finish(4, "not finite"), state, {})
+    files.close(10.0)
+    assert run.latest.exists() is is_named
+    assert run.final.exists()
+
+
+def test_what_is_saved_counts_though_nobody_has_told_of_it(tmp_path: Path) -> None:
+    """The node that told the numbers was lost with its coordinator."""
+    files = RunFiles(RunDirectory(tmp_path), info(), 2, Progress())
+    end = Finish(75, "no spare", Restore("dump", Generation(1, 10), path="/dump/1-10"))
+    assert files.result(end, Rig().state)["iterations"] == 10
+    files.close(10.0)
+
+
+def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    """The rest of a line that arrives while it is read is not taken for a line."""
+    run = RunDirectory(tmp_path)
+    files = RunFiles(run, info(), 1, Progress())
+    for iteration in range(1, 3000):
+        files.write(step(iteration))
+    files.close(10.0)
+    whole = run.events.read_bytes()
+    run.events.write_bytes(whole[:-40])
+    reading = read_events(run.events)
+    next(reading)
+    with open(run.events, "ab") as file:
+        file.write(whole[-40:])
+    assert [event.iteration for event in reading][-1] in (2998, 2999)
