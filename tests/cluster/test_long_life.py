@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cli.common import CommandError, ask
-from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus
+from deadpool_megatron.cluster.coordinator.commands import PacedStatus
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from tests.cluster.agents import Agents

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.reporting.run_files import DETAIL_VARIABLE
+from deadpool_megatron.cluster.coordinator.files import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.events import Event, Kind
 from tests.faults.harness import layouts

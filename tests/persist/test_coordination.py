@@ -251,7 +251,8 @@ def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
         world.state.reached = newest
         world.exports.tick()
         no_room(world)
-    removals, world.tasks = world.tasks, []
+    removals = world.tasks.copy()
+    world.tasks.clear()
     assert len(removals) == 10
 
     async def story() -> None:

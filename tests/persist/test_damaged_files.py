@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
 )
-from deadpool_megatron.cluster.coordinator.succession.first_state import valid_checkpoints
+from deadpool_megatron.cluster.coordinator.succession import valid_checkpoints
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,

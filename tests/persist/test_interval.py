@@ -251,7 +251,7 @@ def test_a_coordinator_that_takes_over_goes_on_with_the_next_due_iteration(
     world = World(tmp_path, persist_interval=30)
     train(world, newest)
     world.sent.clear()
-    world.exports = world.coordinator()
+    world.exports = world.takes_over()
     world.exports.tick()
     for finished in range(newest + 1, due - 3):
         assert world.orders() == []

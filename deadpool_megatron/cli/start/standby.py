@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Watch, and coordinate when it has to; returns the exit status."""
     # Warm: nothing is left to import in a takeover.
     from deadpool_megatron.cluster.coordinator import service
-    from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
-    from deadpool_megatron.cluster.coordinator.succession.standby import Standby, StandbyOptions
+    from deadpool_megatron.cluster.coordinator.standby import Standby, StandbyOptions
+    from deadpool_megatron.cluster.coordinator.succession import CoordinatorOptions
 
     set_process_name(f"dp-standby{args.node_id}")
     run = RunDirectory(args.run_dir)

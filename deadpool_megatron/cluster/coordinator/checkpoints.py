@@ -20,11 +20,11 @@ import functools
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.durable import (
@@ -35,7 +35,6 @@ from deadpool_megatron.cluster.coordinator.durable import (
     remember_and_prune,
     remove_unfinished,
 )
-from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
@@ -50,6 +49,9 @@ from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.planner import is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.vault.errors import Code
+
+if TYPE_CHECKING:
+    from deadpool_megatron.cluster.coordinator.service import Coordinator
 
 # Iterations between an order and the one it is about, at least.
 _FIRST_MARGIN = 2
@@ -178,19 +180,10 @@ class Interval:
 
 
 class Checkpoints:
-    """See the module text. ``send(node, message)`` reaches an agent; ``done(iteration)`` tells the
-    writers of a save that it counts. For the coordinator's loop.
-    """
+    """See the module text. For the coordinator's loop."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        send: Callable[[int, Mapping[str, Any]], None],
-        refused: Callable[[str, str], None],
-        done: Callable[[int], None],
-    ) -> None:
-        options = desk.options
-        self._desk, self._send, self._refused, self._done = desk, send, refused, done
+    def __init__(self, coordinator: Coordinator) -> None:
+        options, self._coordinator = coordinator.options, coordinator
         self._settings = options.info.settings
         self._world_size = options.info.world_size
         self._run, self._run_id = options.run, options.info.run_id
@@ -226,7 +219,7 @@ class Checkpoints:
             case ExportDump():
                 # The export may take long: whatever becomes of it, and of this coordinator, a run
                 # goes on from the state on the disk.
-                self._desk.spawn(self._point(order))
+                self._coordinator.spawn(self._point(order))
                 if self._export is not None and not self._export.is_publishing:
                     self._abandon("the run ends")
         self._tell()
@@ -276,7 +269,7 @@ class Checkpoints:
 
     def tick(self) -> None:
         """Begin what is due, give up what cannot be finished, publish what is written."""
-        state, now = self._desk.state(), time.monotonic()
+        state, now = self._coordinator.state, time.monotonic()
         self._interval.saw(state.reached)
         export, leaving = self._export, self._leaving
         is_late = leaving is not None and now > leaving.until
@@ -290,7 +283,7 @@ class Checkpoints:
                 self._abandon(why)
             elif export.step == "writing" and not export.awaited and state.phase in wanted:
                 export.step = "publishing"
-                self._desk.spawn(self._publish(export))
+                self._coordinator.spawn(self._publish(export))
         self._tell()
 
     # The end of a run.
@@ -300,7 +293,8 @@ class Checkpoints:
         and exports once more, for half of the ``seconds`` at most. Orders are repeated; the
         earliest end counts.
         """
-        now, state, said, export = time.monotonic(), self._desk.state(), self._leaving, self._export
+        now, state = time.monotonic(), self._coordinator.state
+        said, export = self._leaving, self._export
         if seconds is None or not self._settings.exports or state.phase is not Phase.RUNNING:
             ends = None if said is None else said.ends
             self._leave(reason, ends if seconds is None else now + seconds)
@@ -318,7 +312,7 @@ class Checkpoints:
             f" background, for {_SHARE_OF_EXPORT * seconds:g} s at most, then the state is dumped"
         )
         epoch = 0 if state.record is None else state.record.epoch
-        self._desk.emit(Event(Kind.LOG, epoch, data={"level": "info", "text": text}))
+        self._coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "info", "text": text}))
 
     def _leave(self, reason: str, ends: float | None) -> None:
         self._leaving = None
@@ -339,7 +333,7 @@ class Checkpoints:
                 )
         except OSError as error:  # TimeoutError is one
             why = str(error) or "it does not answer"
-            self._desk.warn(f"{latest} cannot be written yet: {why}")
+            self._coordinator.warn(f"{latest} cannot be written yet: {why}")
         self._dumped = order
 
     # The course of an export.
@@ -432,7 +426,7 @@ class Checkpoints:
     def _order(self, export: Export, what: str, nodes: Iterable[int], **content: Any) -> None:
         order = {"t": f"export-{what}", "name": export.name, "iteration": export.iteration}
         for node in sorted(nodes):
-            self._send(node, {**order, **content})
+            self._coordinator.orders.send(node, {**order, **content})
 
     def _begin_writing(self, export: Export) -> None:
         found = set(export.said.values())
@@ -459,9 +453,9 @@ class Checkpoints:
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
-            return is_kept(self._desk.state().line.kept, generation)
+            return is_kept(self._coordinator.state.line.kept, generation)
 
-        struck = self._desk.state().line.struck
+        struck = self._coordinator.state.line.struck
         try:
             await asyncio.to_thread(publish_export, *place, counts, struck, may_be_pruned=is_own)
         except DurableError as error:
@@ -471,10 +465,12 @@ class Checkpoints:
         iteration, path = export.iteration, str(final)
         self._last = {"iteration": iteration, "path": path, "error": ""}
         data = {"path": path, "background": True}
-        self._desk.emit(Event(Kind.DURABLE, generation.lineage, iteration=iteration, data=data))
-        self._desk.feed(inputs.DurableValid(iteration, path, export.boundary))
+        self._coordinator.files.write(
+            Event(Kind.DURABLE, generation.lineage, iteration=iteration, data=data)
+        )
+        self._coordinator.feed(inputs.DurableValid(iteration, path, export.boundary))
         if is_own:
-            state = self._desk.state()
+            state = self._coordinator.state
             # A recovery may just be loading an older one: the next export prunes, then.
             keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
             needed = {one.path for one in state.line.valid[:1]}
@@ -482,7 +478,7 @@ class Checkpoints:
             try:
                 await asyncio.to_thread(remember_and_prune, *place_of_list)
             except DurableError as error:
-                self._desk.warn(f"old checkpoints are not removed: {error}")
+                self._coordinator.warn(f"old checkpoints are not removed: {error}")
         self._export = None
         self._answer(export, path)
         if (leaving := self._leaving) is not None and self._wish is None and export.dump is None:
@@ -505,13 +501,15 @@ class Checkpoints:
             if is_of_interval and export.generation is None:
                 self._interval.failed(export.epoch, export.iteration)
         self._last = {"iteration": export.iteration, "path": "", "error": why}
-        self._desk.warn(f"no checkpoint of iteration {export.iteration} in the background: {why}")
+        self._coordinator.warn(
+            f"no checkpoint of iteration {export.iteration} in the background: {why}"
+        )
         is_last = self._wish is None and export.dump is None
         if leaving is not None and is_last:
             # The dump may need the room that it has taken: it waits until that is removed.
             leaving.until = time.monotonic() + leaving.removal_seconds
             leaving.removed = False
-        self._desk.spawn(self._remove(export.unfinished, is_last))
+        self._coordinator.spawn(self._remove(export.unfinished, is_last))
         self._answer(export, "")
 
     async def _remove(self, unfinished: Path, is_last: bool) -> None:
@@ -547,17 +545,17 @@ class Checkpoints:
     def _tell(self) -> None:
         told, self._told = self._told, []
         for one in told:
-            self._desk.feed(one)
+            self._coordinator.feed(one)
 
     # Saves.
 
     async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
-        desk = self._desk
-        while desk.state().phase is Phase.GATHERING:
+        coordinator = self._coordinator
+        while coordinator.state.phase is Phase.GATHERING:
             # After a takeover it is not known yet whether the epoch stays open; that phase ends.
             await asyncio.sleep(self._settings.beat_interval_seconds)
-        if epoch != desk.state().standing_epoch:
-            self._refused("durable-request", f"of epoch {epoch}, which is not open")
+        if epoch != coordinator.state.standing_epoch:
+            coordinator.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")
             return
         failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
         final = Path(str(m["final"]))
@@ -566,15 +564,15 @@ class Checkpoints:
 
         def counts() -> bool:
             # A failure may have ended the epoch while the files were synced.
-            return desk.state().standing_epoch == epoch
+            return coordinator.state.standing_epoch == epoch
 
         try:
-            await asyncio.to_thread(make_valid, *place, counts, desk.state().line.struck)
+            await asyncio.to_thread(make_valid, *place, counts, coordinator.state.line.struck)
         except DurableError as error:
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
-            desk.emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
+            coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
         data = {"path": str(final)}
-        desk.emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        desk.feed(inputs.DurableValid(iteration, str(final)))
-        self._done(iteration)
+        coordinator.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
+        coordinator.feed(inputs.DurableValid(iteration, str(final)))
+        coordinator.orders.durable_done(iteration)

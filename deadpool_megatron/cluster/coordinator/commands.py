@@ -1,4 +1,8 @@
-"""Answers to the commands of users, and to agents that want a node id."""
+"""Commands of users: what they are shown of a run, what they have it do; numbers for new agents.
+
+A request is journalled before anybody is told yes; here the machine's newest word on it is written
+to the journal, and read from there when a coordinator takes over.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,31 @@ import functools
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.durable import export_directory
-from deadpool_megatron.cluster.coordinator.options import Desk
-from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
-from deadpool_megatron.cluster.journal.journal import JournalError, LostRace
-from deadpool_megatron.cluster.journal.requests import Verb
+from deadpool_megatron.cluster.coordinator.progress import Progress
+from deadpool_megatron.cluster.coordinator.watchdog import role_beats
+from deadpool_megatron.cluster.journal import requests
+from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, write_patiently
+from deadpool_megatron.cluster.journal.requests import Request, Verb
+from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.protection import memory_refusal
-from deadpool_megatron.cluster.machine.requests import not_connected
+from deadpool_megatron.cluster.machine.requests import not_connected, refusal
 from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.sizing import refusal
+from deadpool_megatron.layout.schemes import in_words
+from deadpool_megatron.layout.sizing import refusal as plan_refusal
+
+if TYPE_CHECKING:
+    from deadpool_megatron.cluster.coordinator.service import Coordinator
 
 # What of a run can be sent a signal, and which.
 PARTS = ("node", "role", "vault", "agent", "coordinator")
@@ -32,29 +45,30 @@ _KNOWN = ("status", "info", "attach", "kill", *Verb)
 _STATUS_SECONDS = 1.0
 # It may take this very process along: the answer goes first.
 _KILL_SECONDS = 0.1
+# To save the state needs no journal, and may be the last chance: it is not waited for longer.
+_STOP_SECONDS = 1.0
+# A user is told no after that; the journal goes on being tried for what was taken before.
+_ASK_SECONDS = 5.0
+_PAUSE_SECONDS = 0.5
+# A write under way cannot be called back, only followed by another one.
+_UNLESS = " (unless another coordinator takes over before the journal works again)"
+_SHOWN_FAILURES = 5
+# Describing a run may take this part of the coordinator's time, however many people watch it.
+_SHARE_OF_TIME = 0.1
 
 
 class Commands:
-    """``requests`` takes those of users, ``orders`` go to agents, ``status()`` returns what users
-    see of the run. Used from the coordinator's loop only.
-    """
+    """See the module text. For the coordinator's loop only."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        requests: UserRequests,
-        orders: Orders,
-        status: Callable[[], Awaitable[dict[str, Any]]],
-    ) -> None:
-        options = desk.options
-        self._requests = requests
-        self._orders = orders
+    def __init__(self, coordinator: Coordinator) -> None:
+        options = coordinator.options
+        self.requests = UserRequests(coordinator)
+        self._coordinator = coordinator
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
         self._exports = export_directory(options.info.settings, options.run)
-        self._state = desk.state
-        self._status = status
+        self._status = PacedStatus(coordinator.describe)
 
     async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """``{"ok": True, ...}`` or ``{"ok": False, "error": line}``.
@@ -65,13 +79,13 @@ class Commands:
         match command:
             case "status":
                 # What the one before was asked; with a journal that hangs, the rest is told.
-                await self._requests.wait_until_known(_STATUS_SECONDS)
+                await self.requests.wait_until_known(_STATUS_SECONDS)
                 term = {"term": self._term.number, **self._term.to_dict()}
-                return {"ok": True, "status": {**await self._status(), "coordinator": term}}
+                return {"ok": True, "status": {**await self._status.newest(), "coordinator": term}}
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
-                state, loop = self._state(), asyncio.get_running_loop()
+                state, loop = self._coordinator.state, asyncio.get_running_loop()
                 hostname, known = (
                     str(message.get("hostname", "")),
                     {*state.fleet.nodes, *state.fleet.gone},
@@ -83,7 +97,7 @@ class Commands:
             return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
         verb, token = Verb(str(command)), str(message["token"])
         seconds = None if message.get("seconds") is None else float(message["seconds"])
-        return await self._requests.ask(verb, lambda: self._what(verb, message), token, seconds)
+        return await self.requests.ask(verb, lambda: self._what(verb, message), token, seconds)
 
     def _what(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return what is asked, or in a line why it cannot be."""
@@ -103,7 +117,8 @@ class Commands:
     def _strike(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a signal for a user who wants to see a run recover. It is an order and no request:
         one that a takeover crosses may be lost."""
-        state, part, name = self._state(), str(message["part"]), str(message["signal"])
+        state, strike = self._coordinator.state, self._coordinator.orders.strike
+        part, name = str(message["part"]), str(message["signal"])
         later = functools.partial(asyncio.get_running_loop().call_later, _KILL_SECONDS)
         if part not in PARTS or name not in SIGNALS:
             raise ValueError(f"no such part or signal: {part}, {name}")
@@ -119,16 +134,16 @@ class Commands:
         if part == "role" and seat is None:
             why = f"there is no role {of} (there are 0 to {len(state.seats) - 1})"
         if why:
-            return {"ok": False, "refused": why, "error": why}
+            return _refused(why)
         if seat is None:
-            later(self._orders.strike, of, part, name)
+            later(strike, of, part, name)
         else:
-            later(self._orders.strike, seat.node, part, name, seat.slot, seat.incarnation)
+            later(strike, seat.node, part, name, seat.slot, seat.incarnation)
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
-        state, settings = self._state(), self._info.settings
+        state, settings = self._coordinator.state, self._info.settings
         plan = state.protection.plan
         if message.get("scheme") is not None:
             group = int(message.get("group") or settings.parity_group)
@@ -136,7 +151,7 @@ class Commands:
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         words = schemes.plan_in_words(plan)
-        why = refusal(plan, len(state.fleet.nodes), settings, state.protection.plan)
+        why = plan_refusal(plan, len(state.fleet.nodes), settings, state.protection.plan)
         why = why or memory_refusal(plan, state, settings)
         if why:
             return f"{words} cannot be: {why}"
@@ -161,3 +176,305 @@ class Commands:
                 return {"ok": True, "node": number}
         except JournalError as error:
             return {"ok": False, "error": str(error)}
+
+
+class UserRequests:
+    """Requests of users: journalled before anybody is told yes, then the machine's, which holds
+    them and says what becomes of them. For the coordinator's loop only.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        options = coordinator.options
+        self._journal = options.journal
+        self._term = options.term.number
+        self._restarted = options.restarted
+        self._patience = options.info.settings.spare_timeout_seconds
+        self._coordinator = coordinator
+        self._entry = 0
+        self._ready = asyncio.Event()
+        self._asking = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        self._is_superseded = False
+        # As the journal has them, None where that is not sure; taken, but not known to the machine
+        # yet.
+        self._noted: tuple[Request, ...] | None = ()
+        self._coming: tuple[Request, ...] = ()
+
+    async def begin(self) -> None:
+        """Learn what earlier coordinators were asked, and have them write no more of it."""
+        while self._term > 1:
+            try:
+                found = await asyncio.to_thread(requests.newest, self._journal)
+                if found.term > self._term:
+                    self._coordinator.step_down(f"term {found.term} has begun")
+                    return
+                self._entry = found.number + 1
+                entry = requests.entry(self._term, found.requests)
+                await asyncio.to_thread(self._journal.write, requests.KIND, self._entry, entry)
+            except LostRace:
+                continue  # an earlier one has just taken another
+            except JournalError:
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            for trouble in found.troubles:
+                self._coordinator.warn(trouble)
+            self._noted = found.requests
+            self._coordinator.feed(
+                inputs.RequestsFound(_with_time_left(self._noted), self._restarted)
+            )
+            break
+        self._ready.set()
+
+    async def wait_until_known(self, limit_seconds: float) -> bool:
+        """Return whether those of earlier coordinators are known, as soon as they are."""
+        try:
+            async with asyncio.timeout(limit_seconds):
+                await self._ready.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def ask(
+        self,
+        verb: Verb,
+        what: Callable[[], Mapping[str, Any] | str],
+        token: str,
+        seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """Return the request as it is now; the command sends it again and again, it is taken once.
+
+        ``what()``: what is asked, or in a line why it cannot be; for a plan of protection it is
+        called in another thread. ``seconds``: in which a run has to end.
+        """
+        patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
+        async with self._asking:
+            limit = time.monotonic() + patience
+            is_known = await self.wait_until_known(patience)
+            taken = (*self._coordinator.state.requests, *self._coming)
+            known = next((one for one in taken if one.token == token), None)
+            if known is not None:
+                return {"ok": True, "request": known.to_dict()}
+            if not is_known and verb is not Verb.STOP:  # an earlier one may have taken it
+                return _not_now("the journal cannot be read")
+            began = time.monotonic()
+            wanted = await self._reckoned(what) if verb is Verb.PROTECT else what()
+            limit += time.monotonic() - began
+            why = (
+                wanted
+                if isinstance(wanted, str)
+                else refusal(self._coordinator.state, verb, wanted)
+            )
+            if isinstance(wanted, str) or why:
+                return {"ok": False, "refused": why, "error": why}
+            request = self._new(verb, wanted, token, seconds)
+            error = await self._note(request, limit - time.monotonic()) if is_known else ""
+            if error and verb is not Verb.STOP:
+                return _not_now(error)
+            failpoints.hit("coordinator.request")
+            self._take(request)
+            newest = (one for one in self._coordinator.state.requests if one.token == token)
+            return {"ok": True, "request": next(newest, request).to_dict()}
+
+    async def _reckoned(
+        self, what: Callable[[], Mapping[str, Any] | str]
+    ) -> Mapping[str, Any] | str:
+        """Return what is asked of the plan, reckoned over all roles: of tens of thousands that is a
+        second. It continues from the plan in force, so it is reckoned again if that has changed
+        meanwhile; what else has changed the machine looks at when it takes the request.
+        """
+        while True:
+            plan = self._coordinator.state.protection.plan
+            wanted = await asyncio.to_thread(what)
+            if self._coordinator.state.protection.plan == plan:
+                return wanted
+
+    def _take(self, request: Request) -> None:
+        """Give the machine what the journal has."""
+        self._coordinator.feed(inputs.Asked(request))
+        self._forget_known()
+
+    def _forget_known(self) -> None:
+        """Forget those that the machine has taken, at once or a moment later."""
+        known = {request.token for request in self._coordinator.state.requests}
+        self._coming = tuple(one for one in self._coming if one.token not in known)
+
+    def note(self) -> None:
+        """The machine has another word on its requests: into the journal with it."""
+        self._forget_known()
+        self._coordinator.spawn(self._write())
+
+    def _new(
+        self, verb: Verb, what: Mapping[str, Any], token: str, seconds: float | None
+    ) -> Request:
+        state, what = self._coordinator.state, dict(what)
+        number = max((r.number for r in (*state.requests, *self._coming)), default=0) + 1
+        if verb is Verb.STOP:  # on the clock that all hosts share
+            what["ends"] = None if seconds is None else time.time() + seconds
+        until = None if seconds is None else time.monotonic() + seconds
+        return Request(number, token, verb, what, until=until)
+
+    async def _note(self, request: Request, seconds: float) -> str:
+        """Return why the request could not be journalled in that time, empty if it was."""
+        self._coming = (*self._coming, request)
+        writing = asyncio.ensure_future(self._write())
+        done, _ = await asyncio.wait({writing}, timeout=max(0.0, seconds))
+        if done and not (error := writing.result()):
+            return ""
+        if request.verb is not Verb.STOP:
+            self._coming = tuple(one for one in self._coming if one is not request)
+            # The journal may have it all the same, or will: then the next coordinator would carry
+            # out what its user was refused.
+            self._coordinator.spawn(self._write())
+        return error if done else "the journal does not answer"
+
+    async def _write(self) -> str:
+        """Return why the newest could not be written, empty if it was, or has been already."""
+        async with self._writing:
+            await self._ready.wait()
+            while not self._is_superseded:
+                newest = requests.kept((*self._coordinator.state.requests, *self._coming))
+                if newest == self._noted:
+                    return ""
+                number, self._noted = self._entry + 1, None
+                try:
+                    is_written = await self._put(number, requests.entry(self._term, newest))
+                except LostRace:
+                    # Whoever waits for its turn to write must not take the number behind that.
+                    self._is_superseded = True
+                    self._coordinator.step_down("another coordinator takes the requests")
+                    break
+                except JournalError as error:
+                    return str(error)
+                self._entry = number
+                if is_written:
+                    self._noted = newest
+                    return ""
+            return "another coordinator has taken over"
+
+    async def _put(self, number: int, entry: Mapping[str, Any]) -> bool:
+        """Write an entry; return False where that number has one of ours, of a try that failed and
+        was carried out all the same. Raises LostRace when it has another's, and JournalError.
+
+        No number is left out: behind the gap two coordinators would write side by side.
+        """
+        name = (requests.KIND, number)
+        try:
+            await write_patiently(self._journal, name, entry, self._patience, _ignore)
+        except LostRace:
+            there = await asyncio.to_thread(self._journal.read, *name)
+            if there.get("term") != self._term:
+                raise
+            return False
+        return True
+
+
+def _refused(why: str) -> dict[str, Any]:
+    return {"ok": False, "refused": why, "error": why}
+
+
+def _not_now(error: str) -> dict[str, Any]:
+    """Return what is answered in trouble with the journal: no refusal, the same request may be
+    taken yet, or has been."""
+    why = f"{error}: nothing was taken on{_UNLESS}, ask again"
+    return {"ok": False, "again": True, "error": why}
+
+
+def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Return them with the moment by which a run has to end, on this host's clock."""
+    return tuple(
+        replace(one, until=time.monotonic() + float(one.what["ends"]) - time.time())
+        if one.what.get("ends") is not None
+        else one
+        for one in found
+    )
+
+
+def _ignore(_: str) -> None:
+    """Whoever writes epochs to this journal tells of its troubles."""
+
+
+class PacedStatus:
+    """The description of a run, made in a thread, as it goes over all roles; in a large one it is
+    made again only after a while. For the coordinator's loop.
+    """
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self._make = make
+        self._made: dict[str, Any] = {}
+        self._good_until = 0.0
+        self._making = asyncio.Lock()
+
+    async def newest(self) -> dict[str, Any]:
+        """As of now, or of so little ago that another one would take too much time."""
+        async with self._making:
+            began = time.monotonic()
+            if began >= self._good_until:
+                self._made = await asyncio.to_thread(self._make)
+                ended = time.monotonic()
+                self._good_until = ended + (ended - began) / _SHARE_OF_TIME
+            return self._made
+
+
+def describe(state: State, peers: Peers, progress: Progress) -> dict[str, Any]:
+    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, failures (the
+    last ones), failing (the one that is being recovered from), aside, refusals, and more.
+    """
+    record = state.record
+    beats = role_beats(state, peers)
+    roles: dict[str, Any] = {}
+    for role, seat in sorted(state.seats.items()):
+        beat = beats.get(role, {})
+        roles[str(role)] = {
+            "seat": seat.to_list(),
+            "section": beat.get("section", "unknown"),
+            "iteration": beat.get("iteration"),
+            "waiting": beat.get("waiting"),
+            "own": beat.get("own"),
+        }
+    training = {seat.node for seat in state.seats.values()}
+    nodes = {
+        str(node): {
+            "host": known.host,
+            "domain": known.domain,
+            "spare": node not in training,
+            "restarts": known.restarts,
+            "standing": str(known.judged.standing),
+            "reasons": list(known.judged.reasons),
+            "vault": {} if node not in peers.agents else peers.agents[node].vault,
+        }
+        for node, known in sorted(state.fleet.nodes.items())
+    }
+    return {
+        "epoch": 0 if record is None else record.epoch,
+        "phase": str(state.phase),
+        "waiting_for": state.waiting_for(),
+        "cause": "" if record is None else record.cause,
+        "iteration": progress.last_iteration,
+        "roles": roles,
+        "nodes": nodes,
+        "spares": sorted(set(state.fleet.nodes) - training),
+        "members": {
+            f"{node}.{slot}.{member.incarnation}": str(member.status)
+            # Each sort holds up all threads, so there is none over all members.
+            for node, slots in sorted(state.fleet.members.by_node.items())
+            for slot, member in sorted(slots.items())
+        },
+        "recoveries": state.recoveries.count,
+        "steps_recomputed": state.recoveries.steps_recomputed,
+        "failures": [
+            {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
+            for report in state.recoveries.finished[-_SHOWN_FAILURES:]
+        ],
+        "failing": {}
+        if state.recoveries.current is None
+        else {
+            "kind": state.recoveries.current.kind,
+            "cause": "; then ".join(state.recoveries.current.causes),
+        },
+        "aside": sorted(state.fleet.aside & set(state.fleet.nodes)),
+        "protection": "" if record is None else in_words(record.protection, record.replicas),
+        "requests": [request.to_dict() for request in state.requests],
+        "fewer_copies": [] if record is None else sorted(record.fewer_copies),
+        "refusals": peers.refusals,
+        "diverged": progress.diverged,
+    }

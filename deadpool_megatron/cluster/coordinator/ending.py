@@ -15,16 +15,14 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deadpool_megatron.cluster.coordinator.options import Desk
-from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.journal.journal import JournalError
-from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.events import Event, Kind
+
+if TYPE_CHECKING:
+    from deadpool_megatron.cluster.coordinator.service import Coordinator
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
@@ -36,21 +34,10 @@ _SILENT_SECONDS = 1.0
 
 
 class RunEnd:
-    """Used from the coordinator's loop. ``newest_term`` asks the journal, in another thread;
-    ``under_way()``: what is being made valid, in words; ``end(status)`` ends this coordinator.
-    """
+    """See the module text. For the coordinator's loop."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        files: RunFiles,
-        orders: Orders,
-        peers: Peers,
-        newest_term: Callable[[], int],
-        under_way: Callable[[], Sequence[str]],
-        end: Callable[[int], None],
-    ) -> None:
-        options = desk.options
+    def __init__(self, coordinator: Coordinator) -> None:
+        options = coordinator.options
         self._path = options.run.path
         self._term = options.term.number
         settings = options.info.settings
@@ -58,13 +45,7 @@ class RunEnd:
         self._patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
         self._close_seconds = settings.close_seconds
         self._save_seconds = settings.first_step_seconds
-        self._files = files
-        self._orders = orders
-        self._peers = peers
-        self._newest_term = newest_term
-        self._under_way = under_way
-        self._desk = desk
-        self._end = end
+        self._coordinator = coordinator
         self._is_writing = False
         self._is_hurried = False
         self._status = 0
@@ -72,7 +53,7 @@ class RunEnd:
     def finish(self, finish: Finish) -> None:
         """Wait for what is under way, write the result and have the agents stop."""
         self._is_writing = True
-        self._desk.spawn(self._finish(finish))
+        self._coordinator.spawn(self._finish(finish))
 
     def hurry(self) -> None:
         """Wait no longer for what is under way."""
@@ -83,20 +64,20 @@ class RunEnd:
         machine knows of have their time to go from then on.
         """
         if not self._is_writing:
-            self._end(self._status)
+            self._coordinator.end(self._status)
 
     async def _finish(self, finish: Finish) -> None:
         await self._settle(finish)
         if await self._is_superseded():
             return
-        state = self._desk.state()
+        state = self._coordinator.state
         finish = finish.going_on(state.line.durable)
         self._status = finish.exit_status
         said = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
         epoch = 0 if state.record is None else state.record.epoch
-        self._desk.emit(Event(Kind.RUN_ENDED, epoch, data=said))
-        await asyncio.to_thread(self._files.account.finish, _ACCOUNT_SECONDS)
-        result = self._files.result(finish, state)
+        self._coordinator.files.write(Event(Kind.RUN_ENDED, epoch, data=said))
+        await asyncio.to_thread(self._coordinator.files.account.finish, _ACCOUNT_SECONDS)
+        result = self._coordinator.files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
         error = await self._write(finish, result, limit)
         if error is None or await self._is_superseded():
@@ -107,28 +88,30 @@ class RunEnd:
                 f" not written to {self._path}: {error}; what it holds in memory stays, the same"
                 f" command goes on from it, 'deadpool clean {self._path}' removes it"
             )
-            self._desk.warn(text)
+            self._coordinator.warn(text)
             print(text, file=sys.stderr, flush=True)
         keeps = finish.keeps_slots or bool(error)
-        self._orders.stop(str(result["reason"]), remove=not keeps)
+        self._coordinator.orders.stop(str(result["reason"]), remove=not keeps)
         self._is_writing = False
         late = time.monotonic() + self._close_seconds
-        while self._peers.agents and time.monotonic() < late:
+        while self._coordinator.peers.agents and time.monotonic() < late:
             await asyncio.sleep(_LOOK_SECONDS)
-        self._end(self._status)
+        self._coordinator.end(self._status)
 
     async def _settle(self, finish: Finish) -> None:
         is_complete = finish.is_early or not finish.exit_status
         limit_seconds = self._save_seconds if is_complete else self._close_seconds
         began, told = time.monotonic(), False
-        while left := ", ".join(self._under_way()):
+        while left := ", ".join(self._coordinator.checkpoints.under_way()):
             waited = time.monotonic() - began
             if waited > limit_seconds or self._is_hurried:
-                self._desk.warn(f"the run ends before this is valid, after {waited:.0f} s: {left}")
+                self._coordinator.warn(
+                    f"the run ends before this is valid, after {waited:.0f} s: {left}"
+                )
                 return
             if waited > _SILENT_SECONDS and not told:
                 told = True
-                self._desk.warn(
+                self._coordinator.warn(
                     f"the run ends when this is valid, in {limit_seconds:g} s at most: {left}"
                 )
             await asyncio.sleep(_LOOK_SECONDS)
@@ -144,7 +127,7 @@ class RunEnd:
                     newest = await asyncio.to_thread(self._write_unless_followed, finish, result)
                 if newest <= self._term:
                     return ""
-                self._desk.step_down(f"term {newest} has begun")
+                self._coordinator.step_down(f"term {newest} has begun")
                 return None
             except TimeoutError:
                 return known or f"it did not answer for {self._patience_seconds:g} s"
@@ -154,7 +137,7 @@ class RunEnd:
                 return why
             if why != known:
                 known = why
-                self._desk.warn(
+                self._coordinator.warn(
                     f"the result cannot be written to {self._path}: {why};"
                     f" tried again for {self._patience_seconds:g} s"
                 )
@@ -168,22 +151,22 @@ class RunEnd:
         """
         newest = self._term
         with contextlib.suppress(JournalError):  # told by the first look
-            newest = self._newest_term()
+            newest = self._coordinator.sign.look()
         if newest <= self._term:
-            self._files.write_result(finish, self._desk.state(), result)
+            self._coordinator.files.write_result(finish, self._coordinator.state, result)
         return newest
 
     async def _is_superseded(self) -> bool:
         """A last look before something that another coordinator could do as well."""
         try:
             async with asyncio.timeout(self._close_seconds):
-                newest = await asyncio.to_thread(self._newest_term)
+                newest = await asyncio.to_thread(self._coordinator.sign.look)
         except (JournalError, TimeoutError) as error:
             # Then no standby can have claimed a term either.
-            self._desk.warn(str(error) or "the journal does not answer")
+            self._coordinator.warn(str(error) or "the journal does not answer")
             return False
         if newest > self._term:
-            self._desk.step_down(f"term {newest} has begun")
+            self._coordinator.step_down(f"term {newest} has begun")
         return newest > self._term
 
 

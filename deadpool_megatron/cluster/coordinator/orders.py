@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.succession import CoordinatorOptions
 from deadpool_megatron.cluster.link.pacing import beat_seconds, repeat_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.record_delta import RecordTeller

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -21,22 +22,19 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
-from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.coordinator.commands import Commands, describe
 from deadpool_megatron.cluster.coordinator.ending import RunEnd
-from deadpool_megatron.cluster.coordinator.garbage import GarbageSearch
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk, machine_config
+from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.progress import Progress, divergence_is_fatal
-from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
-from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
 from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
-from deadpool_megatron.cluster.coordinator.succession.first_state import (
+from deadpool_megatron.cluster.coordinator.succession import (
+    CoordinatorOptions,
+    SignOfLife,
     first_state,
     valid_checkpoints,
 )
-from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
-from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
-from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
+from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.journal.journal import (
     GONE,
     WRONG,
@@ -51,10 +49,10 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state.state import INITIAL, Config, State
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.liveness import run_to_end
-from deadpool_megatron.cluster.run_directory.directory import paths_gone
+from deadpool_megatron.cluster.run_directory.directory import paths_gone, valid_in
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
@@ -66,6 +64,10 @@ EXIT_SUPERSEDED = 71
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
+# A search for garbage among so many takes some milliseconds.
+_MOST_NEW_OBJECTS = 20_000
+_MOST_OLD_OBJECTS = 100_000
+_OLD_SECONDS = 3600.0
 # So long a decision waits for a look whether checkpoints are there.
 _LOOK_SECONDS = 2.0
 
@@ -74,74 +76,54 @@ class Coordinator:
     """See the module text; :meth:`run` is the whole life of it."""
 
     def __init__(self, options: CoordinatorOptions) -> None:
-        self._options, self._run = options, options.run
-        self._settings = options.info.settings
+        self.options, self._run = options, options.run
+        self._settings, term = options.info.settings, options.term.number
         self._journal = options.journal
-        machine = Machine(machine_config(options))
-        estate, now = options.estate, time.monotonic()
+        machine, now = Machine(_machine_config(options)), time.monotonic()
         self._not_understood: list[str] = []
-        state = first_state(machine, self._journal, estate, now, self._not_understood.append)
-        fatal = divergence_is_fatal(self._settings)
-        self._progress = Progress(fatal, state.line.newest)
-        self._files = RunFiles(options.run, options.info, options.term.number, self._progress)
-        self._sign = SignOfLife(
+        state = first_state(
+            machine, self._journal, options.estate, now, self._not_understood.append
+        )
+        self._progress = Progress(divergence_is_fatal(self._settings), state.line.newest)
+        self.files = RunFiles(options.run, options.info, term, self._progress)
+        self.peers = Peers(self._settings, self, term)
+        self.sign = SignOfLife(
             self._journal,
-            options.term.number,
+            term,
             Rhythm.of(self._settings),
             is_heard=self._is_heard,
-            on_gap=lambda: self._peers.forgive(time.monotonic()),
-            on_newer=lambda term: self._step_down(f"term {term} has begun"),
-            on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
+            on_gap=self.peers.forgive,
+            on_newer=self.step_down,
+            on_trouble=self.warn,
         )
         self._garbage = GarbageSearch(now)
         self._is_watching = False
         self._exit_status: int | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[object]] = set()
-        self._peers = Peers(self._settings, self, options.term.number)
-        self._stepper = Stepper(machine, state, self._peers, self._took, self._spawn)
-        self._orders = Orders(options, self._peers)
-        desk = Desk(
-            options,
-            state=lambda: self._state,
-            feed=self.feed,
-            emit=self._files.write,
-            warn=self._warn,
-            spawn=self._spawn,
-            step_down=self._step_down,
-        )
-        self._watchdog = Watchdog(self._settings, self._peers)
+        self._stepper = Stepper(machine, state, self.peers, self._took, self.spawn)
+        self.orders = Orders(options, self.peers)
+        self._watchdog = Watchdog(self._settings, self.peers)
         self._store = CoordinatorStore(
-            self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
+            self.orders.send_frame, epoch=lambda: self.state.heard_epoch or 0
         )
-        self._checkpoints = Checkpoints(
-            desk, self._orders.send, self._peers.refuse, self._orders.durable_done
-        )
-        self._run_end = RunEnd(
-            desk,
-            self._files,
-            self._orders,
-            self._peers,
-            self._sign.look,
-            self._checkpoints.under_way,
-            self._end,
-        )
-        self._user_requests = UserRequests(desk)
-        status = PacedStatus(self._describe).newest
-        self._commands = Commands(desk, self._user_requests, self._orders, status)
+        self.checkpoints = Checkpoints(self)
+        self._run_end = RunEnd(self)
+        self._commands = Commands(self)
 
     @property
-    def _state(self) -> State:
+    def state(self) -> State:
+        """The machine's present state."""
         return self._stepper.state
 
-    def _describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """For people; in any thread."""
-        state = self._state
+        state = self.state
         return {
-            **describe(state, self._peers, self._progress),
+            **describe(state, self.peers, self._progress),
             **self._watchdog.describe(state),
-            "export": self._checkpoints.status(),
-            "events": self._files.writer.describe(),
+            "export": self.checkpoints.status(),
+            "events": self.files.writer.describe(),
         }
 
     async def run(self) -> int:
@@ -149,35 +131,35 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._user_stop, number == signal.SIGINT)
-        living = asyncio.create_task(self._sign.run())
-        options, settings = self._options, self._settings
+        living = asyncio.create_task(self.sign.run())
+        options, settings = self.options, self._settings
         lock = Lock(
             options.secret, options.info.run_id, contexts(settings), settings.connect_seconds
         )
-        door = Door(options.listener, lock, self._peers)
+        door = Door(options.listener, lock, self.peers)
         port = options.listener.getsockname()[1]
-        if (record := self._state.record) is not None:
-            await self._stepper.aside(self._orders.prepare, record)
-        self._spawn(door.run())
+        if (record := self.state.record) is not None:
+            await self._stepper.aside(self.orders.prepare, record)
+        self.spawn(door.run())
         pid, hostname = os.getpid(), socket.gethostname()
         started = {str(pid): posix.start_time(pid)}
         process = {"pid": pid, "hostname": hostname, "started": started}
-        address = {"host": self._options.host, "port": port}
-        self._spawn(self._files.show_address({**address, **process}))
-        self._spawn(self._files.keep_name())
-        if self._state.record is None:
+        address = {"host": self.options.host, "port": port}
+        self.spawn(self.files.show_address({**address, **process}))
+        self.spawn(self.files.keep_name())
+        if self.state.record is None:
             info = options.info
             facts = {"roles": info.world_size, "nodes": info.nodes, "spares": info.spares}
             more = {"command": list(info.command), "schema": SCHEMA_VERSION}
-            self._files.write(Event(Kind.RUN_STARTED, data={**facts, **more}))
-        term = self._options.term
+            self.files.write(Event(Kind.RUN_STARTED, data={**facts, **more}))
+        term = self.options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
-        self._files.write(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
+        self.files.write(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         for trouble in self._not_understood:
-            self._warn(trouble)
-        self._spawn(self._user_requests.begin())
+            self.warn(trouble)
+        self.spawn(self._commands.requests.begin())
         if not options.estate.is_durable_read:
-            self._spawn(self._look_for_durable())
+            self.spawn(self._look_for_durable())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -189,12 +171,12 @@ class Coordinator:
             ticking.cancel()
             over.cancel()
             living.cancel()
-            self._sign.close()
+            self.sign.close()
             self._stepper.close()
             for spawned in self._tasks:
                 spawned.cancel()
             door.close()
-            self._files.close(self._settings.close_seconds)
+            self.files.close(self._settings.close_seconds)
         assert self._exit_status is not None
         return self._exit_status
 
@@ -207,29 +189,29 @@ class Coordinator:
     def _took(self, before: State, produced: list[actions.Action]) -> None:
         for action in produced:
             self._carry_out(action)
-        if self._state.requests is not before.requests:
-            self._user_requests.note()
+        if self.state.requests is not before.requests:
+            self._commands.requests.note()
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
             case actions.EmitEvent():
-                self._files.write(action.to_event())
+                self.files.write(action.to_event())
             case actions.Announce(_, forgotten_from=iteration) if iteration is not None:
                 self._progress.forget(iteration)
-                self._orders.give(action)
+                self.orders.give(action)
             case actions.WriteRecord(record):
-                self._spawn(self._write_record(record))
+                self.spawn(self._write_record(record))
             case actions.NoteGone(node, cause):
-                self._spawn(asyncio.to_thread(note_node, self._journal, GONE, node, cause))
+                self.spawn(asyncio.to_thread(note_node, self._journal, GONE, node, cause))
             case actions.NoteWrong(node, host, cause):
                 entry = (self._journal, WRONG, node, cause)
-                self._spawn(asyncio.to_thread(note_node, *entry, host=host))
+                self.spawn(asyncio.to_thread(note_node, *entry, host=host))
             case actions.Welcome(node, record):
-                self._orders.welcome(node, record, self._state)
+                self.orders.welcome(node, record, self.state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
-                self._checkpoints.carry_out(action)
+                self.checkpoints.carry_out(action)
             case actions.LookAtCheckpoints(valid):
-                self._spawn(self._look_at(valid))
+                self.spawn(self._look_at(valid))
             case actions.Finish():
                 self._run_end.finish(action)
             case actions.Hurry():
@@ -237,7 +219,7 @@ class Coordinator:
             case actions.Exit():
                 self._run_end.exit()
             case _:
-                self._orders.give(action)
+                self.orders.give(action)
 
     async def _look_at(self, valid: tuple[Restore, ...]) -> None:
         """Look whether they are there; a file system that hangs is not waited for."""
@@ -256,14 +238,14 @@ class Coordinator:
                 ("epoch", record.epoch),
                 await self._stepper.aside(record.to_dict),
                 patience,
-                on_trouble=lambda text: self._warn(f"{text}; tried again for {patience:g} s"),
+                on_trouble=lambda text: self.warn(f"{text}; tried again for {patience:g} s"),
             )
         except LostRace as error:
-            self._step_down(str(error))
+            self.step_down(str(error))
         except JournalError as error:
             self.feed(inputs.JournalFailed(record.epoch, str(error)))
         else:
-            await self._stepper.aside(self._orders.prepare, record)
+            await self._stepper.aside(self.orders.prepare, record)
             self.feed(inputs.JournalWritten(record.epoch))
 
     # Connections (see PeerEvents).
@@ -275,20 +257,20 @@ class Coordinator:
         if not again:
             self.feed(joined)
         elif peer.welcomed:  # else the machine has its first join, and is yet to answer that
-            self._orders.welcome(peer.node, self._state.record, self._state)
+            self.orders.welcome(peer.node, self.state.record, self.state)
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         """A report. Of a dropped node only numbers of the kept line are of use."""
         if peer.dropped and message["t"] not in ("event", "progress"):
             return
-        item = protocol.from_agent(peer.node, message, self._state.memory.layouts)
+        item = protocol.from_agent(peer.node, message, self.state.memory.layouts)
         match message["t"]:
             case "export":
-                self._checkpoints.heard(peer.node, message)
+                self.checkpoints.heard(peer.node, message)
             case "store":
                 self._store.heard(peer.node, message)
             case "event":
-                self._files.write(Event.from_dict(message["event"]))
+                self.files.write(Event.from_dict(message["event"]))
             case "progress":
                 self._progressed(Event.from_dict(message["event"]))
             case "member":
@@ -297,15 +279,15 @@ class Coordinator:
             self.feed(item)
 
     def _member_said(self, node: int, message: Mapping[str, Any]) -> None:
-        m, role = message["m"], self._state.role_at(*protocol.seat_of(node, message))
+        m, role = message["m"], self.state.role_at(*protocol.seat_of(node, message))
         if m["t"] == "durable-request":
-            self._spawn(self._checkpoints.save(m), self._peers.hearing)
+            self.spawn(self.checkpoints.save(m), self.peers.hearing)
         event = protocol.event_of_member(m, node, role)
         if event is None or (event.kind is Kind.MEMBER_DONE and self._is_stale(event)):
             return
         if event.kind is Kind.MEMBER_DONE and event.role is not None:
             self._progress.done(event.role, event.data)
-        self._files.write(event)
+        self.files.write(event)
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         """The end of an agent's connection is the end of its node: its members die with it."""
@@ -317,19 +299,19 @@ class Coordinator:
         still is one: what came while it slept is not its any more.
         """
         event = Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why})
-        if self._sign.is_fresh(time.monotonic()):
-            self._files.write(event)
+        if self.sign.is_fresh(time.monotonic()):
+            self.files.write(event)
         else:
-            self._spawn(self._emit_awake(event))
+            self.spawn(self._emit_awake(event))
 
     async def _emit_awake(self, event: Event) -> None:
-        while not self._sign.is_fresh(time.monotonic()):
+        while not self.sign.is_fresh(time.monotonic()):
             await asyncio.sleep(self._settings.beat_interval_seconds)
-        self._files.write(event)
+        self.files.write(event)
 
     def superseded(self, why: str) -> None:
         """An agent has gone over to the next coordinator: nothing is to be concluded from that."""
-        self._step_down(why)
+        self.step_down(why)
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """See commands.Commands."""
@@ -339,7 +321,7 @@ class Coordinator:
 
     @property
     def _epoch(self) -> int:
-        return 0 if self._state.record is None else self._state.record.epoch
+        return 0 if self.state.record is None else self.state.record.epoch
 
     def _progressed(self, report: Event) -> None:
         """Progress of a role: written, and the machine's. Numbers of a closed epoch count up to the
@@ -347,13 +329,13 @@ class Coordinator:
         """
         is_late = report.kind in protocol.NUMBERS and report.epoch < self._epoch
         computed = Generation(report.epoch, report.iteration or 0)
-        if is_late and not is_kept(self._state.line.kept, computed) and self._is_stale(report):
+        if is_late and not is_kept(self.state.line.kept, computed) and self._is_stale(report):
             return
         event, item = self._progress.take(report)
         if event is not None:
-            self._files.write(event)
+            self.files.write(event)
             if not is_late:
-                self._watchdog.note(event)
+                self._watchdog.note(event, time.monotonic())
         # All that went on from a number that is not finite is bad.
         if item is not None and (not is_late or isinstance(item, inputs.NotFinite)):
             self.feed(item)
@@ -374,15 +356,15 @@ class Coordinator:
             await asyncio.sleep(interval)
             now = time.monotonic()
             if now - last > 3 * interval:
-                self._peers.forgive(now)
+                self.peers.forgive(now)
             last = now
-            for lost in self._watchdog.at_silence(now, trusted=self._sign.is_fresh(now)):
+            for lost in self._watchdog.at_silence(now, trusted=self.sign.is_fresh(now)):
                 self.feed(lost)
             if not self._is_watching and self._watchdog.is_due(now):
                 self._is_watching = True
-                self._spawn(self._watch())
+                self.spawn(self._watch())
             self.feed(inputs.Tick())
-            self._checkpoints.tick()
+            self.checkpoints.tick()
             self._garbage.tick(now)
 
     async def _watch(self) -> None:
@@ -390,39 +372,39 @@ class Coordinator:
         look = self._watchdog.at_progress
         try:
             events, found = await self._stepper.aside(
-                look, self._state, self._epoch, time.monotonic()
+                look, self.state, self._epoch, time.monotonic()
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            self._peers.refuse_broken("members", "their beats", error)
+            self.peers.refuse_broken("members", "their beats", error)
             return
         finally:
             self._is_watching = False
         for event in events:
-            self._files.write(event)
-        for item in (*found, *self._watchdog.at_protection(self._state)):
+            self.files.write(event)
+        for item in (*found, *self._watchdog.at_protection(self.state)):
             self.feed(item)
 
     # The end of this coordinator.
 
     def _is_heard(self) -> bool:
         limit = Rhythm.of(self._settings).alone
-        return self._peers.hears_most(limit, time.monotonic(), self._options.term.node)
+        return self.peers.hears_most(limit, time.monotonic(), self.options.term.node)
 
-    def _step_down(self, why: str) -> None:
+    def step_down(self, why: str) -> None:
         """Another coordinator holds a newer term: say nothing more to anybody."""
         if self._exit_status is None:
-            text = f"coordinator of term {self._options.term.number} steps down: {why}"
+            text = f"coordinator of term {self.options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self._files.hand_over()
-            self._end(EXIT_SUPERSEDED)
+            self.files.hand_over()
+            self.end(EXIT_SUPERSEDED)
 
-    def _end(self, exit_status: int) -> None:
+    def end(self, exit_status: int) -> None:
         self._exit_status = exit_status
         self._stepper.end()
         self._over.set()
 
-    def _warn(self, text: str) -> None:
-        self._files.write(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
+    def warn(self, text: str) -> None:
+        self.files.write(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
 
     async def _look_for_durable(self) -> None:
         """Learn of checkpoints that could not be read before this coordinator took over."""
@@ -433,9 +415,9 @@ class Coordinator:
             except OSError:
                 await asyncio.sleep(self._settings.takeover_seconds)
             except ValueError as error:
-                self._warn(str(error))
+                self.warn(str(error))
                 return
-        line, nonfinite = self._state.line, self._state.blame.nonfinite
+        line, nonfinite = self.state.line, self.state.blame.nonfinite
         for one in found:
             known = one.path in {other.path for other in line.valid} | line.struck
             bad = is_thrown_away(one.generation, nonfinite)
@@ -446,7 +428,7 @@ class Coordinator:
     def _user_stop(self, keeps: bool) -> None:
         self.feed(inputs.UserStop(keeps=keeps))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
 
         def finished(task: asyncio.Task[object]) -> None:
@@ -455,11 +437,61 @@ class Coordinator:
                 return
             if not who:
                 end_process(error)
-            self._peers.refuse_broken(who, "what it asked for", error)
+            self.peers.refuse_broken(who, "what it asked for", error)
 
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(finished)
+
+
+class GarbageSearch:
+    """The search for objects that refer to each other in a circle, a little at a time.
+
+    Records, inventories and layouts of all roles are millions of objects without a circle among
+    them. Python counts how many more objects there are than before: where new ones take the place
+    of old ones that is none, until it looks through hundreds of thousands at once, and nobody is
+    answered. So the coordinator looks itself, in each tick, at what is new. ``now``: seconds, of a
+    clock that only goes forward.
+    """
+
+    def __init__(self, now: float) -> None:
+        gc.disable()
+        self._old_at = now + _OLD_SECONDS
+
+    def tick(self, now: float) -> None:
+        """Look through the new objects, and once an hour through those that were new before. More
+        than can be looked through in a moment are those of all roles: nobody looks at them again.
+        """
+        if len(gc.get_objects(0)) > _MOST_NEW_OBJECTS:
+            gc.freeze()
+            return
+        gc.collect(1)
+        if now >= self._old_at:
+            self._old_at = now + _OLD_SECONDS
+            if len(gc.get_objects(2)) > _MOST_OLD_OBJECTS:
+                gc.freeze()
+            else:
+                gc.collect()
+
+
+def _machine_config(options: CoordinatorOptions) -> Config:
+    """The facts that the state machine needs."""
+    info = options.info
+    start, *older = valid_in(info.restore) or [INITIAL]
+    return Config(
+        nodes=info.nodes,
+        spares=info.spares,
+        nproc=info.nproc_per_node,
+        settings=info.settings,
+        dump_directory=str(options.run.dump),
+        start=start,
+        older=tuple(older),
+        restarted=options.restarted,
+        begins_anew=options.begins_anew,
+        check_only=info.check_only,
+        finished=info.finished,
+        from_scratch=info.from_scratch,
+    )
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from immutables import Map
@@ -44,7 +44,7 @@ class Desk:
         self.commands = Commands.__new__(Commands)
         self.commands._info = RunInfo.__new__(RunInfo)
         object.__setattr__(self.commands._info, "settings", settings)
-        self.commands._state = lambda: self.state
+        self.commands._coordinator = cast(Any, self)
 
     def ask(self, **wish: object) -> dict[str, Any] | str:
         return self.commands._what(Verb.PROTECT, wish)

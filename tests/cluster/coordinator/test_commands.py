@@ -8,13 +8,11 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from deadpool_megatron.cluster.coordinator.commands import _KILL_SECONDS, Commands
-from deadpool_megatron.cluster.coordinator.options import Desk
-from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal, Journal
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.layout.records import Seat
@@ -43,13 +41,10 @@ def commands(
     """Those of a coordinator of NODES + SPARES nodes."""
     info = SimpleNamespace(nodes=NODES, spares=SPARES, settings=Settings())
     run = SimpleNamespace(exports=directory / "exports")
-    options = SimpleNamespace(info=info, term=None, journal=journal, run=run)
-    desk = SimpleNamespace(options=options, state=lambda: state)
-
-    async def status() -> dict[str, Any]:
-        return {}
-
-    return Commands(cast(Desk, desk), cast(UserRequests, None), cast(Any, orders), status)
+    term = SimpleNamespace(number=1)
+    options = SimpleNamespace(info=info, term=term, journal=journal, run=run, restarted=False)
+    one: Any = SimpleNamespace(options=options, state=state, orders=orders, describe=dict)
+    return Commands(one)
 
 
 def attach(one: Commands, taken: Collection[int] = AT_START) -> int:

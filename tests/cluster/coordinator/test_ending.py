@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator import ending
-from deadpool_megatron.cluster.coordinator.reporting import run_files
+from deadpool_megatron.cluster.coordinator import files as run_files
 from deadpool_megatron.cluster.coordinator.service import EXIT_SUPERSEDED, Coordinator
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal, open_journal
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -35,14 +35,14 @@ class Agent:
         self.one = one
         self.removes = removes
         writer: Any = PipeWriter(os.open(os.devnull, os.O_WRONLY))
-        one._peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)
+        one.peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)
         one.feed(inputs.NodeJoined(0, "host", 1, "rack"))
-        monkeypatch.setattr(one._peers, "send_all", self.hear)
+        monkeypatch.setattr(one.peers, "send_all", self.hear)
 
     def hear(self, message: Mapping[str, Any]) -> None:
         if message["t"] == "stop":
             self.removes.append(bool(message["remove"]))
-            del self.one._peers.agents[0]
+            del self.one.peers.agents[0]
             self.one.feed(inputs.NodeLost(0, "gone"))
 
 
@@ -71,7 +71,7 @@ def end(
             one.feed(inputs.Tick())
             await asyncio.sleep(0.01)
             longest, last = max(longest, loop.time() - last), loop.time()
-        one._files.close(5.0)
+        one.files.close(5.0)
         return one._exit_status, longest
 
     return asyncio.run(live())
@@ -124,7 +124,7 @@ def test_the_end_waits_for_what_is_being_made_valid(
     saves, removes, left = {(1, 20)}, list[bool](), list[int]()
 
     def save(one: Coordinator) -> None:
-        one._checkpoints._saves = saves
+        one.checkpoints._saves = saves
         one._run_end._close_seconds = limit_seconds
         loop = asyncio.get_running_loop()
         if becomes_valid:

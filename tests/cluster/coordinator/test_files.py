@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import files as run_files
+from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.progress import Progress
-from deadpool_megatron.cluster.coordinator.reporting import run_files
-from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.blame import Blame
 from deadpool_megatron.cluster.machine.state.recoveries import Recoveries

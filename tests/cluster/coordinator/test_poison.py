@@ -34,7 +34,7 @@ def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) ->
         journal = open_journal(Settings(), "run", directory / "journal")
         one = coordinator(lambda name: journal, directory, "run")
         writer: Any = PipeWriter(1)
-        peer = one._peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)
+        peer = one.peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)
         scenario(one, peer)
         for _ in range(20):
             await asyncio.sleep(0.005)
@@ -59,11 +59,11 @@ def test_report_that_cannot_be_used_ends_nothing(
     tmp_path: Path, message: Mapping[str, Any]
 ) -> None:
     def scenario(one: Coordinator, peer: AgentPeer) -> None:
-        one._peers._hand_over(peer, {**message, "n": 1}, one._peers._take)
+        one.peers._hand_over(peer, {**message, "n": 1}, one.peers._take)
 
     one = hear(tmp_path, scenario)
-    assert one._peers.refusals == 1
-    assert one._peers.taken(one._peers.agents[0]) == 1, "else its successor is told it again"
+    assert one.peers.refusals == 1
+    assert one.peers.taken(one.peers.agents[0]) == 1, "else its successor is told it again"
     assert not one._tasks
 
 
@@ -95,14 +95,14 @@ def test_a_successor_is_not_told_again_what_was_refused() -> None:
 
 def warnings_of(one: Coordinator) -> list[str]:
     """Filled with what it warns of from now on."""
-    warned, write = list[str](), one._files.write
+    warned, write = list[str](), one.files.write
 
     def note(event: Event) -> None:
         if event.data.get("level") == "warning":
             warned.append(str(event.data["text"]))
         write(event)
 
-    one._files.write = note  # type: ignore[method-assign]
+    one.files.write = note  # type: ignore[method-assign]
     return warned
 
 
@@ -136,11 +136,11 @@ def test_a_note_on_a_node_that_is_not_understood_ends_no_coordinator(
             assert not living.done()
             await asyncio.sleep(0)
         warned.extend(warnings)
-        one._end(0)
+        one.end(0)
         await living
         return one
 
-    state = asyncio.run(live())._state
+    state = asyncio.run(live()).state
     assert [f"{kind} node 7" in line and why in line for line in warned] == [True], warned
     if kind == GONE:
         assert "its note in the journal is not understood" in state.fleet.gone[7]
@@ -188,13 +188,13 @@ async def test_a_request_of_a_newer_version_ends_no_coordinator(
     warned: list[str] = []
     one = coordinator(lambda name: journal, tmp_path, "run")
     warnings = warnings_of(one)
-    await one._user_requests.begin()
-    assert len(one._state.requests) == kept
+    await one._commands.requests.begin()
+    assert len(one.state.requests) == kept
     plan = {"plan": ProtectionPlan().to_dict(), "words": "copies"}
-    answer = await one._user_requests.ask(Verb.PROTECT, lambda: plan, "c")
+    answer = await one._commands.requests.ask(Verb.PROTECT, lambda: plan, "c")
     assert answer["ok"]
     warned.extend(warnings)
-    one._files.close(5.0)
+    one.files.close(5.0)
     assert any(why in line for line in warned), warned
     found = newest(journal)
     assert [one.token for one in found.requests] == ["b", "c"][2 - kept - 1 :]
@@ -205,7 +205,7 @@ def test_input_that_the_machine_fails_at_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scenario(one: Coordinator, peer: AgentPeer) -> None:
-        step, before = one._stepper._machine.step, one._state
+        step, before = one._stepper._machine.step, one.state
 
         def fails_at_hellos(state: Any, item: inputs.Input, now: float) -> Any:
             assert not isinstance(item, inputs.MemberHello), "a mistake of ours"
@@ -213,11 +213,11 @@ def test_input_that_the_machine_fails_at_changes_nothing(
 
         monkeypatch.setattr(one._stepper._machine, "step", fails_at_hellos)
         hello = {"t": "member", **_SEAT, "m": {"t": "hello", "pid": 1}, "n": 1}
-        one._peers._hand_over(peer, hello, one._peers._take)
-        assert one._state is before
+        one.peers._hand_over(peer, hello, one.peers._take)
+        assert one.state is before
         one.feed(inputs.Tick())
 
-    assert hear(tmp_path, scenario)._peers.refusals == 1
+    assert hear(tmp_path, scenario).peers.refusals == 1
 
 
 def test_beats_that_cannot_be_read_end_no_look(tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ def test_beats_that_cannot_be_read_end_no_look(tmp_path: Path) -> None:
 
         del peer
         one._watchdog._hang = broken  # type: ignore[method-assign]
-        one._spawn(one._watch())
+        one.spawn(one._watch())
 
-    assert hear(tmp_path, scenario)._peers.refusals == 1
+    assert hear(tmp_path, scenario).peers.refusals == 1
 
 
 @pytest.mark.parametrize(("loss", "is_told"), [("nan", True), ((1.5).hex(), False)])

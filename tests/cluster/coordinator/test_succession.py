@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
-from deadpool_megatron.cluster.coordinator.succession import standby
-from deadpool_megatron.cluster.coordinator.succession.first_state import (
+from deadpool_megatron.cluster.coordinator import standby
+from deadpool_megatron.cluster.coordinator.files import EventWriter
+from deadpool_megatron.cluster.coordinator.standby import Standby
+from deadpool_megatron.cluster.coordinator.succession import (
     Estate,
+    SignOfLife,
     look_up,
     valid_checkpoints,
 )
-from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
-from deadpool_megatron.cluster.coordinator.succession.standby import Standby
 from deadpool_megatron.cluster.journal.journal import (
     DirectoryJournal,
     LostRace,
@@ -51,12 +51,12 @@ def journal(tmp_path: Path) -> DirectoryJournal:
 
 
 def live(
-    journal: DirectoryJournal, meanwhile: Callable[[list[int]], Awaitable[None]]
-) -> tuple[list[int], list[str]]:
+    journal: DirectoryJournal, meanwhile: Callable[[list[str]], Awaitable[None]]
+) -> tuple[list[str], list[str]]:
     """The coordinator of term 1 shows its sign beside something else, which is given the newer
     terms that it finds; returns these, and its troubles.
     """
-    newer, troubles = list[int](), list[str]()
+    newer, troubles = list[str](), list[str]()
 
     async def story() -> None:
         one = SignOfLife(
@@ -64,7 +64,7 @@ def live(
             1,
             _RHYTHM,
             is_heard=lambda: True,
-            on_gap=lambda: None,
+            on_gap=lambda now: None,
             on_newer=newer.append,
             on_trouble=troubles.append,
         )
@@ -105,7 +105,7 @@ def test_a_look_does_not_grow_with_the_journal(
     def no_list(*_: object) -> None:
         raise LostRace("the journal was listed")
 
-    async def meanwhile(newer: list[int]) -> None:
+    async def meanwhile(newer: list[str]) -> None:
         await until(moving(journal))
         assert newer == []
         if told_by == "entry":
@@ -114,7 +114,7 @@ def test_a_look_does_not_grow_with_the_journal(
         await until(lambda: newer or (told_by == "sign" and journal.beat(sign(2, 1))))
 
     monkeypatch.setattr(DirectoryJournal, "numbers", no_list)
-    assert live(journal, meanwhile) == ([2], [])
+    assert live(journal, meanwhile) == (["term 2 has begun"], [])
 
 
 def test_a_slow_write_elsewhere_does_not_delay_it(
@@ -128,7 +128,7 @@ def test_a_slow_write_elsewhere_does_not_delay_it(
         syncing.set()
         works.wait(PATIENCE_SECONDS)
 
-    async def meanwhile(newer: list[int]) -> None:
+    async def meanwhile(newer: list[str]) -> None:
         writer = EventWriter(EventLog(events))
         writer.write(Event(Kind.LOG, data={"text": "x"}))
         records = [
@@ -193,10 +193,10 @@ def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_p
         os.mkfifo(one._run.latest)
         looking = asyncio.create_task(one._look_for_durable())
         await asyncio.sleep(0.1)
-        assert not one._state.line.valid
+        assert not one.state.line.valid
         await asyncio.to_thread(one._run.latest.write_text, json.dumps(saved.to_dict()))
         await looking
-        return [known.path for known in one._state.line.valid]
+        return [known.path for known in one.state.line.valid]
 
     journal = open_journal(Settings(), "run", tmp_path / "journal")
     assert asyncio.run(live()) == [saved.path]

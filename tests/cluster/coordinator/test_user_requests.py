@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import user_requests
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk
-from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
+from deadpool_megatron.cluster.coordinator import commands
+from deadpool_megatron.cluster.coordinator.commands import UserRequests
 from deadpool_megatron.cluster.journal import requests
 from deadpool_megatron.cluster.journal.journal import (
     DirectoryJournal,
@@ -24,7 +23,6 @@ from deadpool_megatron.cluster.journal.journal import (
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.settings import Settings
 
 DRAIN = {"node": 1}
@@ -32,10 +30,10 @@ STOP = {"dump": True, "reason": "enough"}
 
 
 class Coordinator:
-    """A desk whose machine does nothing with a request but remember it."""
+    """One whose machine does nothing with a request but remember it."""
 
     def __init__(self, journal: Journal, term: int, *, restarted: bool = False) -> None:
-        options = SimpleNamespace(
+        self.options = SimpleNamespace(
             journal=journal,
             term=SimpleNamespace(number=term),
             restarted=restarted,
@@ -52,17 +50,8 @@ class Coordinator:
         self.fed: list[Any] = []
         self.stepped_down: list[str] = []
         self.tasks: list[asyncio.Task[object]] = []
-        self.desk = UserRequests(
-            Desk(
-                cast(CoordinatorOptions, options),
-                state=lambda: cast(State, self.state),
-                feed=self.feed,
-                emit=lambda event: None,
-                warn=lambda text: None,
-                spawn=self.spawn,
-                step_down=self.stepped_down.append,
-            )
-        )
+        self.step_down, self.warn = self.stepped_down.append, lambda text: None
+        self.desk = UserRequests(cast(Any, self))
 
     def feed(self, item: inputs.Input) -> None:
         self.fed.append(item)
@@ -174,8 +163,8 @@ async def test_a_journal_that_cannot_be_read_yet_refuses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator before may have taken it, and what can be is not known."""
-    monkeypatch.setattr(user_requests, "_ASK_SECONDS", 0.2)
-    monkeypatch.setattr(user_requests, "_STOP_SECONDS", 0.05)
+    monkeypatch.setattr(commands, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(commands, "_STOP_SECONDS", 0.05)
     one = await Coordinator(DirectoryJournal(tmp_path / "journal"), 1).begun()
     await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
     gated = Gated(tmp_path / "journal")
@@ -257,7 +246,7 @@ class Hanging(DirectoryJournal):
 async def test_what_was_refused_is_not_found_by_the_next_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lies: bool
 ) -> None:
-    monkeypatch.setattr(user_requests, "_ASK_SECONDS", 0.05)
+    monkeypatch.setattr(commands, "_ASK_SECONDS", 0.05)
     slow = Hanging(tmp_path / "journal")
     one = Coordinator(slow, 1)
     one.desk._patience = 0.0

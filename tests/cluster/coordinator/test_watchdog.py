@@ -11,8 +11,7 @@ import pytest
 from immutables import Map
 
 from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import is_bad
-from deadpool_megatron.cluster.coordinator.watchdog.protection_watch import ProtectionWatch
-from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
+from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.protection import budgets_of, memory_refusal, scene_of
 from deadpool_megatron.cluster.machine.state.state import State
@@ -100,7 +99,12 @@ def large_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig_module, "layout", large)
 
 
-def train(watch: ProtectionWatch, count: int, wait: float = 0.0, ship: float = 0.0) -> None:
+def watchdog_of(rig: Rig) -> Watchdog:
+    peers: Any = SimpleNamespace(agents={})
+    return Watchdog(rig.settings, peers)
+
+
+def train(watch: Watchdog, count: int, wait: float = 0.0, ship: float = 0.0) -> None:
     """Iterations of 1 s in epoch 1, each with a wait for the copies of the one before."""
     for iteration in range(1, count + 1):
         waited = {"seconds": wait, "over": True, "lineage": 1}
@@ -118,35 +122,35 @@ def with_memory(rig: Rig, nbytes: int) -> State:
 
 def test_waits_at_the_gate_lead_to_a_thinner_cadence() -> None:
     rig = Rig().run()
-    watch = ProtectionWatch(rig.settings)
+    watch = watchdog_of(rig)
     train(watch, 60, wait=0.5)
-    (request,) = watch.look(rig.state)
+    (request,) = watch.at_protection(rig.state)
     assert isinstance(request, ev.ProtectionRequested)
     assert request.plan == replace(ProtectionPlan(), every=3)
     assert "waited 50% of the time for copies" in request.why
     rig.feed(request)
     assert rig.state.protection.plan.every == 3
-    assert watch.look(rig.state) == [], "another plan is on its way"
+    assert watch.at_protection(rig.state) == [], "another plan is on its way"
 
 
 @pytest.mark.parametrize("settings", [{"cadence": "1"}, {"protection": "recompute"}])
 def test_a_fixed_cadence_stays(settings: dict[str, str]) -> None:
     rig = Rig(**settings).run()
-    watch = ProtectionWatch(rig.settings)
+    watch = watchdog_of(rig)
     train(watch, 60, wait=0.5)
-    assert watch.look(rig.state) == []
+    assert watch.at_protection(rig.state) == []
 
 
 def test_the_rpo_in_iterations_and_seconds() -> None:
     rig = Rig().run()
-    watch = ProtectionWatch(rig.settings)
-    assert watch.describe(rig.state)["most_lost_seconds"] is None
+    watch = watchdog_of(rig)
+    assert watch.describe(rig.state)["rpo"]["most_lost_seconds"] is None
     train(watch, 30)
-    found = watch.describe(rig.state)
+    found = watch.describe(rig.state)["rpo"]
     assert (found["plan"], found["wanted"], found["survives"]) == ("buddy", "", 1)
     assert (found["most_lost"], found["most_lost_seconds"]) == (1, pytest.approx(1.0))
     rig.feed(ev.ProtectionRequested(replace(ProtectionPlan(), every=4), "a test"))
-    assert watch.describe(rig.state)["wanted"] == "buddy; every 4 iterations"
+    assert watch.describe(rig.state)["rpo"]["wanted"] == "buddy; every 4 iterations"
 
 
 def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:

@@ -21,9 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.coordinator.succession.first_state import look_up, valid_checkpoints
+from deadpool_megatron.cluster.coordinator.succession import (
+    CoordinatorOptions,
+    look_up,
+    valid_checkpoints,
+)
 from deadpool_megatron.cluster.journal import etcd
 from deadpool_megatron.cluster.journal.journal import Journal, LostRace, open_journal
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -165,7 +168,7 @@ async def decide(one: Coordinator, pipes: list[int], line: int) -> None:
     """From the first agent to the announcement of epoch 1."""
     heard = [PipeWriter(pipe) for pipe in pipes]
     for node, writer in enumerate(heard):
-        one._peers.agents[node] = AgentPeer(node, 1, writer, "host", 0.0)  # type: ignore[arg-type]
+        one.peers.agents[node] = AgentPeer(node, 1, writer, "host", 0.0)  # type: ignore[arg-type]
         one.feed(ev.NodeJoined(node, "host", 1, f"rack{node}"))
     one.feed(ev.MemberHello(0, 0, 0))
     Death(line).begin()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.reporting.run_files import DETAIL_VARIABLE
+from deadpool_megatron.cluster.coordinator.files import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from tests.faults.harness.jobs import (
     Program,

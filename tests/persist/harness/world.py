@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
-from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
@@ -39,31 +38,33 @@ class World:
         self.fed: list[Any] = []
         self.tasks: list[Coroutine[Any, Any, object]] = []
         info = SimpleNamespace(settings=Settings(**settings), world_size=2, run_id="id")
-        options: Any = SimpleNamespace(run=self.run, info=info, term=SimpleNamespace(number=1))
-        self.desk = Desk(
-            options,
-            state=lambda: self.state,
-            feed=self.fed.append,
-            emit=self.events.append,
-            warn=self.warnings.append,
-            spawn=lambda task: self.tasks.append(task),
-            step_down=lambda why: None,
+        self._options: Any = SimpleNamespace(
+            run=self.run, info=info, term=SimpleNamespace(number=1)
         )
         self.done: list[int] = []
-        self.exports = self.coordinator()
+        self.exports = self.takes_over()
 
-    def coordinator(self) -> Checkpoints:
-        """The part of another coordinator, which takes over."""
-        return Checkpoints(
-            self.desk,
-            send=lambda node, message: self.sent.append((node, message["t"], message)),
-            refused=lambda what, why: None,
-            done=self.done.append,
+    def takes_over(self) -> Checkpoints:
+        """The part of another coordinator."""
+        one: Any = SimpleNamespace(
+            options=self._options,
+            state=self.state,
+            feed=self.fed.append,
+            warn=self.warnings.append,
+            spawn=self.tasks.append,
+            files=SimpleNamespace(write=self.events.append),
+            peers=SimpleNamespace(refuse=lambda what, why: None),
+            orders=SimpleNamespace(send=self._send, durable_done=self.done.append),
         )
+        return Checkpoints(one)
+
+    def _send(self, node: int, message: Mapping[str, Any]) -> None:
+        self.sent.append((node, message["t"], message))
 
     def orders(self) -> list[tuple[int, str]]:
         """What was sent since the last look."""
-        found, self.sent = [(node, kind) for node, kind, _ in self.sent], []
+        found = [(node, kind) for node, kind, _ in self.sent]
+        self.sent.clear()
         return found
 
     def hear(self, node: int, step: str, **facts: Any) -> None:
@@ -98,7 +99,8 @@ class World:
 
     def work(self) -> None:
         """Carry out what was spawned."""
-        tasks, self.tasks = self.tasks, []
+        tasks = self.tasks.copy()
+        self.tasks.clear()
         for task in tasks:
             asyncio.run(task)
 

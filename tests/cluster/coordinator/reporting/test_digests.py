@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import (
     PERIOD_SECONDS,
     CommitDigest,
 )
-from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line

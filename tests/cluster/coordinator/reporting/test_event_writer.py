@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
+from deadpool_megatron.cluster.coordinator.files import EventWriter
 from deadpool_megatron.events import Event, EventLog, Kind, event_files, read_events
 
 PATIENCE_SECONDS = 30.0

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.succession.first_state import Estate, first_state
+from deadpool_megatron.cluster.coordinator.succession import Estate, first_state
 from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
 from deadpool_megatron.cluster.journal.journal import WRONG, DirectoryJournal, note_node
 from deadpool_megatron.cluster.machine import actions as act

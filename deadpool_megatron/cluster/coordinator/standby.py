@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.succession.first_state import (
+from deadpool_megatron.cluster.coordinator.succession import (
     Estate,
     look_up,
     valid_checkpoints,

@@ -1,1 +1,0 @@
-"""Findings of looking at the agents again and again: silence, hangs, slowness, RPO."""
