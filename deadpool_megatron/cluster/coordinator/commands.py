@@ -115,10 +115,10 @@ class Commands:
                 return {"dump": bool(message["dump"]), "reason": str(message["reason"])}
 
     def _strike(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a signal for a user who wants to see a run recover. It is an order and no request:
-        one that a takeover crosses may be lost."""
-        state, strike = self._coordinator.state, self._coordinator.orders.strike
-        part, name = str(message["part"]), str(message["signal"])
+        """Have an agent send a signal, for a user who wants to see a run recover: to itself, to its
+        vault, to all processes of its node, or to the process of a role. It is an order and no
+        request: one that a takeover crosses may be lost."""
+        state, part, name = self._coordinator.state, str(message["part"]), str(message["signal"])
         later = functools.partial(asyncio.get_running_loop().call_later, _KILL_SECONDS)
         if part not in PARTS or name not in SIGNALS:
             raise ValueError(f"no such part or signal: {part}, {name}")
@@ -129,16 +129,15 @@ class Commands:
             error = "the coordinator has just taken over, and waits for the agents: ask again"
             return {"ok": False, "again": True, "error": error}
         of = int(message["number"])
-        seat = state.seats.get(of) if part == "role" else None
-        why = "" if seat is not None else not_connected(state, of)
-        if part == "role" and seat is None:
-            why = f"there is no role {of} (there are 0 to {len(state.seats) - 1})"
-        if why:
+        order: dict[str, Any] = {"t": "hurt", "part": part, "signal": name}
+        if part == "role":
+            if (seat := state.seats.get(of)) is None:
+                return _refused(f"there is no role {of} (there are 0 to {len(state.seats) - 1})")
+            of = seat.node
+            order |= {"slot": seat.slot, "incarnation": seat.incarnation}
+        elif why := not_connected(state, of):
             return _refused(why)
-        if seat is None:
-            later(strike, of, part, name)
-        else:
-            later(strike, seat.node, part, name, seat.slot, seat.incarnation)
+        later(self._coordinator.orders.send, of, order)
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -91,7 +91,8 @@ class RunEnd:
             self._coordinator.warn(text)
             print(text, file=sys.stderr, flush=True)
         keeps = finish.keeps_slots or bool(error)
-        self._coordinator.orders.stop(str(result["reason"]), remove=not keeps)
+        stop = {"t": "stop", "reason": str(result["reason"]), "remove": not keeps}
+        self._coordinator.peers.send_all(stop)
         self._is_writing = False
         late = time.monotonic() + self._close_seconds
         while self._coordinator.peers.agents and time.monotonic() < late:

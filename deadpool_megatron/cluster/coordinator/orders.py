@@ -15,18 +15,6 @@ from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout.records import EpochRecord
 
-Order = (
-    actions.Announce
-    | actions.DropNode
-    | actions.Probe
-    | actions.StartMembers
-    | actions.KillMember
-    | actions.AskNccl
-    | actions.CloseEpoch
-    | actions.Pause
-    | actions.Dump
-)
-
 
 class Orders:
     """Keeps no state but which record each agent has. Used from the coordinator's loop."""
@@ -37,14 +25,14 @@ class Orders:
         self._teller: RecordTeller | None = None
         self._next: RecordTeller | None = None  # of a record that nobody has been told yet
 
-    def give(self, order: Order) -> None:
+    def give(self, order: actions.Action) -> None:
         """Send it to whom it is for. It arrives once, on this connection or on the next one; of
         records only the newest does.
         """
         match order:
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
-                self._announce(record)
+                self._peers.in_turn(self._peers.listening(), lambda peer: self._tell(peer, record))
             case actions.DropNode():
                 self._drop(order)
             case actions.Probe(node, number, peers, bulk, limit):
@@ -73,20 +61,6 @@ class Orders:
                 for node in nodes:
                     self.send(node, {**dump, "generation": generation.to_list()})
 
-    def strike(
-        self,
-        node: int,
-        part: str,
-        signal: str,
-        slot: int | None = None,
-        incarnation: int | None = None,
-    ) -> None:
-        """Have an agent send a signal, for a user: to itself, to its vault, to all processes of its
-        node, or to the process of a role, which is in ``slot``.
-        """
-        where = {"slot": slot, "incarnation": incarnation}
-        self.send(node, {"t": "hurt", "part": part, "signal": signal, **where})
-
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""
         peer = self._peers.agents.get(node)
@@ -114,10 +88,6 @@ class Orders:
         """A checkpoint is valid: its writers need wait no longer."""
         self._peers.send_all({"t": "durable-done", "iteration": iteration})
 
-    def stop(self, reason: str, *, remove: bool) -> None:
-        """The run is over; ``remove``: the slots, too."""
-        self._peers.send_all({"t": "stop", "reason": reason, "remove": remove})
-
     def send(self, node: int, message: Mapping[str, Any]) -> None:
         """Give an order to one agent, if it is there."""
         self._peers.order(node, message)
@@ -130,15 +100,8 @@ class Orders:
 
     def prepare(self, record: EpochRecord) -> None:
         """Work out what agents that have the record before need of this one; in any thread."""
-        self._next = self._prepared(record)
-
-    def _prepared(self, record: EpochRecord) -> RecordTeller:
-        teller = RecordTeller(record, None if self._teller is None else self._teller.record)
-        teller.begin()
-        return teller
-
-    def _announce(self, record: EpochRecord) -> None:
-        self._peers.in_turn(self._peers.listening(), lambda peer: self._tell(peer, record))
+        self._next = RecordTeller(record, None if self._teller is None else self._teller.record)
+        self._next.begin()
 
     def _tell(self, peer: AgentPeer, record: EpochRecord) -> None:
         told = self._told(peer, record)
@@ -149,10 +112,10 @@ class Orders:
         """Return what the agent lacks of the record; it is counted as told from here on."""
         teller = self._teller
         if teller is None or teller.record is not record:
-            teller = self._next
-            if teller is None or teller.record is not record:
-                teller = self._prepared(record)
-            self._teller = teller
+            if self._next is None or self._next.record is not record:
+                self.prepare(record)
+            teller = self._teller = self._next
+            assert teller is not None
         parts = teller.parts(peer.node, peer.told)
         peer.told = max(peer.told, record.epoch)
         return parts

@@ -298,13 +298,11 @@ class Coordinator:
         """Report what was not accepted. A coordinator that has overslept first looks whether it
         still is one: what came while it slept is not its any more.
         """
-        event = Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why})
-        if self.sign.is_fresh(time.monotonic()):
-            self.files.write(event)
-        else:
-            self.spawn(self._emit_awake(event))
+        self.spawn(
+            self._tell_awake(Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why}))
+        )
 
-    async def _emit_awake(self, event: Event) -> None:
+    async def _tell_awake(self, event: Event) -> None:
         while not self.sign.is_fresh(time.monotonic()):
             await asyncio.sleep(self._settings.beat_interval_seconds)
         self.files.write(event)

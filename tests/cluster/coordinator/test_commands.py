@@ -74,19 +74,19 @@ def test_a_number_that_was_handed_out_is_not_given_again(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("part", "number", "struck", "why"),
+    ("part", "number", "to", "why"),
     [
-        ("role", 1, (0, "role", "KILL", 3, 7), ""),
-        ("node", 2, (2, "node", "KILL"), ""),
+        ("role", 1, (0, {"slot": 3, "incarnation": 7}), ""),
+        ("node", 2, (2, {}), ""),
         ("role", 2, None, "there is no role 2 (there are 0 to 1)"),
         ("vault", 5, None, "node 5 is not connected (there are: 0, 1, 2)"),
     ],
 )
 async def test_a_signal_goes_to_the_agent_of_the_part(
-    tmp_path: Path, part: str, number: int, struck: object, why: str
+    tmp_path: Path, part: str, number: int, to: tuple[int, Any] | None, why: str
 ) -> None:
-    struck_so_far: list[object] = []
-    orders = SimpleNamespace(strike=lambda *what: struck_so_far.append(what))
+    sent: list[object] = []
+    orders = SimpleNamespace(send=lambda *order: sent.append(order))
     seats = {0: Seat(1, 0, 0), 1: Seat(0, 3, 7)}
     fleet = SimpleNamespace(nodes=dict.fromkeys(range(3)))
     state = SimpleNamespace(seats=seats, fleet=fleet, phase=Phase.GATHERING, record=object())
@@ -95,6 +95,8 @@ async def test_a_signal_goes_to_the_agent_of_the_part(
     assert (await given.answer(message))["again"], "agents come back to a new coordinator"
     state.phase = Phase.RUNNING
     answer = await given.answer(message)
-    assert not struck_so_far, "the answer goes first: it may be this coordinator's node"
+    assert not sent, "the answer goes first: it may be this coordinator's node"
     await asyncio.sleep(2 * _KILL_SECONDS)
-    assert (answer.get("refused", ""), struck_so_far) == (why, [struck] if struck else [])
+    order = {"t": "hurt", "part": part, "signal": "KILL"}
+    assert answer.get("refused", "") == why
+    assert sent == ([] if to is None else [(to[0], order | to[1])])

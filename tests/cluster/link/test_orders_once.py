@@ -26,16 +26,14 @@ ORDERS: dict[str, Callable[[Orders, int, int], None]] = {
     "dump": lambda o, n, node: o.give(actions.Dump((node,), "/dump", Generation(1, n), "step")),
     "durable-done": lambda o, n, node: o.durable_done(n),
     "export-take": lambda o, n, node: o.send(node, {"t": "export-take", "iteration": n}),
-    "stop": lambda o, n, node: o.stop(str(n), remove=False),
 }
 NODES = (3, 4, 8)
-_TO_ALL = ("close", "pause", "durable-done", "stop")
+_TO_ALL = ("close", "pause", "durable-done")
 _NUMBER: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "start": lambda m: m["slots"]["0"],
     "kill": lambda m: m["incarnation"],
     "close": lambda m: m["epoch"],
     "dump": lambda m: m["generation"][1],
-    "stop": lambda m: int(m["reason"]),
 }
 
 
