@@ -85,12 +85,9 @@ class Commands:
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
-                state, loop = self._coordinator.state, asyncio.get_running_loop()
-                hostname, known = (
-                    str(message.get("hostname", "")),
-                    {*state.fleet.nodes, *state.fleet.gone},
-                )
-                return await loop.run_in_executor(None, self._attach, hostname, known)
+                fleet, hostname = self._coordinator.state.fleet, str(message.get("hostname", ""))
+                taken = {*fleet.nodes, *fleet.gone}
+                return await asyncio.to_thread(self._attach, hostname, taken)
             case "kill":
                 return self._strike(message)
         if command not in set(Verb):
@@ -256,41 +253,23 @@ class UserRequests:
             if not is_known and verb is not Verb.STOP:  # an earlier one may have taken it
                 return _not_now("the journal cannot be read")
             began = time.monotonic()
-            wanted = await self._reckoned(what) if verb is Verb.PROTECT else what()
+            # A plan is reckoned over all roles: of tens of thousands that is a second. What has
+            # changed meanwhile the machine looks at when it takes the request.
+            wanted = await asyncio.to_thread(what) if verb is Verb.PROTECT else what()
             limit += time.monotonic() - began
-            why = (
-                wanted
-                if isinstance(wanted, str)
-                else refusal(self._coordinator.state, verb, wanted)
-            )
-            if isinstance(wanted, str) or why:
-                return {"ok": False, "refused": why, "error": why}
+            if isinstance(wanted, str):
+                return _refused(wanted)
+            if why := refusal(self._coordinator.state, verb, wanted):
+                return _refused(why)
             request = self._new(verb, wanted, token, seconds)
             error = await self._note(request, limit - time.monotonic()) if is_known else ""
             if error and verb is not Verb.STOP:
                 return _not_now(error)
             failpoints.hit("coordinator.request")
-            self._take(request)
+            self._coordinator.feed(inputs.Asked(request))
+            self._forget_known()
             newest = (one for one in self._coordinator.state.requests if one.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}
-
-    async def _reckoned(
-        self, what: Callable[[], Mapping[str, Any] | str]
-    ) -> Mapping[str, Any] | str:
-        """Return what is asked of the plan, reckoned over all roles: of tens of thousands that is a
-        second. It continues from the plan in force, so it is reckoned again if that has changed
-        meanwhile; what else has changed the machine looks at when it takes the request.
-        """
-        while True:
-            plan = self._coordinator.state.protection.plan
-            wanted = await asyncio.to_thread(what)
-            if self._coordinator.state.protection.plan == plan:
-                return wanted
-
-    def _take(self, request: Request) -> None:
-        """Give the machine what the journal has."""
-        self._coordinator.feed(inputs.Asked(request))
-        self._forget_known()
 
     def _forget_known(self) -> None:
         """Forget those that the machine has taken, at once or a moment later."""
