@@ -63,12 +63,19 @@ def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
     assert world.orders() == [], "there is one last export"
 
 
-@pytest.mark.parametrize("seconds", [None, 100.0])
-def test_without_a_place_for_exports_or_without_time_the_dump_comes_at_once(
-    tmp_path: Path, seconds: float | None
+@pytest.mark.parametrize(
+    ("settings", "phase", "seconds"),
+    [
+        ({"persist_interval": 4}, Phase.RUNNING, None),
+        ({"persist_interval": 4}, Phase.OPENING, 100.0),
+        ({}, Phase.RUNNING, 100.0),
+    ],
+)
+def test_without_time_or_a_place_or_in_a_recovery_the_dump_comes_at_once(
+    tmp_path: Path, settings: dict[str, int], phase: Phase, seconds: float | None
 ) -> None:
-    settings = {"persist_interval": 4} if seconds is None else {}
     world = World(tmp_path, **settings)
+    world.state.phase = phase
     world.exports.carry_out(EndRun(WHY, seconds))
     assert told(world) == [DUMP]
     assert world.orders() == []
@@ -92,13 +99,6 @@ def test_who_does_not_want_to_wait_does_not_make_the_end_later(tmp_path: Path) -
     assert seconds is not None
     assert 90 < seconds <= 100
     world.work()
-
-
-def test_a_recovery_under_way_is_not_waited_for(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
-    world.state.phase = Phase.OPENING
-    world.exports.carry_out(EndRun(WHY, 100.0))
-    assert told(world) == [DUMP]
 
 
 def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
@@ -248,6 +248,8 @@ def dumping(directory: Path) -> World:
 
 def test_what_was_dumped_becomes_a_checkpoint(tmp_path: Path) -> None:
     world = dumping(tmp_path)
+    found = Restore.from_dict(read_json(world.run.latest))
+    assert found == DUMPED.restore, "it counts before it is a checkpoint"
     ((node, kind, message),) = world.sent
     assert (node, kind, message["iteration"]) == (0, "export-dump", 7)
     assert message["dump"] == {
@@ -264,12 +266,6 @@ def test_what_was_dumped_becomes_a_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "exports" / "iter_0000007")
     assert told(world) == [DurableValid(7, path, "step"), DumpExported(G7, path)]
     assert Path(path).is_dir()
-
-
-def test_what_was_dumped_counts_before_it_is_a_checkpoint(tmp_path: Path) -> None:
-    world = dumping(tmp_path)
-    found = Restore.from_dict(read_json(world.run.latest))
-    assert found == DUMPED.restore
 
 
 def test_a_disk_without_room_for_that_word_ends_no_coordinator(tmp_path: Path) -> None:

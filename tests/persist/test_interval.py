@@ -144,15 +144,6 @@ def test_orders_that_are_always_too_late_come_to_an_end(tmp_path: Path) -> None:
     world.work()
 
 
-def test_a_recovery_in_the_middle_of_the_interval_costs_no_export(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=30)
-    train(world, 2)
-    recover(world)
-    train(world, 25)
-    assert world.events == []
-    next_is(world, 30)
-
-
 @pytest.mark.parametrize("is_told_by_a_node", [False, True])
 @pytest.mark.parametrize(("newest", "then"), [(26, 30), (28, 30), (29, 31), (31, 33)])
 def test_an_iteration_that_a_recovery_kept_from_being_taken_is_taken_after_it(
@@ -198,15 +189,6 @@ def test_after_one_that_was_not_written_the_next_one_comes_when_it_is_due(tmp_pa
     world.orders()
     recover(world)
     next_is(world, 60)
-
-
-def test_what_was_due_while_one_of_the_interval_was_written_is_not_made_up_for(
-    tmp_path: Path,
-) -> None:
-    world = World(tmp_path, persist_interval=30)
-    train(world, 70)
-    finish(world, 30)
-    next_is(world, 90)
 
 
 def test_who_asks_does_not_wait_for_an_iteration_that_is_far_away(tmp_path: Path) -> None:

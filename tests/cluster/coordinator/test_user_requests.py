@@ -133,20 +133,6 @@ async def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
     assert known(journal) == []
 
 
-async def test_who_asks_again_before_the_journal_is_read_is_answered_from_it(
-    journal: DirectoryJournal,
-) -> None:
-    """As when the coordinator was to be killed: the next one must not kill itself again."""
-    one = await Coordinator(journal, 1).begun()
-    await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-    following = Coordinator(journal, 2)
-    again = asyncio.ensure_future(following.desk.ask(Verb.DRAIN, lambda: "it is done", "a"))
-    await asyncio.sleep(0)
-    await following.begun()
-    assert (await again)["request"]["number"] == 1
-    assert len(known(journal)) == 1
-
-
 class Gated(DirectoryJournal):
     """Cannot be read until the gate is open."""
 
