@@ -11,6 +11,9 @@ carries its writer's token, drawn for each write, or the digest of the very entr
 write of ours had failed and was carried out all the same. Both tell our own success from another's.
 
 The client speaks v3's JSON gateway over the standard library's HTTP, only what a journal needs.
+Those on the package index failed the journal's tests: aetcd 1.0.0 has no TLS, and threads, which
+a launcher that forks must not have; etcd3gw 2.7.0 has one endpoint and no log-in, takes any answer
+to a put for success, and an answer in drops for an answer in time.
 Credentials come from the environment variables that ``etcdctl`` reads: ``ETCDCTL_CACERT``,
 ``ETCDCTL_CERT``, ``ETCDCTL_KEY``, ``ETCDCTL_USER`` (``NAME:PASSWORD`` or a name) and
 ``ETCDCTL_PASSWORD``.
@@ -59,10 +62,7 @@ def open_etcd(address: str, run_id: str, limit_seconds: float) -> EtcdJournal:
     """Return the journal at an address of a form that Settings has checked. Raises JournalError."""
     scheme, _, rest = address.partition("://")
     hosts, _, prefix = rest.partition("/")
-    try:
-        credentials = credentials_from(os.environ, secure=scheme == "etcds")
-    except EtcdError as error:
-        raise JournalError(str(error)) from error
+    credentials = credentials_from(os.environ, secure=scheme == "etcds")
     endpoints = [_host_and_port(text) for text in hosts.split(",")]
     client = EtcdClient(endpoints, credentials, limit_seconds)
     return EtcdJournal(client, f"/{prefix.strip('/')}/{run_id}")
@@ -97,14 +97,10 @@ class EtcdJournal(Journal):
             "sha256": digest,
             "chunks": 0 if in_head else len(chunks),
         }
-        try:
-            if not in_head:
-                for index, chunk in enumerate(chunks):
-                    self._client.put(self._chunk(token, index), chunk)
-            line = json.dumps(head).encode() + b"\n"
-            found = self._client.put_if_absent(key, line + body if in_head else line)
-        except EtcdError as error:
-            raise JournalError(f"cannot write {key}: {error}") from error
+        for index, chunk in enumerate([] if in_head else chunks):
+            self._client.put(self._chunk(token, index), chunk)
+        line = json.dumps(head).encode() + b"\n"
+        found = self._client.put_if_absent(key, line + body if in_head else line)
         known = None if found is None else _head(key, found)[0]
         if known is None or known.get("writer") == token:
             return
@@ -116,17 +112,11 @@ class EtcdJournal(Journal):
 
     def beat(self, text: str) -> None:
         """See :class:`Journal`."""
-        try:
-            self._client.put(f"{self._base}/beat", text.encode(), _BEAT_SECONDS)
-        except EtcdError as error:
-            raise JournalError(f"cannot write {self._base}/beat: {error}") from error
+        self._client.put(f"{self._base}/beat", text.encode(), _BEAT_SECONDS)
 
     def last_beat(self) -> str:
         """See :class:`Journal`."""
-        try:
-            found = self._client.get(f"{self._base}/beat", _BEAT_SECONDS)
-        except EtcdError as error:
-            raise JournalError(f"cannot read {self._base}/beat: {error}") from error
+        found = self._client.get(f"{self._base}/beat", _BEAT_SECONDS)
         return "" if found is None else found.decode(errors="replace")
 
     def _key(self, kind: str, number: int) -> str:
@@ -141,10 +131,7 @@ class EtcdJournal(Journal):
     def numbers(self, kind: str) -> list[int]:
         """See :class:`Journal`."""
         prefix = f"{self._base}/{kind}/"
-        try:
-            names = [key.removeprefix(prefix) for key in self._client.keys(prefix)]
-        except EtcdError as error:
-            raise JournalError(f"cannot read {prefix}: {error}") from error
+        names = [key.removeprefix(prefix) for key in self._client.keys(prefix)]
         for name in names:
             if not _NUMBER.fullmatch(name):
                 raise JournalError(f"{prefix}{name} does not belong into a journal")
@@ -152,11 +139,7 @@ class EtcdJournal(Journal):
 
     def has(self, kind: str, number: int) -> bool:
         """See :class:`Journal`."""
-        key = self._key(kind, number)
-        try:
-            return self._client.get(key) is not None
-        except EtcdError as error:
-            raise JournalError(f"cannot read {key}: {error}") from error
+        return self._client.get(self._key(kind, number)) is not None
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """See :class:`Journal`."""
@@ -177,10 +160,7 @@ class EtcdJournal(Journal):
         return entry
 
     def _get(self, key: str) -> bytes:
-        try:
-            value = self._client.get(key)
-        except EtcdError as error:
-            raise JournalError(f"cannot read {key}: {error}") from error
+        value = self._client.get(key)
         if value is None:
             raise JournalError(f"{key} is gone from etcd: entries must never be removed")
         return value
@@ -198,7 +178,7 @@ def _head(key: str, value: bytes) -> tuple[dict[str, Any], bytes]:
     return head, body
 
 
-class EtcdError(Exception):
+class EtcdError(JournalError):
     """No endpoint answered in time, or etcd refused; one line, without any credential."""
 
 
@@ -262,6 +242,7 @@ class EtcdClient:
         """
         name = _text(key.encode())
         answer = self._call(
+            f"write {key}",
             "/v3/kv/txn",
             {
                 "compare": [
@@ -278,11 +259,12 @@ class EtcdClient:
     def put(self, key: str, value: bytes, limit_seconds: float | None = None) -> None:
         """Set a key."""
         message = {"key": _text(key.encode()), "value": _text(value)}
-        self._call("/v3/kv/put", message, limit_seconds)
+        self._call(f"write {key}", "/v3/kv/put", message, limit_seconds)
 
     def get(self, key: str, limit_seconds: float | None = None) -> bytes | None:
         """The value of a key, as a majority of etcd has it; None when it is not there."""
-        answer = self._call("/v3/kv/range", {"key": _text(key.encode())}, limit_seconds)
+        message = {"key": _text(key.encode())}
+        answer = self._call(f"read {key}", "/v3/kv/range", message, limit_seconds)
         found = answer.get("kvs", [])
         return _value(found[0]) if found else None
 
@@ -290,18 +272,19 @@ class EtcdClient:
         """All keys that start with ``prefix``, ascending."""
         start = prefix.encode()
         message = {"key": _text(start), "range_end": _text(_end_of(start)), "keys_only": True}
-        answer = self._call("/v3/kv/range", message)
+        answer = self._call(f"read {prefix}", "/v3/kv/range", message)
         return sorted(base64.b64decode(kv["key"]).decode() for kv in answer.get("kvs", []))
 
     def delete(self, prefix: str) -> None:
         """Remove all keys that start with ``prefix``."""
         start = prefix.encode()
-        self._call("/v3/kv/deleterange", {"key": _text(start), "range_end": _text(_end_of(start))})
+        message = {"key": _text(start), "range_end": _text(_end_of(start))}
+        self._call(f"remove {prefix}", "/v3/kv/deleterange", message)
 
     def _call(
-        self, path: str, message: Mapping[str, Any], limit_seconds: float | None = None
+        self, what: str, path: str, message: Mapping[str, Any], limit_seconds: float | None = None
     ) -> dict[str, Any]:
-        """Ask until somebody answers. Raises EtcdError."""
+        """Ask until somebody answers. Raises EtcdError, which says ``what`` was to be done."""
         limit = self._limit_seconds if limit_seconds is None else limit_seconds
         deadline = time.monotonic() + limit
         each = min(_REQUEST_SECONDS, limit / len(self._endpoints))
@@ -319,11 +302,13 @@ class EtcdClient:
                     host, port = self._endpoints[index]
                     causes[index] = f"{host}:{port}: {str(error) or type(error).__name__}"
                     continue
+                except EtcdError as error:
+                    raise EtcdError(f"cannot {what}: {error}") from None
                 self._preferred = index
                 return answer
             if time.monotonic() + pause > deadline:
                 why = "; ".join(causes.values())
-                raise EtcdError(f"etcd does not answer within {limit:g} s ({why})")
+                raise EtcdError(f"cannot {what}: etcd does not answer within {limit:g} s ({why})")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

@@ -101,22 +101,12 @@ class RunInfo:
         run_id = str(values["run_id"])
         if not RUN_ID.fullmatch(run_id):  # it becomes part of a path that is removed
             raise ValueError(f"{run_id!r} is no run id")
-        return RunInfo(
-            run_id=run_id,
-            world_size=int(values["world_size"]),
-            nodes=int(values["nodes"]),
-            spares=int(values["spares"]),
-            nproc_per_node=int(values["nproc_per_node"]),
-            command=tuple(values["command"]),
-            settings=Settings(**values["settings"]),
-            segment_root=str(values["segment_root"]),
-            restore=dict(values.get("restore", {})),
-            check_only=bool(values.get("check_only", False)),
-            ended_term=int(values.get("ended_term", 0)),
-            ended_epoch=int(values.get("ended_epoch", 0)),
-            finished=int(values.get("finished", 0)),
-            from_scratch=bool(values.get("from_scratch", False)),
-        )
+        kinds = {"int": int, "str": str, "bool": bool}
+        known = {one.name: kinds.get(str(one.type)) for one in dataclasses.fields(RunInfo)}
+        read = {name: kind(values[name]) for name, kind in known.items() if kind and name in values}
+        command, settings = tuple(values["command"]), Settings(**values["settings"])
+        restore = dict(values.get("restore", {}))
+        return RunInfo(**read, command=command, settings=settings, restore=restore)
 
 
 def member_log_name(node: int, slot: int, incarnation: int) -> str:
@@ -128,86 +118,32 @@ class RunDirectory:
     """Paths and small files of one run. Holds no state besides the path; thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-
-    @property
-    def events(self) -> Path:
-        """Every event of the run; the coordinator is the only writer."""
-        return self.path / "events.jsonl"
-
-    @property
-    def final(self) -> Path:
-        """Written once, when the run is over."""
-        return self.path / "final.json"
-
-    @property
-    def journal(self) -> Path:
-        """Directory of epoch records."""
-        return self.path / "journal"
-
-    @property
-    def coordinator(self) -> Path:
-        """Address and pid of the coordinator."""
-        return self.path / "coordinator.json"
-
-    @property
-    def dump(self) -> Path:
-        """Directory in which vaults write generations of a run that ends for lack of nodes."""
-        return self.path / "dump"
-
-    @property
-    def latest(self) -> Path:
-        """Newest durable checkpoint or dump."""
-        return self.path / "latest.json"
-
-    @property
-    def exports(self) -> Path:
-        """Directory of checkpoints written in the background, unless a setting names another."""
-        return self.path / "exports"
-
-    @property
-    def skeletons(self) -> Path:
-        """Return what each role writes to a checkpoint, for exports after its node is lost."""
-        return self.path / "skeletons"
-
-    @property
-    def frozen(self) -> Path:
-        """Weights that no iteration changes and that are large, written once."""
-        return self.path / "frozen"
-
-    @property
-    def exported(self) -> Path:
-        """Return which of these there are, for the next one to prune."""
-        return self.path / "exported.json"
-
-    @property
-    def saves(self) -> Path:
-        """Names the directory to which the program saves by itself, from before it first does."""
-        return self.path / "saves.json"
-
-    @property
-    def named(self) -> Path:
-        """Every checkpoint that this run has given its name, and for whom (see durable.py)."""
-        return self.path / "named.txt"
-
-    @property
-    def launcher_lock(self) -> Path:
-        """Held by the one ``deadpool run`` that uses the directory."""
-        return self.path / "launcher.lock"
-
-    @property
-    def resuming(self) -> Path:
-        """A file for each agent that has written what an earlier run has left on its host."""
-        return self.path / "resuming"
+        self.path = path = path.absolute()
+        self.events = path / "events.jsonl"  # the coordinator is the only writer
+        self.final = path / "final.json"  # written once, when the run is over
+        self.journal = path / "journal"
+        self.coordinator = path / "coordinator.json"  # its address and pid
+        self.logs = path / "logs"  # what processes have printed, a file for each
+        # Generations that vaults have written of a run that ends for lack of nodes.
+        self.dump = path / "dump"
+        self.latest = path / "latest.json"  # newest durable checkpoint or dump
+        # Checkpoints written in the background, unless a setting names another directory; which of
+        # these there are, for the next one to prune.
+        self.exports = path / "exports"
+        self.exported = path / "exported.json"
+        self.skeletons = path / "skeletons"  # what each role adds to a checkpoint
+        self.frozen = path / "frozen"  # weights that no iteration changes, if they are large
+        # Names the directory to which the program saves by itself, from before it first does.
+        self.saves = path / "saves.json"
+        # Every checkpoint that this run has given its name, and for whom (see durable.py).
+        self.named = path / "named.txt"
+        self.launcher_lock = path / "launcher.lock"  # of the one ``deadpool run`` that uses it
+        # A file for each agent that has written what an earlier run has left on its host.
+        self.resuming = path / "resuming"
 
     def node(self, node: int) -> Path:
         """Process listing of a node."""
         return self.path / "nodes" / f"{node}.json"
-
-    @property
-    def logs(self) -> Path:
-        """Return what processes of the run have printed, a file for each."""
-        return self.path / "logs"
 
     def log(self, name: str) -> Path:
         """``name``: ``node0-agent``, ``node0-slot1-2``, ``node0-standby``, ..."""

@@ -335,7 +335,7 @@ def test_users_of_etcd(tmp_path: Path) -> None:
             ("user/grant", {"user": "root", "role": "root"}),
             ("enable", {}),
         ):
-            client(server.port)._call(f"/v3/auth/{path}", message)
+            client(server.port)._call("set up", f"/v3/auth/{path}", message)
         endpoint = [("127.0.0.1", server.port)]
         known = EtcdClient(endpoint, Credentials(None, "root", "pa:ss"), SECONDS)
         EtcdJournal(known, "/a").write("epoch", 1, {"a": 1})
