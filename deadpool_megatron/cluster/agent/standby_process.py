@@ -6,8 +6,10 @@ By that, or by the run directory, the agent knows where the coordinator is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,8 +51,7 @@ class StandbyKeeper:
         self._on_over = on_over
         self._watcher: ChildWatch | None = None
         self._coordinators: list[ChildWatch] = []
-        self._reports = -1
-        self._orders = -1
+        self._line: socket.socket | None = None  # orders go, reports come
         self._unread = b""
         self._address: tuple[str, int] | None = None
         self._contact = False
@@ -88,25 +89,22 @@ class StandbyKeeper:
         """Start a standby that watches, now or as soon as that is possible."""
         if self._closing:
             return
-        pipes: list[int] = []
+        loop, ours = asyncio.get_running_loop(), None
         try:
-            pipes += os.pipe()
-            pipes += os.pipe()
-            self._watcher = self._start(orders=pipes[0], reports=pipes[3])
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._watcher = self._start(theirs.fileno())
         except OSError as error:
-            for handle in pipes:
-                os.close(handle)
+            if ours is not None:
+                ours.close()
             print(f"no standby yet: {error}", file=sys.stderr, flush=True)
-            asyncio.get_running_loop().call_later(self._pause, self.start)
+            loop.call_later(self._pause, self.start)
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
             return
         self._pause = _RESTART_SECONDS
-        orders, self._orders, self._reports, reports = pipes
-        os.close(orders)
-        os.close(reports)
-        os.set_blocking(self._reports, False)
-        self._unread = b""
-        asyncio.get_running_loop().add_reader(self._reports, self._readable)
+        self._line, self._unread = ours, b""
+        ours.setblocking(False)
+        loop.add_reader(ours.fileno(), self._readable)
         if self._place is not None:
             self._tell(f"place {self._place}")
         if self._was_in_touch:  # a takeover, also for one that has only just been started
@@ -114,15 +112,9 @@ class StandbyKeeper:
             if not self._contact:
                 self._tell("lost")
 
-    def _start(self, orders: int, reports: int) -> ChildWatch:
-        return start_child(
-            [*self._command, "--report-fd", str(reports)],
-            self._ended,
-            log=self._log,
-            sockets=(reports,),
-            stdin=orders,
-            dies_with_us=True,
-        )
+    def _start(self, line: int) -> ChildWatch:
+        command = [*self._command, "--report-fd", "0"]
+        return start_child(command, self._ended, log=self._log, stdin=line, dies_with_us=True)
 
     def place(self, order: Callable[[int | None], int]) -> None:
         """``order(coordinator)``: how many others may claim before it, by the newest record, if a
@@ -157,10 +149,13 @@ class StandbyKeeper:
         os.close(self._log)
 
     def _readable(self) -> None:
+        assert self._line is not None
         try:
-            piece = os.read(self._reports, _LINE_BYTES)
+            piece = self._line.recv(_LINE_BYTES)
         except BlockingIOError:
             return
+        except OSError:  # it has ended with orders unread
+            piece = b""
         if not piece:
             self._disconnect()
             return
@@ -193,27 +188,25 @@ class StandbyKeeper:
         self._on_look(term, beat, float(line["at"]))
 
     def _disconnect(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._reports)
-        os.close(self._reports)
-        os.close(self._orders)
-        self._reports = self._orders = -1
+        assert self._line is not None
+        asyncio.get_running_loop().remove_reader(self._line.fileno())
+        self._line.close()
+        self._line = None
 
     def _ended(self, ending: Ending) -> None:
         if self._watcher is not None and self._watcher.ending is not None:
             self._watcher = None
-            if self._reports >= 0:
+            if self._line is not None:
                 self._readable()  # its last words
-            if self._reports >= 0:
+            if self._line is not None:
                 self._disconnect()
             if not self._closing:
                 asyncio.get_running_loop().call_later(_RESTART_SECONDS, self.start)
 
     def _tell(self, line: str) -> None:
-        if self._orders >= 0:
-            try:
-                os.write(self._orders, f"{line}\n".encode())
-            except BrokenPipeError:
-                pass  # it has ended; its successor is told at its start
+        if self._line is not None:
+            with contextlib.suppress(OSError):  # it has ended; its successor is told at its start
+                self._line.send(f"{line}\n".encode())
 
 
 class CoordinatorAddress:

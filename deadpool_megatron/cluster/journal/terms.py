@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from deadpool_megatron.cluster.journal.journal import Journal
@@ -42,26 +42,14 @@ class Term:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; the number is the entry's name."""
-        return {
-            "host": self.host,
-            "port": self.port,
-            "node": self.node,
-            "hostname": self.hostname,
-            "pid": self.pid,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "number"}
 
     @staticmethod
     def from_dict(number: int, values: Mapping[str, Any]) -> Term:
         """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
-        node = values["node"]
-        return Term(
-            number,
-            str(values["host"]),
-            int(values["port"]),
-            None if node is None else int(node),
-            str(values["hostname"]),
-            int(values["pid"]),
-        )
+        node = None if values["node"] is None else int(values["node"])
+        place = (str(values["host"]), int(values["port"]), node)
+        return Term(number, *place, str(values["hostname"]), int(values["pid"]))
 
 
 def newest_term(journal: Journal, known: Term | None = None) -> Term | None:

@@ -385,8 +385,7 @@ class Starter:
             self._refuse(OSError(int(said["errno"]), os.strerror(int(said["errno"]))))
 
     def _refuse(self, error: OSError) -> None:
-        asked = self._asked.popleft()
-        if not asked.done():
+        if not (asked := self._asked.popleft()).done():
             asked.set_exception(error)
 
     def _lose_server(self) -> None:

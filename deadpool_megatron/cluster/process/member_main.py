@@ -34,28 +34,13 @@ class MemberSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, for a parked process."""
-        return {
-            "node": self.node,
-            "slot": self.slot,
-            "incarnation": self.incarnation,
-            "command": list(self.command),
-            "environment": dict(self.environment),
-            "log": str(self.log),
-            "directory": str(self.directory),
-        }
+        return {**vars(self), "log": str(self.log), "directory": str(self.directory)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> MemberSpec:
         """Inverse of :meth:`to_dict`."""
-        return MemberSpec(
-            node=int(values["node"]),
-            slot=int(values["slot"]),
-            incarnation=int(values["incarnation"]),
-            command=tuple(values["command"]),
-            environment=dict(values["environment"]),
-            log=Path(values["log"]),
-            directory=Path(values["directory"]),
-        )
+        paths = {name: Path(values[name]) for name in ("log", "directory")}
+        return MemberSpec(**{**values, "command": tuple(values["command"]), **paths})
 
 
 def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:

@@ -79,18 +79,14 @@ def _stat(pid: int) -> list[str] | None:
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Signal one process; one that is gone is fine."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def kill_group(group: int, number: int = signal.SIGKILL) -> None:
     """Signal a process group; one that is gone is fine."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        pass
 
 
 def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
@@ -98,16 +94,12 @@ def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
     limit = time.monotonic() + deadline_seconds
     left = []
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
             poller = select.poll()
             poller.register(handle, select.POLLIN)
             if not poller.poll(max(0.0, limit - time.monotonic()) * 1000):
                 left.append(pid)
-        finally:
             os.close(handle)
     return left
 
@@ -143,10 +135,8 @@ def close_inherited(keep: Iterable[int]) -> None:
     kept = {0, 1, 2, *keep}
     for name in [entry.name for entry in Path("/proc/self/fd").iterdir()]:
         if int(name) not in kept:
-            try:
+            with contextlib.suppress(OSError):  # the one of the listing itself
                 os.close(int(name))
-            except OSError:
-                pass  # the one of the listing itself
 
 
 def redirect_output(path: Path) -> None:

@@ -101,32 +101,27 @@ class RoleStatus:
     @staticmethod
     def from_beat(beat: Mapping[str, Any], still_seconds: float) -> RoleStatus:
         """From the body of a beat. Raises KeyError, TypeError or ValueError for anything else."""
-        waiting = beat.get("waiting")
-        return RoleStatus(
-            section=str(beat["section"]),
-            iteration=int(beat["iteration"]),
-            waiting=None
-            if waiting is None
-            else Waiting(str(waiting[0]), str(waiting[1]), int(waiting[2])),
-            progress=int(beat["progress"]),
-            still_seconds=still_seconds,
-            device=None
-            if beat.get("device") is None
-            else tuple(
+        waiting, on_device, device = beat.get("waiting"), beat.get("device"), None
+        if waiting is not None:
+            waiting = Waiting(str(waiting[0]), str(waiting[1]), int(waiting[2]))
+        if on_device is not None:
+            device = tuple(
                 OnDevice(
                     str(group),
-                    int(enqueued),
-                    None if started is None else int(started),
-                    int(completed),
+                    int(given),
+                    None if begun is None else int(begun),
+                    int(done),
                     bool(same),
                 )
-                for group, enqueued, started, completed, same in beat["device"]
-            ),
-            host=tuple(
-                OnHost(str(group), int(collectives), int(messages))
-                for group, collectives, messages in beat.get("begun", ())
-            ),
-        )
+                for group, given, begun, done, same in on_device
+            )
+        host = tuple(OnHost(str(group), int(c), int(m)) for group, c, m in beat.get("begun", ()))
+        section, numbers = str(beat["section"]), (int(beat["iteration"]), int(beat["progress"]))
+        return RoleStatus(section, numbers[0], waiting, numbers[1], still_seconds, device, host)
+
+
+def _number(told: Any) -> int | None:
+    return None if told is None else int(told)
 
 
 @dataclass(frozen=True)

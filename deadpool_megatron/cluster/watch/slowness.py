@@ -7,6 +7,7 @@ same work (stages of a pipeline have not), and only with those on other nodes.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -121,30 +122,13 @@ def _worst_of_nodes(
         groups.setdefault(player.peers, []).append(role)
     worst: dict[int, Slowness] = {}
     for roles in groups.values():
-        median = _MedianOfOthers(
-            {role: (players[role].node, per_iteration[role]) for role in roles}
-        )
+        medians: dict[int, float] = {}  # over the roles of all other nodes; one pass for each
         for role in roles:
             node = players[role].node
-            others = median.without(node)
-            if others is None:
-                continue
-            found = Slowness(node, role, per_iteration[role], others)
+            if node not in medians:
+                others = [per_iteration[peer] for peer in roles if players[peer].node != node]
+                medians[node] = statistics.median(others) if others else math.inf
+            found = Slowness(node, role, per_iteration[role], medians[node])
             if node not in worst or found.factor > worst[node].factor:
                 worst[node] = found
-    return worst
-
-
-class _MedianOfOthers:
-    """The median over all roles but those of one node; one pass for each node."""
-
-    def __init__(self, values: Mapping[int, tuple[int, float]]) -> None:
-        self._values = values
-        self._known: dict[int, float | None] = {}
-
-    def without(self, node: int) -> float | None:
-        """None when all roles are on this node."""
-        if node not in self._known:
-            others = [value for there, value in self._values.values() if there != node]
-            self._known[node] = statistics.median(others) if others else None
-        return self._known[node]
+    return {node: found for node, found in worst.items() if found.peer_seconds < math.inf}

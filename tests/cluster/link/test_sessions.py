@@ -23,7 +23,6 @@ from deadpool_megatron.cluster.link.pacing import (
     answer_seconds,
     beat_seconds,
     contact_seconds,
-    hang_look_seconds,
     is_told,
 )
 from deadpool_megatron.settings import Settings
@@ -305,13 +304,6 @@ def test_a_coordinator_that_never_answers_is_given_up() -> None:
     before_doors(scenario)
 
 
-def test_small_clusters_beat_as_the_setting_says_and_large_ones_share() -> None:
-    settings = Settings(fence_seconds=6.0, node_silence_seconds=8.0, takeover_seconds=3.0)
-    assert beat_seconds(64, settings) == settings.beat_interval_seconds
-    assert beat_seconds(2000, settings) == 0.5
-    assert beat_seconds(4096, settings) == beat_seconds(100_000, settings) == 1.0
-
-
 @pytest.mark.parametrize("agents", [2, 400, 4096, 100_000])
 @pytest.mark.parametrize("fence_seconds", [1.2, 3.0, 6.0])
 def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float) -> None:
@@ -322,16 +314,12 @@ def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float
         takeover_seconds=fence_seconds,
     )
     beat = beat_seconds(agents, settings)
+    assert agents > 400 or beat == settings.beat_interval_seconds
     # The newest acknowledged beat is at most so old while all is well.
     assert beat + min(beat, acknowledge_seconds(settings)) <= contact_seconds(beat, settings)
     assert 2 * contact_seconds(beat, settings) < settings.fence_seconds
     # As long for the handshake of the second greeting as for the answer to the first.
     assert 2 * answer_seconds(settings) < settings.fence_seconds
-
-
-def test_hangs_are_looked_for_far_more_often_than_they_are_found() -> None:
-    assert hang_look_seconds(Settings()) == 2.0
-    assert hang_look_seconds(Settings(hang_seconds=20.0)) == 1.0
 
 
 def test_routine_events_of_a_large_run_come_from_other_roles_each_time() -> None:

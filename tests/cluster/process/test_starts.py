@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -324,11 +325,11 @@ async def test_standby_is_started_as_soon_as_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deadpool_megatron.cluster.agent.standby_process._RESTART_SECONDS", 0.01)
-    pipe, short = os.pipe, Short(0, errno.EMFILE)
+    pair, short = socket.socketpair, Short(0, errno.EMFILE)
 
-    def pipes() -> tuple[int, int]:
+    def pairs() -> tuple[socket.socket, socket.socket]:
         short()
-        return pipe()
+        return pair()
 
     looks = asyncio.Event()
     line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
@@ -342,7 +343,7 @@ async def test_standby_is_started_as_soon_as_that_is_possible(
     )
     before = set(Path("/proc/self/fd").iterdir())
     short.left = 3
-    monkeypatch.setattr(os, "pipe", pipes)
+    monkeypatch.setattr(socket, "socketpair", pairs)
     keeper.start()
     # Nothing is left open; what an earlier test has left may be closed at any moment.
     assert set(Path("/proc/self/fd").iterdir()) <= before

@@ -45,50 +45,47 @@ def test_no_hang_while_anybody_moves() -> None:
     assert find_hang({0: status(waits), 1: status(waits, still=0.5)}, SETTINGS, LIMIT) is None
     idle = status(None, section="parked", still=0.5)
     assert find_hang({0: status(waits), 1: idle}, SETTINGS, LIMIT) is None
+    assert find_hang({0: status(None, section="paused")}, SETTINGS, LIMIT) is None
     assert find_hang({}, SETTINGS, LIMIT) is None
 
 
-def test_culprit_is_who_does_not_wait() -> None:
-    hang = find_hang({0: status(("dp", "all_reduce", 4)), 1: status(None)}, SETTINGS, LIMIT)
+_TP9, _DP4 = ("tp", "all_reduce", 9), ("dp", "barrier", 4)
+
+
+@pytest.mark.parametrize(
+    ("roles", "culprits", "words"),
+    [
+        pytest.param([status(_DP4), status(None)], (1,), "role 1 in section train", id="outside"),
+        pytest.param(
+            [status(None, iteration=8), status(None), status(None)],
+            *((1, 2), "in section train of iteration 7"),
+            id="the earliest iteration counts",
+        ),
+        pytest.param(
+            [status(_TP9), status(("tp", "all_gather", 8)), status(("pp", "recv", 3))],
+            *((1,), "did not enter operation 9 of group tp, but waits in operation 8 (all_gather)"),
+            id="behind in its group",
+        ),
+        pytest.param(
+            [status(_TP9, progress=60), status(("pp", "recv", 3), progress=58)],
+            *((1,), "did not enter what the others have entered"),
+            id="in different groups the count of operations",
+        ),
+        pytest.param([status(_DP4)] * 3, (), "none is behind the others", id="no evidence"),
+        pytest.param(
+            [status(None, section="paused"), status(None, section="done"), status(None)],
+            *((2,), "role 2 in section train"),
+            id="idle ones are none",
+        ),
+    ],
+)
+def test_culprit_is_who_does_not_wait_or_is_behind(
+    roles: list[RoleStatus], culprits: tuple[int, ...], words: str
+) -> None:
+    hang = find_hang(dict(enumerate(roles)), SETTINGS, LIMIT)
     assert hang is not None
-    assert hang.culprits == (1,)
-    assert "role 1 in section train of iteration 7" in hang.cause
-
-
-def test_of_several_outside_the_earliest_iteration_counts() -> None:
-    found = {0: status(None, iteration=8), 1: status(None, iteration=7), 2: status(None)}
-    hang = find_hang(found, SETTINGS, LIMIT)
-    assert hang is not None
-    assert hang.culprits == (1, 2)
-
-
-def test_culprit_is_who_is_behind_in_its_group() -> None:
-    found = {
-        0: status(("tp", "all_reduce", 9)),
-        1: status(("tp", "all_gather", 8)),
-        2: status(("pp", "recv", 3)),
-    }
-    hang = find_hang(found, SETTINGS, LIMIT)
-    assert hang is not None
-    assert hang.culprits == (1,)
-    assert "did not enter operation 9 of group tp" in hang.cause
-    assert "waits in operation 8 (all_gather)" in hang.cause
-
-
-def test_different_groups_fall_back_to_the_count_of_operations() -> None:
-    found = {
-        0: status(("tp", "all_reduce", 9), progress=60),
-        1: status(("pp", "recv", 3), progress=58),
-    }
-    hang = find_hang(found, SETTINGS, LIMIT)
-    assert hang is not None
-    assert hang.culprits == (1,)
-
-
-def test_hang_without_a_visible_culprit_is_still_a_hang() -> None:
-    hang = find_hang({r: status(("dp", "barrier", 4)) for r in range(3)}, SETTINGS, LIMIT)
-    assert hang is not None
-    assert hang.culprits == ()
+    assert hang.culprits == culprits
+    assert words in hang.cause
 
 
 def test_one_role_in_a_long_section_gives_all_its_limit() -> None:
@@ -103,14 +100,6 @@ def test_one_role_in_a_long_section_gives_all_its_limit() -> None:
     hang = find_hang(late, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == (1,)
-
-
-def test_idle_roles_are_no_culprits() -> None:
-    idle = {0: status(None, section="paused"), 1: status(None, section="done")}
-    assert find_hang(idle, SETTINGS, LIMIT) is None
-    hang = find_hang({**idle, 2: status(None)}, SETTINGS, LIMIT)
-    assert hang is not None
-    assert hang.culprits == (2,)
 
 
 def test_clock_counts_since_the_last_change() -> None:
@@ -199,15 +188,10 @@ def test_the_number_of_a_message_is_held_against_nobody() -> None:
         1: RoleStatus("step", 7, None, 50, 11.0, (sent,)),
         2: on_device(("dp", 5, 5, 4)),
     }
-    hang = find_hang(found, SETTINGS, LIMIT)
-    assert hang is not None
-    assert hang.culprits == ()
-
-
-def test_nobody_is_named_as_long_as_one_device_is_not_known() -> None:
-    hang = find_hang({0: on_device(("dp", 5, 5, 4)), 1: status(None)}, SETTINGS, LIMIT)
-    assert hang is not None
-    assert hang.culprits == ()
+    for unknown in ({}, {3: status(None)}):  # nor where one device is not known
+        hang = find_hang(found | unknown, SETTINGS, LIMIT)
+        assert hang is not None
+        assert hang.culprits == ()
 
 
 def test_what_a_beat_says_of_a_device() -> None:
@@ -217,18 +201,6 @@ def test_what_a_beat_says_of_a_device() -> None:
     assert RoleStatus.from_beat(beat, 2.0).device is None
     told = RoleStatus.from_beat({**beat, "device": [["dp(0,1)", 5, None, 4, True]]}, 2.0)
     assert told.device == (OnDevice("dp(0,1)", 5, None, 4, True),)
-
-
-@given(st.lists(st.lists(NUMBERS, min_size=2, max_size=2), min_size=1, max_size=5))
-def test_never_is_every_role_named(roles: list[list[list[int]]]) -> None:
-    """To kill all processes of a job for a hang would cost all that it has in its processes."""
-    found = {
-        role: on_device(*((name, *numbers) for name, numbers in zip("ab", groups, strict=True)))
-        for role, groups in enumerate(roles)
-    }
-    hang = find_hang(found, SETTINGS, LIMIT)
-    assert hang is not None
-    assert len(hang.culprits) < len(roles)
 
 
 def test_where_nobody_waits_there_is_no_evidence() -> None:
@@ -265,10 +237,14 @@ ON_HOST = st.builds(
     iteration=st.integers(7, 8),
     progress=st.integers(50, 52),
 )
+ON_DEVICE = st.lists(NUMBERS, min_size=2, max_size=2).map(
+    lambda groups: on_device(*((name, *n) for name, n in zip("ab", groups, strict=True)))
+)
 
 
-@given(st.lists(ON_HOST, min_size=2, max_size=5))
-def test_nor_are_all_that_wait_on_their_hosts(roles: list[RoleStatus]) -> None:
+@given(st.lists(ON_HOST, min_size=2, max_size=5) | st.lists(ON_DEVICE, min_size=1, max_size=5))
+def test_never_is_every_role_named(roles: list[RoleStatus]) -> None:
+    """To kill all processes of a job for a hang would cost all that it has in its processes."""
     hang = find_hang(dict(enumerate(roles)), SETTINGS, LIMIT)
     assert hang is not None
     assert len(hang.culprits) < len(roles)

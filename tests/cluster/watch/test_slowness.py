@@ -73,27 +73,11 @@ def test_a_slow_node_is_told_once_after_enough_windows_and_once_when_it_is_over(
     assert not job.watch.slow
 
 
-def test_a_node_that_is_one_and_a_half_times_slower_is_told_with_the_default_settings() -> None:
-    job = Job()
-    for _ in range(WINDOWS - 1):
-        assert job.run(0.1, 0.1, 0.15, 0.1) == []
-    (verdict,) = job.run(0.1, 0.1, 0.15, 0.1)
-    assert verdict.node == 2
-
-
 def test_no_verdict_before_a_window_is_full() -> None:
     job = Job()
     for _ in range(WINDOWS * WINDOW_ITERATIONS - 1):
         assert job.run(0.1, 0.1, 0.9, 0.1, iterations=1) == []
     assert job.run(0.1, 0.1, 0.9, 0.1, iterations=1)
-
-
-def test_slow_windows_with_a_good_one_between_are_not_a_slow_node() -> None:
-    job = Job()
-    for _ in range(3):
-        for _ in range(WINDOWS - 1):
-            assert job.run(0.1, 0.1, 0.5, 0.1) == []
-        assert job.run(0.1, 0.1, 0.1, 0.1) == []
 
 
 @pytest.mark.slow
@@ -116,24 +100,25 @@ def test_an_hour_of_noise_names_nobody_but_the_node_that_is_slow(slow: int | Non
     assert named == ({} if slow is None else {slow: WINDOWS * WINDOW_ITERATIONS})
 
 
-def test_stages_of_the_pipeline_are_not_compared_with_each_other() -> None:
-    job = Job(groups="aabb")
-    for _ in range(WINDOWS + 1):
-        assert job.run(0.1, 0.1, 0.4, 0.4) == []
-
-
-def test_roles_of_one_node_are_no_peers_of_each_other() -> None:
-    job = Job(nodes={0: 0, 1: 0, 2: 1, 3: 1})
-    for _ in range(WINDOWS - 1):
-        job.run(0.3, 0.3, 0.1, 0.1)
-    (verdict,) = job.run(0.3, 0.3, 0.1, 0.1)
-    assert verdict.node == 0
-
-
-def test_differences_of_a_few_milliseconds_are_noise() -> None:
-    job = Job()
-    for _ in range(WINDOWS + 1):
-        assert job.run(0.001, 0.001, 0.004, 0.001) == []
+@pytest.mark.parametrize(
+    ("job", "seconds", "named"),
+    [
+        pytest.param(Job(), [(0.1, 0.1, 0.15, 0.1)], 2, id="one and a half times slower"),
+        pytest.param(
+            Job(), 5 * [(0.1, 0.1, 0.5, 0.1)] + [4 * (0.1,)], None, id="a good window between"
+        ),
+        pytest.param(Job(groups="aabb"), [(0.1, 0.1, 0.4, 0.4)], None, id="another stage"),
+        pytest.param(
+            Job({0: 0, 1: 0, 2: 1, 3: 1}), [(0.3, 0.3, 0.1, 0.1)], 0, id="roles of one node"
+        ),
+        pytest.param(Job(), [(0.001, 0.001, 0.004, 0.001)], None, id="noise"),
+        pytest.param(Job(groups="abcd"), [(0.1, 0.2, 0.9, 0.1)], None, id="no peers elsewhere"),
+    ],
+)
+def test_who_is_slow(job: Job, seconds: list[tuple[float, ...]], named: int | None) -> None:
+    """``seconds``: of the roles, in each window, again and again."""
+    told = [job.run(*seconds[n % len(seconds)]) for n in range(2 * WINDOWS)]
+    assert [one.node for window in told for one in window] == ([] if named is None else [named])
 
 
 def test_a_new_epoch_begins_a_new_window_and_forgets_nodes_without_roles() -> None:
