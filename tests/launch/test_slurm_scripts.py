@@ -58,6 +58,27 @@ def test_a_limit_that_was_extended_ends_no_run(tmp_path: Path) -> None:
     assert first_act(tmp_path, 1200, "echo far") == ["sleep", str(until_notice)]
 
 
+def sourced(
+    tmp_path: Path, call: str, programs: dict[str, str] | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a function of job.sh, with these programs in front of those of the machine."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    for name, text in (programs or {}).items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", "-c", f'. "$0" && {call}', SLURM / "job.sh"],
+        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", **variables},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+
+
+SIZE = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60"}
+
+
 @pytest.mark.parametrize(
     ("status", "ends"),
     [(0, True), (1, True), (2, True), (3, True), (4, True), (75, False), (76, True), (130, False)],
@@ -66,16 +87,8 @@ def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(
     tmp_path: Path, status: int, ends: bool
 ) -> None:
     """The loss is as little a number, and the room as small, in a job with the same settings."""
-    (tmp_path / "deadpool").write_text(
-        f"#!/bin/sh\necho 'over, exit status {status}; 5 iterations'\nexit {status}\n"
-    )
-    (tmp_path / "deadpool").chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", '. "$1" && judge "$2"', "bash", SLURM / "job.sh", tmp_path / "7"],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        check=False,
-    )
+    verdict = f"echo 'over, exit status {status}; 5 iterations'\nexit {status}"
+    done = sourced(tmp_path, f"judge {tmp_path}/7", {"deadpool": verdict})
     assert done.returncode == status
     assert (tmp_path / "OVER").exists() == ends
 
@@ -87,13 +100,7 @@ def test_a_chain_ends_where_its_next_job_would_only_come_to_the_same(
 def test_the_rest_of_a_chain_ends_as_the_run_did(tmp_path: Path, over: str, status: int) -> None:
     """What depends on the last job of the chain would take a failed training for a complete one."""
     (tmp_path / "OVER").write_text(f"{over}\n")
-    done = subprocess.run(
-        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
-        env={**os.environ, "RUNS": str(tmp_path), "SLURM_JOB_ID": "8"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = sourced(tmp_path, "run_training", RUNS=str(tmp_path), SLURM_JOB_ID="8")
     assert done.returncode == status
     assert f"nothing to do: {over} (remove {tmp_path}/OVER" in done.stdout
 
@@ -103,22 +110,15 @@ def test_a_name_that_slurm_does_not_know_costs_itself_only(tmp_path: Path) -> No
     asked, runs = tmp_path / "asked", tmp_path / "runs"
     (runs / "7.logs").mkdir(parents=True)
     (runs / "bad-nodes.json").touch()
-    stand_ins = {
+    programs = {
         "deadpool": "echo login1,node3.cluster,node4",
         "squeue": "[ $2 != -j ] || exec echo 'node[1-9]'; "
         "echo '8|afterany:7(unfulfilled)|node[1-2]'; echo '9|afterany:8(unfulfilled)|'",
         "scontrol": "case $2$3 in hostnames*) printf 'node%s\\n' 1 2 3 4 5 6 7 8 9 ;;"
         f' *login1*) exit 1 ;; *) shift; echo "$*" >>{asked} ;; esac',
     }
-    for name, text in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
     size = {"SLURM_JOB_ID": "7", "NODES": "8", "SPARES": "2", "SMALLER": "6 4"}
-    subprocess.run(
-        ["bash", "-c", '. "$1" && prepare_next_job "$2"', "bash", SLURM / "job.sh", runs / "7"],
-        env={**os.environ, **size, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        check=True,
-    )
+    assert sourced(tmp_path, f"prepare_next_job {runs}/7", programs, **size).returncode == 0
     *_, excluded, fewer = asked.read_text().splitlines()
     assert excluded == "JobId=8 ExcNodeList=node[1-2],node3,node4"
     assert fewer == "JobId=8 NumNodes=7 NumTasks=7"
@@ -132,36 +132,19 @@ def test_agents_outlive_srun_though_slurm_does_not_answer(
     tmp_path: Path, squeue: str, are_there: bool
 ) -> None:
     """The end of the batch script is theirs, too."""
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
-    (tmp_path / "squeue").chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", '. "$1" && nodes_are_there', "bash", SLURM / "job.sh"],
-        env={**os.environ, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        check=False,
-    )
+    done = sourced(tmp_path, "nodes_are_there", {"squeue": squeue}, SLURM_JOB_ID="7")
     assert (done.returncode == 0) == are_there
 
 
 def test_a_node_that_hangs_does_not_keep_the_job_after_the_run(tmp_path: Path) -> None:
     """Slurm takes it for well, and srun waits for its task, which nobody can end."""
-    stand_ins = {
+    programs = {
         "srun": f"mkdir {tmp_path}/7; touch {tmp_path}/7/final.json; exec tail -f /dev/null",
         "deadpool": "echo 'over, exit status 0; 5 iterations'",
         "sleep": "true",
     }
-    for name, text in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    size = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60"}
     limits = {"SLURM_JOB_ID": "7", "RUNS": str(tmp_path), "DEADPOOL_STEP_SECONDS": "0"}
-    done = subprocess.run(
-        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
-        env={**os.environ, **size, **limits, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    done = sourced(tmp_path, "run_training", programs, **SIZE, **limits)
     assert done.returncode == 0
     assert "some node does not end: the job does" in done.stdout
     assert "status of the run: 0 (of srun: 137)" in done.stdout
@@ -174,50 +157,28 @@ def test_what_others_have_put_beside_the_runs_is_neither_believed_nor_written_to
     (tmp_path / "keys").write_text("mine")
     (tmp_path / "OVER").symlink_to(tmp_path / "keys")
     (tmp_path / "8.logs").symlink_to(tmp_path)
-    size = {"NODES": "2", "SPARES": "1", "GPUS_PER_NODE": "1", "NOTICE_SECONDS": "60"}
-    (tmp_path / "deadpool").write_text(
-        "#!/bin/sh\necho 'over, exit status 1; 5 iterations'; exit 1"
-    )
-    (tmp_path / "deadpool").chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", '. "$1" && run_training', "bash", SLURM / "job.sh"],
-        env={**os.environ, **size, "RUNS": str(tmp_path), "SLURM_JOB_ID": "8"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    programs = {"deadpool": "echo 'over, exit status 1; 5 iterations'; exit 1"}
+    where = {"RUNS": str(tmp_path), "SLURM_JOB_ID": "8"}
+    done = sourced(tmp_path, "run_training", programs, **SIZE, **where)
     assert done.returncode == 2
     assert f"{tmp_path}/8.logs is not of this user" in done.stdout
-    judged = ["bash", "-c", '. "$1" && judge "$2"', "bash", SLURM / "job.sh", tmp_path / "7"]
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(judged, env=environment, check=False)
+    sourced(tmp_path, f"judge {tmp_path}/7", programs)
     assert (tmp_path / "OVER").read_text() == "run 7 ended with status 1\n"
     assert (tmp_path / "keys").read_text() == "mine"
 
 
 @pytest.mark.parametrize("left", ["nothing", "a state that is refused"])
 def test_a_chain_that_has_nothing_to_go_on_from_stops(tmp_path: Path, left: str) -> None:
-    runs, programs = tmp_path / "runs", tmp_path / "bin"
+    runs = tmp_path / "runs"
     (runs / "7").mkdir(parents=True)
-    programs.mkdir()
     (runs / "7" / "events-2.jsonl").write_text('{"kind": "step", "iteration": 3}\n')
     if left != "nothing":
         (runs / "7" / "latest.json").touch()
     srun = "exit 0" if left == "nothing" else "exit 2"
-    for name, text in {"srun": srun, "deadpool": "exit 2", "squeue": "exit 0"}.items():
-        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (programs / name).chmod(0o755)
-    size = "SETTINGS=() TRAINING=() SRUN_OPTIONS=() NODES=2 SPARES=0 GPUS_PER_NODE=1 CHECKOUT="
-    environment = {"RUNS": str(runs), "SLURM_JOB_ID": "8", "NOTICE_SECONDS": "9"}
-    environment["PATH"] = f"{programs}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", f'. "$1" && {size} && run_training', "bash", SLURM / "job.sh"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    programs = {"srun": srun, "deadpool": "exit 2", "squeue": "exit 0"}
+    arrays = "SETTINGS=() TRAINING=() SRUN_OPTIONS=() CHECKOUT="
+    where = {"RUNS": str(runs), "SLURM_JOB_ID": "8"}
+    done = sourced(tmp_path, f"{arrays} && run_training", programs, **SIZE, **where)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "the chain stops: " in done.stdout
     assert (runs / "OVER").read_text().endswith(": status 2\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -76,44 +74,6 @@ def test_data_ranks_without_shards_share_a_class(text: str) -> None:
     assert one == other
     one, other = run_ranks(2, stage_classes, f"{MODEL} {text} {BF16}")
     assert one != other
-
-
-def announced(arguments: str) -> list[tuple[str, dict[str, Any]]]:
-    """The fault points of one iteration, an evaluation and a save, as they are reached."""
-    from deadpool_megatron import failpoints
-
-    loop, _ = make_loop(arguments)
-    reached: list[tuple[str, dict[str, Any]]] = []
-
-    def hit(point: str, **details: object) -> None:
-        reached.append((point, {**failpoints._context, **details}))
-
-    failpoints.ACTIVE = True
-    failpoints.hit = hit  # type: ignore[assignment]
-    loop.train_step()
-    loop.run_segment("evaluation")
-    loop.run_segment("save")
-    return reached
-
-
-def test_fault_points(text: str, tmp_path: Path) -> None:
-    (reached,) = run_ranks(
-        1, announced, f"{MODEL} {text} {BF16} --save {tmp_path} --eval-iters 1 --micro-batch-size 4"
-    )
-    assert [point for point, _ in reached] == [
-        *("step.begin", "forward", "backward", "forward", "backward", "grads.final"),
-        *("optimizer.before", "optimizer.inside", "optimizer.updated", "optimizer.after"),
-        *("loss", "step.end"),
-        *("evaluation.begin", "evaluation.microbatch", "evaluation.microbatch", "evaluation.end"),
-        *("save.begin", "save.written"),
-    ]
-    sections = [facts["section"] for _, facts in reached]
-    assert sections == 6 * ["forward-backward"] + 6 * ["optimizer"] + 4 * ["evaluation"] + (
-        2 * ["save"]
-    )
-    assert all(facts["iteration"] == 1 for _, facts in reached)
-    assert [facts["microbatch"] for point, facts in reached if point == "backward"] == [0, 1]
-    assert next(facts["optimizer"] for point, facts in reached if point == "optimizer.inside") == 0
 
 
 class Interrupted(Exception):
@@ -206,37 +166,3 @@ def test_the_hash_sees_every_part_of_the_state(text: str) -> None:
     )
     (unseen,) = run_ranks(1, hash_changes, f"{MODEL} {text} {flags}")
     assert unseen == []
-
-
-def alone(folder: Path, rank: int, world_size: int) -> None:
-    """No groups."""
-
-
-def end(how: str) -> None:
-    """Rank 1 ends like that; the other waits to be killed."""
-    if os.environ["RANK"] == "1":
-        os.write(2, b"last words\n")
-        if how == "abort":
-            os.abort()
-        raise ValueError(how)
-    signal.pause()
-
-
-@pytest.mark.parametrize(
-    ("how", "wanted"),
-    [
-        ("abort", ("rank 1 died of SIGABRT", "last words", "Fatal Python error", "in end")),
-        ("bad luck", ("rank 1 failed, status 1", "last words", "ValueError: bad luck", "in end")),
-    ],
-)
-def test_the_end_of_a_rank_is_told(how: str, wanted: tuple[str, ...]) -> None:
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(2, end, how, connect=alone)
-    for words in wanted:
-        assert words in str(caught.value)
-    assert "rank 0" not in str(caught.value), "killed by us, not failed"
-
-
-def test_a_rank_that_hangs_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)rank 0 did not finish in time.* in end"):
-        run_ranks(1, end, "", seconds=0.2, connect=alone)
