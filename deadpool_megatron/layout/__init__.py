@@ -7,7 +7,6 @@ group_names    the name of one group of roles, for people
 history        what a coordinator that takes over must know of the run so far
 inventories    what a node holds, on the wire
 planner        what is restored from where, who plays which role, the kept line
-seats          who plays which role
 schemes        how state is protected, and the plan of an epoch
 cadence        which iterations are protected
 replaying      steps between two generations: names and rules

@@ -164,25 +164,6 @@ class Inventory:
     holdings: tuple[Holding, ...] = ()
     layouts: tuple[RoleLayout, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "node": self.node,
-            "epoch": self.epoch,
-            "holdings": [holding.to_dict() for holding in self.holdings],
-            "layouts": [layout.to_dict() for layout in self.layouts],
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Inventory:
-        """Inverse of :meth:`to_dict`."""
-        return Inventory(
-            int(values["node"]),
-            int(values["epoch"]),
-            tuple(Holding.from_dict(holding) for holding in values["holdings"]),
-            tuple(RoleLayout.from_dict(layout) for layout in values["layouts"]),
-        )
-
 
 @dataclass(frozen=True, order=True)
 class Seat:
@@ -201,6 +182,29 @@ class Seat:
         """Inverse of :meth:`to_list`."""
         node, slot, incarnation = values
         return Seat(int(node), int(slot), int(incarnation))
+
+
+class SeatTable(dict[int, Seat]):
+    """Role -> seat, never changed, with the lookups that are made for every message.
+
+    Each index is built when it is first asked for and then kept. Thread-safe: two threads may at
+    worst build the same index twice.
+    """
+
+    @cached_property
+    def role_by_place(self) -> Mapping[tuple[int, int], int]:
+        """(node, slot) -> role, whatever the incarnation."""
+        return {(seat.node, seat.slot): role for role, seat in self.items()}
+
+    @cached_property
+    def nodes(self) -> frozenset[int]:
+        """Nodes that have a seat."""
+        return frozenset(seat.node for seat in self.values())
+
+    def role_of(self, node: int, slot: int, incarnation: int) -> int | None:
+        """The role this very process has a seat for."""
+        role = self.role_by_place.get((node, slot))
+        return role if role is not None and self[role].incarnation == incarnation else None
 
 
 @dataclass(frozen=True)

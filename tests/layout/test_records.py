@@ -20,9 +20,9 @@ from deadpool_megatron.layout.records import (
     PartInfo,
     RoleLayout,
     Seat,
+    SeatTable,
 )
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
-from deadpool_megatron.layout.seats import SeatTable
 
 G = rec.Generation(2, 7)
 PLACES = {"shard": (rec.Source(1, 0),)}

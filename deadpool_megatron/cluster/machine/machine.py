@@ -31,9 +31,8 @@ from deadpool_megatron.cluster.machine.state.state import (
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.planner import is_thrown_away
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import first_plan, plan_in_words
-from deadpool_megatron.layout.seats import SeatTable
 
 NOBODY: Mapping[int, str] = {}
 

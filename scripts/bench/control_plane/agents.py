@@ -35,8 +35,8 @@ from deadpool_megatron.layout.records import (
     Inventory,
     PartInfo,
     RoleLayout,
+    SeatTable,
 )
-from deadpool_megatron.layout.seats import SeatTable
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import MAGIC, encode

@@ -20,8 +20,7 @@ from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Deciding, Opening, Rejoining, Running
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord, Generation
-from deadpool_megatron.layout.seats import SeatTable
+from deadpool_megatron.layout.records import EpochRecord, Generation, SeatTable
 
 
 def journal_written(turn: Turn, epoch: int) -> None:

@@ -14,8 +14,7 @@ from deadpool_megatron.cluster.machine.state.fleet import Fleet
 from deadpool_megatron.cluster.machine.state.line import ChosenProtection, KeptLine
 from deadpool_megatron.cluster.machine.state.memory import Memory
 from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from deadpool_megatron.layout.seats import SeatTable
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, SeatTable
 from deadpool_megatron.preflight.judge import Agreed, Checkup
 from deadpool_megatron.settings import Settings
 
