@@ -36,7 +36,7 @@ COMMANDS = {
     "kill": "control.asking",
     "stop": "control.asking",
     "persist": "control.asking",
-    "follow-slurm": "control.follow_slurm",
+    "follow-slurm": "slurm",
     "report": "report",
     "metrics": "metrics",
     "traces": "traces",

@@ -6,10 +6,12 @@ terminal, in a log and in a bug report.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import secrets
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +37,8 @@ from deadpool_megatron.wire.framing import WireError
 from deadpool_megatron.wire.tls import TlsError
 
 EXIT_BAD_INPUT = 2
+INTERFACE_VARIABLE = "DEADPOOL_INTERFACE_NAME"
+_SIOCGIFADDR = 0x8915
 _ASK_SECONDS = 10.0
 #: the patience of whoever looks again and again: two addresses are asked within the ten seconds
 #: after which a Prometheus server gives a scrape up
@@ -223,6 +227,58 @@ def parse_address(text: str) -> tuple[str, int]:
         raise CommandError(f"host {host!r} cannot be resolved: {why}") from error
     address = found[0][4]
     return str(address[0]), int(address[1])
+
+
+def host_address(host: str) -> str:
+    """The IPv4 address that a host's name resolves to. Raises CommandError when other nodes cannot
+    reach it, or there is none.
+    """
+    try:
+        address = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError) as error:  # a name with an empty or a long label is none
+        why = getattr(error, "strerror", None) or error
+        raise CommandError(
+            f"the address of {host!r} is not known ({why}): give --host ADDRESS or"
+            f" --interface NAME (or {INTERFACE_VARIABLE})"
+        ) from error
+    if str(address).startswith("127."):
+        raise CommandError(
+            f"{host!r} resolves to {address}, which other nodes cannot reach: give --host ADDRESS"
+            f" or --interface NAME (or {INTERFACE_VARIABLE})"
+        )
+    return str(address)
+
+
+def local_address(text: str) -> str:
+    """Return what ``--deadpool-interface`` means on this machine: the address of the interface of
+    that name, or the address (or host name) itself. Raises CommandError for what is neither.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if text in names:
+        return interface_address(text)
+    try:
+        socket.getaddrinfo(text, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise CommandError(
+            f"--deadpool-interface {text!r} is neither an address nor a network interface of"
+            f" {socket.gethostname()}; there are: {', '.join(names)}"
+        ) from error
+    return text
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface. Raises CommandError when it has none."""
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            there = ", ".join(found for _, found in socket.if_nameindex())
+            raise CommandError(
+                f"network interface {name!r} has no IPv4 address ({error.strerror}); there are:"
+                f" {there}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def listen_address(text: str, *, least_port: int = 1) -> tuple[str, int]:

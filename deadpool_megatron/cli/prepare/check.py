@@ -1,5 +1,5 @@
 """``deadpool check``: is this host fit for a run? And what was found out about all nodes of one, as
-a table, in colours where there is a terminal."""
+a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +14,14 @@ from statistics import median
 from typing import Any
 
 from deadpool_megatron.cli.common import (
+    INTERFACE_VARIABLE,
     CommandError,
     check_platform,
+    host_address,
+    interface_address,
     size,
     table,
     warn_of_danger_above,
-)
-from deadpool_megatron.cli.slurm_environment import (
-    INTERFACE_VARIABLE,
-    host_address,
-    interface_address,
 )
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.events import Event, Kind
@@ -57,7 +54,6 @@ _HEADER = (
     "node", "host", "rack", "GPUs", "/dev/shm free", "memory", "clock", "out/s", "in/s",
     "round trip", "verdict",
 )  # fmt: skip
-_COLOURS = {Standing.GOOD: "green", Standing.WEAK: "yellow", Standing.LEFT_OUT: "bold red"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -125,9 +121,7 @@ def judged_nodes(events: Iterable[Event]) -> list[dict[str, Any]]:
 def show(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> None:
     """Print a table of :func:`judged_nodes`, and whether ``wanted`` of them are good."""
     rows = [_row(entry) for entry in _with_middle(nodes)]
-    if not (sys.stdout.isatty() and _show_in_colours(nodes, rows)):
-        print("\n".join(table(_HEADER, rows)))
-    print("\n".join(_remarks(nodes, why_not, wanted)))
+    print("\n".join([*table(_HEADER, rows), *_remarks(nodes, why_not, wanted)]))
 
 
 def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
@@ -231,21 +225,3 @@ def _advice(nodes: Sequence[Mapping[str, Any]]) -> str:
         if bad
         else ""
     )
-
-
-def _show_in_colours(nodes: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> bool:
-    """False where rich is missing."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for title in _HEADER:
-        shown.add_column(title, justify="left" if title in ("host", "verdict") else "right")
-    for entry, row in zip(nodes, rows, strict=True):
-        style = _COLOURS[Standing(entry["standing"])]
-        shown.add_row(*(Text(cell) for cell in row), style=style)
-    Console(highlight=False).print(shown)
-    return True

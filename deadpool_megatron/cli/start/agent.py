@@ -15,14 +15,18 @@ from typing import Any
 
 from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli.common import (
+    INTERFACE_VARIABLE,
     CommandError,
     add_size,
     ask_at,
     check_platform,
     check_port,
     coordinator_address,
+    host_address,
     ignore_notices,
+    interface_address,
     listen,
+    local_address,
     make_info,
     parse_address,
     refusing_system_errors,
@@ -30,14 +34,7 @@ from deadpool_megatron.cli.common import (
     warn_of_danger_above,
 )
 from deadpool_megatron.cli.prepare import check
-from deadpool_megatron.cli.slurm_environment import (
-    INTERFACE_VARIABLE,
-    SlurmNode,
-    host_address,
-    interface_address,
-    local_address,
-    slurm_environment,
-)
+from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.checks import (
     check_address,

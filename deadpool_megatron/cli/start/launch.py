@@ -21,8 +21,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cli.common import EXIT_BAD_INPUT, ignore_notices, refusing_system_errors
-from deadpool_megatron.cli.slurm_environment import local_address
+from deadpool_megatron.cli.common import (
+    EXIT_BAD_INPUT,
+    ignore_notices,
+    local_address,
+    refusing_system_errors,
+)
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cluster.journal.journal import JournalError, open_journal

@@ -14,12 +14,12 @@ from deadpool_megatron.cli.common import (
     add_size,
     check_platform,
     listen,
+    local_address,
     make_info,
     refusing_system_errors,
     warn_in_the_clear,
     warn_of_danger_above,
 )
-from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
 from deadpool_megatron.cli.start.launch import EXIT_INTERRUPTED, Launcher, LaunchOptions

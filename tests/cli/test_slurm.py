@@ -1,4 +1,4 @@
-"""What Slurm drains is drained in the run, by one request for each node, and people are told."""
+"""Slurm's variables, the wrong ones included; what it drains is drained in the run, once."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import argparse
 import errno
 import itertools
 import os
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli import common
-from deadpool_megatron.cli.common import CommandError, RunNotReachable
-from deadpool_megatron.cli.control import follow_slurm
+from deadpool_megatron.cli import common, slurm
+from deadpool_megatron.cli.common import (
+    CommandError,
+    RunNotReachable,
+    host_address,
+    interface_address,
+    local_address,
+    parse_address,
+)
+from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -23,6 +31,104 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.settings import Settings
+
+# Taken from a task of Slurm 22.05.
+TASK = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_NUM_NODES": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x6)",
+    "SLURMD_NODENAME": "node4",
+    "SLURM_TOPOLOGY_ADDR": "core.rack1.node4",
+    "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+}
+
+
+def test_a_task_of_one_per_node() -> None:
+    found = slurm_environment(TASK)
+    assert found == SlurmNode("17", 3, 6, "node4", "rack1")
+
+
+def test_the_task_number_counts_not_the_node_number() -> None:
+    """They differ with --distribution=arbitrary."""
+    assert slurm_environment({**TASK, "SLURM_NODEID": "0"}).node_id == 3
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "domain"),
+    [
+        ("node4", "node", ""),
+        ("", "", ""),
+        ("block7.node4", "block.node", "block7"),
+        ("s0.s1.host.of.site", "switch.switch.node", "s1"),
+    ],
+)
+def test_domain(address: str, pattern: str, domain: str) -> None:
+    names = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert slurm_environment({**TASK, **names}).domain == domain
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"SLURM_JOB_ID": None}, "no Slurm job"),
+        ({"SLURM_STEP_ID": None}, "put 'srun --ntasks-per-node=1' before it"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x5)"}, "several tasks on a node (2(x5))"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x3),2"}, "several tasks on a node (1(x3),2)"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "many"}, "is 'many'"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
+    ],
+)
+def test_one_line_for_each_way_to_be_wrong(change: dict[str, str | None], told: str) -> None:
+    changed = {k: v for k, v in {**TASK, **change}.items() if v is not None}
+    with pytest.raises(CommandError, match="--from-slurm") as raised:
+        slurm_environment(changed)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_address_of_an_interface() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    with pytest.raises(CommandError, match=r"'nosuch0' has no IPv4 address .*there are: .*lo"):
+        interface_address("nosuch0")
+
+
+def test_an_interface_is_named_or_its_address_given() -> None:
+    assert local_address("lo") == "127.0.0.1"
+    assert local_address("127.0.0.1") == "127.0.0.1"
+    assert local_address("localhost") == "localhost"
+    with pytest.raises(CommandError, match=r"'eth 7' is neither .* there are: .*lo"):
+        local_address("eth 7")
+
+
+def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"node4": "10.0.0.4", "debian": "127.0.1.1"}
+
+    def resolve(host: str, *_: object) -> list[object]:
+        if host not in answers:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert host_address("node4") == "10.0.0.4"
+    with pytest.raises(CommandError, match="which other nodes cannot reach: give --host"):
+        host_address("debian")
+    with pytest.raises(CommandError, match="is not known"):
+        host_address("nowhere")
+
+
+@pytest.mark.parametrize("name", ["node..example", "x" * 300, "node\udcff"])
+def test_what_cannot_be_a_name_is_no_traceback(name: str) -> None:
+    """Python raises UnicodeError for an empty label, not what the resolver says of other names."""
+    with pytest.raises(CommandError, match="is neither an address nor a network interface"):
+        local_address(name)
+    with pytest.raises(CommandError, match="is not known"):
+        host_address(name)
+    with pytest.raises(CommandError, match="cannot be resolved"):
+        parse_address(f"{name}:4000")
+
 
 WAITS = "waits for a spare node"
 
@@ -62,7 +168,7 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
         known = Request(1, message["token"], Verb.DRAIN, {"node": message["node"]}, *answer)
         return {"request": known.to_dict()}
 
-    follower = follow_slurm.Follower(run, follow_slurm.drained_hosts, tell)
+    follower = slurm.Follower(run, slurm.drained_hosts, tell)
     says(sinfo, "a1|allocated", "a2|mixed", "b3|drained")
     follower.look()
     assert sent == [], "of other nodes nothing is said"
@@ -102,10 +208,10 @@ def test_it_outlives_a_run_directory_that_is_away(
         return {"request": known.to_dict()}
 
     monkeypatch.setattr(Path, "exists", is_away)
-    monkeypatch.setattr(follow_slurm, "ask", ask)
-    monkeypatch.setattr(follow_slurm, "drained_hosts", lambda: frozenset({"a2"}))
-    monkeypatch.setattr(follow_slurm.time, "monotonic", itertools.count(0, 60).__next__)
-    assert follow_slurm.run(argparse.Namespace(run_dir=run.path, every=1.0)) == 0
+    monkeypatch.setattr(slurm, "ask", ask)
+    monkeypatch.setattr(slurm, "drained_hosts", lambda: frozenset({"a2"}))
+    monkeypatch.setattr(slurm.time, "monotonic", itertools.count(0, 60).__next__)
+    assert slurm.run(argparse.Namespace(run_dir=run.path, every=1.0)) == 0
     assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
         "the run does not know yet that Slurm drains a2: r/run.json: Stale file handle",
         "Slurm drains a2: node 1 is drained: done",
@@ -131,7 +237,7 @@ def test_a_journal_that_does_not_work_is_no_refusal(
     def tell(message: dict[str, Any]) -> dict[str, Any]:
         return common.ask_at(("127.0.0.1", 1), run, "0123abcd", message, Settings())
 
-    follower = follow_slurm.Follower(run, lambda: frozenset({"a2"}), tell)
+    follower = slurm.Follower(run, lambda: frozenset({"a2"}), tell)
     follower.look()
     follower.look()
     assert answers == [], "it asks again"
@@ -144,8 +250,8 @@ def test_a_journal_that_does_not_work_is_no_refusal(
 def test_slurm_that_does_not_answer_is_named(sinfo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sinfo.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
     with pytest.raises(CommandError, match="status 1: Unable to contact slurm controller"):
-        follow_slurm.drained_hosts()
-    monkeypatch.setattr(follow_slurm, "_ANSWER_SECONDS", 0.2)
+        slurm.drained_hosts()
+    monkeypatch.setattr(slurm, "_ANSWER_SECONDS", 0.2)
     sinfo.write_text("#!/bin/sh\nexec sleep 1000\n")
     with pytest.raises(CommandError, match=r"no answer within 0\.2 s"):
-        follow_slurm.drained_hosts()
+        slurm.drained_hosts()

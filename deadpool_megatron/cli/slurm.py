@@ -1,15 +1,21 @@
-"""``deadpool follow-slurm``: a node that Slurm drains gives its roles to a spare, nothing lost.
+"""Slurm's word: facts that it tells the one task that it starts on each node, and the nodes that it
+drains, which ``deadpool follow-slurm`` has give their roles to a spare.
 
-It asks Slurm and the run in turn, needs no right in Slurm, and may be started again at any time.
+``deadpool agent --from-slurm`` takes node id and failure domain from here. Tested with Slurm 22.05;
+the variables are those of srun's manual page. Following asks Slurm and the run in turn, needs no
+right in Slurm, and may be started again at any time.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import secrets
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cli.common import PASSING, CommandError, Refused, add_run_directory, ask
@@ -24,6 +30,73 @@ Watches what Slurm says of the nodes of a run, and drains each one that Slurm dr
 move to a spare, and nothing is computed again. Without a spare it says so, and the node trains on
 until there is one. Ends with the run. Start it where sinfo works and the run directory is.
 """
+_TASK_COUNTS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
+
+
+@dataclass(frozen=True)
+class SlurmNode:
+    """One node of a job step. ``nodes``: how many the step has; ``host``: Slurm's name of this one.
+
+    ``domain`` is the lowest switch (or block) above the node, empty where the site names none.
+    """
+
+    job_id: str
+    node_id: int
+    nodes: int
+    host: str
+    domain: str
+
+
+def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
+    """Read a task's environment. Pure. Raises CommandError: not a task, or not one per node."""
+    job_id = environment.get("SLURM_JOB_ID")
+    if job_id is None:
+        raise CommandError(
+            "--from-slurm: this is no Slurm job (no SLURM_JOB_ID): start it with sbatch and srun,"
+            " or give --node-id and --host"
+        )
+    # sbatch's script has SLURM_PROCID, too, but is no step.
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+        raise CommandError(
+            "--from-slurm: this is no task of a job step: put 'srun --ntasks-per-node=1' before it"
+        )
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if any(tasks != 1 for tasks in _tasks_per_node(counts)):
+        raise CommandError(
+            f"--from-slurm: this step has several tasks on a node ({counts}); one agent serves a"
+            " whole node: use 'srun --ntasks-per-node=1' and --nproc-per-node"
+        )
+    return SlurmNode(
+        job_id=job_id,
+        node_id=_number(environment, "SLURM_PROCID"),
+        nodes=_number(environment, "SLURM_STEP_NUM_NODES"),
+        host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
+        domain=_domain(environment),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdigit():
+        raise CommandError(f"--from-slurm: {name} is {text!r}, not a number: start it with srun")
+    return int(text)
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """``2(x3),1`` -> [2, 1]; the numbers of nodes do not matter here."""
+    found = [_TASK_COUNTS.fullmatch(part) for part in text.split(",")]
+    if not all(found):
+        raise CommandError(f"--from-slurm: SLURM_STEP_TASKS_PER_NODE is {text!r}: start it by srun")
+    return [int(match["tasks"]) for match in found if match is not None]
+
+
+def _domain(environment: Mapping[str, str]) -> str:
+    """``core.rack0.node1`` with the pattern ``switch.switch.node`` -> ``rack0``."""
+    names = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    # A node's name may have dots itself; what stands above it does not.
+    above = [name for name, kind in zip(names, kinds, strict=False) if kind not in ("node", "")]
+    return above[-1] if above else ""
 
 
 def add_parser(subparsers: Any) -> None:
