@@ -9,17 +9,34 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 from deadpool_megatron.preflight import health
 
-# Of a run: the same computation gave other numbers.
-EXIT_DIVERGENCE = 3
-# Of a process that finds no device where its run has one for each.
-EXIT_NO_DEVICE = 72
-# Of a process, and of its run: what changes beside the optimizer's state is too large for its room.
-EXIT_EXTRAS_OUTGROWN = 76
+
+class ExitStatus(IntEnum):
+    """The exit statuses of runs and of their processes, each with one meaning."""
+
+    FAILED = 1  # the program failed, no more can be restored, or too little is fit
+    BAD_INPUT = 2  # arguments or an environment that no other try would make good
+    DIVERGENCE = 3  # the same computation gave other numbers
+    NONFINITE = 4  # a loss, or what else is judged, is NaN or infinite
+    LEFT_OUT = 68  # an agent whose host is not fit for the run
+    FENCED = 69  # an agent that was cut off, or put aside
+    AGENT_LOST = 70  # a member without its agent
+    SUPERSEDED = 71  # a coordinator whose successor has taken over
+    NO_DEVICE = 72  # a member without a device where its run has one for each
+    UNCLEAN = 73  # a member that cannot show that nothing writes into its memory any more
+    SAVED = 75  # what there was is saved: the run can go on later
+    EXTRAS_OUTGROWN = 76  # what changes beside the optimizer's state is too large for its room
+    STOPPED = 130  # interrupted, or stopped by its user
+    TERMINATED = 143  # an agent that left when it was told to
+
+
+EXIT_DIVERGENCE = ExitStatus.DIVERGENCE
+EXIT_NO_DEVICE = ExitStatus.NO_DEVICE
+EXIT_EXTRAS_OUTGROWN = ExitStatus.EXTRAS_OUTGROWN
 
 
 class FailureKind(StrEnum):
@@ -138,7 +155,7 @@ def kind_of_end(last_line: str) -> FailureKind:
 def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
     """Return whether the end of a process says that its device is of no use before it is repaired,
     where one device error by itself may have been a stray particle."""
-    return exit_code == EXIT_NO_DEVICE or health.quoted(last_line) is True
+    return exit_code == ExitStatus.NO_DEVICE or health.quoted(last_line) is True
 
 
 # What a generation is judged by: numbers of the step that makes it, and the state that it saves.

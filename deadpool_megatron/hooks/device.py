@@ -13,12 +13,9 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.preflight.gpus import VISIBLE
 from deadpool_megatron.support import environment as nccl_environment
-
-# As for any bad input: another process would find the same.
-EXIT_BAD_INPUT = 2
 
 
 def take_device(communicator: str, slot: int) -> str:
@@ -29,16 +26,16 @@ def take_device(communicator: str, slot: int) -> str:
     that is the host's fault, and no other member trains with something else for it.
     """
     if communicator != "nccl":
-        _end_if(arguments.played_problem(communicator), EXIT_BAD_INPUT)
+        _end_if(arguments.played_problem(communicator), ExitStatus.BAD_INPUT)
         if torch.cuda.is_available():
             # With gloo, members may share a GPU.
             torch.cuda.set_device(slot % torch.cuda.device_count())
         # Where a run was made and nobody has chosen, no GPU was to be seen.
         return "gloo" if communicator == "auto" else communicator
-    _end_if(nccl_environment.complaint(os.environ), EXIT_BAD_INPUT)
-    _end_if(_take_gpu(), EXIT_NO_DEVICE)
+    _end_if(nccl_environment.complaint(os.environ), ExitStatus.BAD_INPUT)
+    _end_if(_take_gpu(), ExitStatus.NO_DEVICE)
     version = _nccl_version()
-    _end_if(nccl_environment.version_complaint(version), EXIT_BAD_INPUT)
+    _end_if(nccl_environment.version_complaint(version), ExitStatus.BAD_INPUT)
     for line in nccl_environment.warnings(os.environ):
         print(f"deadpool: {line}", file=sys.stderr, flush=True)
     print(

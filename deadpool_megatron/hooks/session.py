@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
-from deadpool_megatron.hooks.device import EXIT_BAD_INPUT, take_device
+from deadpool_megatron.hooks.device import take_device
 from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
@@ -49,8 +49,6 @@ from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 from deadpool_megatron.wire.framing import readable
 
-# The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
-EXIT_UNCLEAN = 71
 _LOOK_SECONDS = 0.05
 # Twice, and the word has to be with the agent in time.
 _NCCL_SHARE = 0.45
@@ -144,7 +142,7 @@ class Session:
         except (SkeletonError, UnsupportedOptimizer, ExtrasError, OtherModel) as error:
             # What this program is cannot be protected: where it says so is of no use to anybody.
             print(f"deadpool: {error}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_BAD_INPUT)
+            sys.exit(ExitStatus.BAD_INPUT)
         finally:
             self._entry.close()
             self._link.close()
@@ -301,11 +299,11 @@ class Session:
                 self._on_fault(error.group, error.operation, error.cause)
             elif isinstance(error, NoRoom):
                 print(error, file=sys.stderr, flush=True)
-                sys.exit(EXIT_BAD_INPUT)  # another process would find no more memory
+                sys.exit(ExitStatus.BAD_INPUT)  # another process would find no more memory
             elif isinstance(error, ExtrasOutgrown):
                 # Another process would come to the same: the state is saved, and the run ends.
                 print(error, file=sys.stderr, flush=True)
-                sys.exit(EXIT_EXTRAS_OUTGROWN)
+                sys.exit(ExitStatus.EXTRAS_OUTGROWN)
             elif isinstance(error, SkeletonError | UnsupportedOptimizer):
                 raise error  # that this program cannot be protected is no consequence of anything
             elif isinstance(error, VaultError):
@@ -380,7 +378,7 @@ class Session:
             self._say_drained(max(epoch, self._link.closed_epoch), clean)
         if not clean:
             self._link.flush(self._settings.drain_seconds)
-            os._exit(EXIT_UNCLEAN)
+            os._exit(ExitStatus.UNCLEAN)
         self._reports.section = "parked"
 
     def _say_drained(self, epoch: int, clean: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deadpool_megatron.cluster.failures import (
-    EXIT_NO_DEVICE,
     IN_WORDS,
+    ExitStatus,
     FailureKind,
     in_words,
     is_broken_for_good,
@@ -91,7 +91,7 @@ def test_which_ends_say_that_the_device_is_broken_for_good() -> None:
         assert is_broken_for_good(None, f"NVRM: Xid (PCI:1:0): {number}, x")
     for line in ("Xid 13", "Xid 31", "Xid", "uncorrectable ECC error encountered", ""):
         assert not is_broken_for_good(1, line), line
-    assert is_broken_for_good(EXIT_NO_DEVICE, "")
+    assert is_broken_for_good(ExitStatus.NO_DEVICE, "")
 
 
 def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> None:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.hooks import session as session_module
-from deadpool_megatron.hooks.device import EXIT_BAD_INPUT, take_device
+from deadpool_megatron.hooks.device import take_device
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.support.environment import VARIABLES
@@ -47,7 +47,9 @@ def no_gpu() -> None:
 
 
 def refusal(
-    capfd: pytest.CaptureFixture[str], status: int = EXIT_BAD_INPUT, communicator: str = "nccl"
+    capfd: pytest.CaptureFixture[str],
+    status: int = ExitStatus.BAD_INPUT,
+    communicator: str = "nccl",
 ) -> str:
     with pytest.raises(SystemExit) as ended:
         take_device(communicator, 0)
@@ -138,11 +140,11 @@ def test_a_member_that_cannot_have_its_gpu_ends_as_one_of_a_broken_host(
     """Not on its CPU, where its peers would wait for it in NCCL; in torch's own words."""
     machine(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f")
-    line = refusal(capfd, EXIT_NO_DEVICE)
+    line = refusal(capfd, ExitStatus.NO_DEVICE)
     assert line.endswith("(CUDA_VISIBLE_DEVICES=GPU-8f): RuntimeError: No CUDA GPUs are available")
     monkeypatch.undo()  # what is installed here was built without CUDA
     monkeypatch.setattr(nccl_environment, "complaint", lambda _: "")
-    assert "AssertionError: Torch not compiled with CUDA" in refusal(capfd, EXIT_NO_DEVICE)
+    assert "AssertionError: Torch not compiled with CUDA" in refusal(capfd, ExitStatus.NO_DEVICE)
 
 
 def test_the_device_is_set_before_anything_asks_for_the_current_one(

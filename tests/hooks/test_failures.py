@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.member_link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
@@ -98,7 +98,7 @@ def test_extras_without_room_end_the_process_with_their_status(
     rig.record(1)
     ended = rig.result()
     assert isinstance(ended, SystemExit)
-    assert ended.code == EXIT_EXTRAS_OUTGROWN
+    assert ended.code == ExitStatus.EXTRAS_OUTGROWN
     assert capfd.readouterr().err.endswith("grown to 9 bytes, go on with more\n")
 
 

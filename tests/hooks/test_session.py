@@ -12,10 +12,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
-from deadpool_megatron.hooks.session import EXIT_UNCLEAN
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.wire.framing import readable
 from tests.hooks.session_rig import (
@@ -221,7 +221,7 @@ def test_who_cannot_leave_cleanly_says_so_and_ends(rig: Rig, unclean: str) -> No
     assert rig.expect("drained") == drained(1, clean=False)
     ended = rig.result()
     assert isinstance(ended, Exited)
-    assert ended.args == (EXIT_UNCLEAN,)
+    assert ended.args == (ExitStatus.UNCLEAN,)
     assert rig.said("drained") == [drained(1, clean=False)]
     assert "quiesce" in rig.entry.calls
 

@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
 EXIT_REFUSED = 1
-EXIT_NOT_YET = 3
+EXIT_NOT_YET = 5
 _LOOK_SECONDS = 0.3
 # One that could not wait for the journal is not known to a coordinator that took over.
 _REPEAT_SECONDS = 5.0

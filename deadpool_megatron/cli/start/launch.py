@@ -29,6 +29,7 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import Ending
@@ -54,8 +55,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.preflight.gpus import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 _POLL_SECONDS = 0.1
 _STANDBYS = 2
 _LEAVE_SECONDS = 1.0
@@ -110,7 +109,7 @@ class Launcher:
         self._fallen: dict[int, float] = {}  # node -> when its agent had ended, not long ago
         self._shortage = ""
         self._look_at, self._said = 0.0, ""
-        self._status = EXIT_FAILED
+        self._status: int = ExitStatus.FAILED
         self.trouble = ""
         self.run_id = self._info.run_id
 
@@ -332,7 +331,7 @@ class Launcher:
         try:
             final = self._run.read_final()
         except RunDirectoryError:
-            return EXIT_INTERRUPTED if self._signals else EXIT_FAILED
+            return ExitStatus.STOPPED if self._signals else ExitStatus.FAILED
         self._options.look()
         return int(final["exit_status"])
 
@@ -421,7 +420,7 @@ class Launcher:
 
 def _become_agent(serve_node: Callable[[], int], kept: tuple[int, ...], log: Path) -> None:
     """In the forked child: a session of its own, no other descriptors; ends here."""
-    code = EXIT_FAILED
+    code: int = ExitStatus.FAILED
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -22,11 +22,12 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cli.start import checks, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
-from deadpool_megatron.cli.start.launch import EXIT_INTERRUPTED, Launcher, LaunchOptions
+from deadpool_megatron.cli.start.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
 from deadpool_megatron.cli.watch import Display, Follower
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
@@ -186,5 +187,5 @@ def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
         except RunDirectoryError as error:
             reason = str(error)
     if status != 0:
-        reason = reason or ("interrupted" if status == EXIT_INTERRUPTED else "no reason known")
+        reason = reason or ("interrupted" if status == ExitStatus.STOPPED else "no reason known")
         print(f"deadpool run: exit status {status}: {reason}", file=sys.stderr)

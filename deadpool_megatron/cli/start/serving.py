@@ -9,9 +9,9 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import PASSING, CommandError, Refused, ask, ask_at
 from deadpool_megatron.cli.start.checks import read_domains
-from deadpool_megatron.cluster.agent.agent import EXIT_FENCED, EXIT_LEFT_OUT
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -88,9 +88,9 @@ def serve(
             raise CommandError(f"{error}: choose another --node-id") from error
         except SegmentError as error:
             raise CommandError(f"{error}; 'deadpool clean {run.path}' gives it up") from error
-        if status == EXIT_LEFT_OUT:
-            return EXIT_FENCED
-        if status != EXIT_FENCED or run.has_final():
+        if status == ExitStatus.LEFT_OUT:
+            return ExitStatus.FENCED
+        if status != ExitStatus.FENCED or run.has_final():
             break
         node = None
     try:

@@ -34,7 +34,7 @@ from deadpool_megatron.cluster.agent.options import (
 )
 from deadpool_megatron.cluster.agent.standby_process import CoordinatorAddress, StandbyKeeper
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
-from deadpool_megatron.cluster.failures import FailureKind, kind_of_end
+from deadpool_megatron.cluster.failures import ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
@@ -52,11 +52,6 @@ from deadpool_megatron.vault.disk.dump import incarnations
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
-# Of an agent whose environment is not fit: as of each command.
-EXIT_BAD_INPUT = 2
-EXIT_FENCED = 69
-# Of an agent whose host is not fit for the run: to come again would not help.
-EXIT_LEFT_OUT = 68
 _FLUSH_SECONDS = 2.0
 _NAMES_SECONDS = 1.0
 # So long a first coordinator takes to come on a busy host.
@@ -214,7 +209,7 @@ class Agent:
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
-            code = EXIT_LEFT_OUT if message.get("left_out") else EXIT_FENCED
+            code = ExitStatus.LEFT_OUT if message.get("left_out") else ExitStatus.FENCED
             self._fence(f"refused by the coordinator: {message.get('why')}", code=code)
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
@@ -415,7 +410,7 @@ class Agent:
         trouble = standby.trouble or (self._link.trouble if standby.address else "")
         if standby.trouble and standby.address is None and waited > self._settings.connect_seconds:
             why = f"no coordinator for {self._settings.connect_seconds:g} s: {trouble}"
-            self._fence(why, keep=True, code=EXIT_BAD_INPUT)
+            self._fence(why, keep=True, code=ExitStatus.BAD_INPUT)
         elif trouble and trouble != self._said:
             self._said = trouble
             text = f"agent of node {self._node} waits for a coordinator: {trouble}"
@@ -438,7 +433,7 @@ class Agent:
         self._link.supersede("the launcher is gone")  # else the run would end for want of nodes
         self._fence("the launcher is gone", keep=True)
 
-    def _fence(self, why: str, *, keep: bool = False, code: int = EXIT_FENCED) -> None:
+    def _fence(self, why: str, *, keep: bool = False, code: int = ExitStatus.FENCED) -> None:
         """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
         if self._ending is None:
             for member in self._members.by_slot.values():
@@ -446,7 +441,7 @@ class Agent:
         if not self._exit_code:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
-        comes_again = self._options.keeps_slots and code != EXIT_LEFT_OUT
+        comes_again = self._options.keeps_slots and code != ExitStatus.LEFT_OUT
         self._end(why, not (keep or (comes_again and not self._leaving.is_told)))
 
     def _end(self, reason: str, remove: bool) -> None:
@@ -481,10 +476,6 @@ class Agent:
             remove_segments(self._segments)
 
 
-# As a shell says of a command that SIGTERM ended: to schedulers this is no success.
-EXIT_TERMINATED = 128 + signal.SIGTERM
-
-
 class Leaving:
     """Takes the signal from now on; ``end()`` has the agent end. For the agent's loop only."""
 
@@ -498,14 +489,15 @@ class Leaving:
     def status(self, exit_code: int) -> int:
         """Returns the exit status of an agent that ends for a reason of its own (``exit_code``), or
         for none. One that is told to end as well does not come back, as if it were only fenced."""
-        return EXIT_TERMINATED if exit_code and self.is_told else exit_code or self.exit_status
+        is_told = exit_code and self.is_told
+        return ExitStatus.TERMINATED if is_told else exit_code or self.exit_status
 
     def _told(self) -> None:
         self.is_told = True
         if self._drain is not None or not self._options.leave_seconds:
             self._end()
             return
-        self.exit_status = EXIT_TERMINATED
+        self.exit_status = ExitStatus.TERMINATED
         self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
 
     async def _drain_and_end(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, not_finite
+from deadpool_megatron.cluster.failures import ExitStatus, not_finite
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
@@ -80,7 +80,7 @@ class Progress:
     def final(self, head: Mapping[str, Any], reason: str, exit_status: int) -> dict[str, Any]:
         """The object of ``final.json``; a divergence outranks success."""
         if self.diverged and self._fatal_divergence and exit_status == 0:
-            exit_status = EXIT_DIVERGENCE
+            exit_status = ExitStatus.DIVERGENCE
             reason = "a replayed iteration gave other numbers than the first time"
         return {
             "exit_status": exit_status,

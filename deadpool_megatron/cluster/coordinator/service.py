@@ -35,6 +35,7 @@ from deadpool_megatron.cluster.coordinator.succession import (
     valid_checkpoints,
 )
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import (
     GONE,
     WRONG,
@@ -60,7 +61,6 @@ from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire.listener import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
-EXIT_SUPERSEDED = 71
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
@@ -394,7 +394,7 @@ class Coordinator:
             text = f"coordinator of term {self.options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
             self.files.hand_over()
-            self.end(EXIT_SUPERSEDED)
+            self.end(ExitStatus.SUPERSEDED)
 
     def end(self, exit_status: int) -> None:
         self._exit_status = exit_status

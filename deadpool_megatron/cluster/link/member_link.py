@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.link.store import MemberStore
 from deadpool_megatron.events import Event, Kind
@@ -28,7 +29,6 @@ from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, encode, writable
 
-EXIT_AGENT_LOST = 70
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -216,7 +216,7 @@ class MemberLink:
             piece = b""
         if not piece:
             if not self._leaving:
-                os._exit(EXIT_AGENT_LOST)
+                os._exit(ExitStatus.AGENT_LOST)
             return
         for message in frames.feed(piece):
             self._handle(message)

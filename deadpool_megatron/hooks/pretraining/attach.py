@@ -17,9 +17,9 @@ from typing import Any
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.hooks import Session
-from deadpool_megatron.hooks.device import EXIT_BAD_INPUT
 from deadpool_megatron.hooks.pretraining import scene
 from deadpool_megatron.hooks.pretraining.build import CommandLine, NothingToTrain
 from deadpool_megatron.hooks.pretraining.families import family
@@ -128,7 +128,7 @@ def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 def _end(problem: str) -> None:
     print(f"deadpool: {problem}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_BAD_INPUT)
+    sys.exit(ExitStatus.BAD_INPUT)
 
 
 def _size(environ: Mapping[str, str]) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from deadpool_megatron.cli import main
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.agent import agent as service
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -48,7 +49,7 @@ def test_what_a_signal_leaves_in_memory(
     monkeypatch.setattr(launch, "preload_modules", lambda *_: os.kill(os.getpid(), number))
     options = launch.LaunchOptions(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
     try:
-        assert launch.Launcher(options).run() == launch.EXIT_INTERRUPTED
+        assert launch.Launcher(options).run() == ExitStatus.STOPPED
         assert slots.exists() == (ended_epoch == 1 or number != signal.SIGTERM)
     finally:
         shutil.rmtree(segment_root(run_id), ignore_errors=True)

@@ -9,8 +9,8 @@ import pytest
 
 from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable
 from deadpool_megatron.cli.start import serving
-from deadpool_megatron.cluster.agent.agent import EXIT_FENCED
 from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -73,7 +73,7 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
     def serve_once(options: AgentOptions) -> int:
         table.unlink(missing_ok=True)
         served.append((options.node, options.domain))
-        return 0 if options.node == 7 else EXIT_FENCED
+        return 0 if options.node == 7 else ExitStatus.FENCED
 
     monkeypatch.setattr(serving, "run_agent", serve_once)
     monkeypatch.setattr(serving, "ask", lambda *_: {"ok": True, "node": 7})

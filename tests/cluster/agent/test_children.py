@@ -15,12 +15,13 @@ import pytest
 from deadpool_megatron.cluster.agent import node_check as module
 from deadpool_megatron.cluster.agent import standby_process as standby_keeper
 from deadpool_megatron.cluster.agent import vault_process as vault_keeper
-from deadpool_megatron.cluster.agent.agent import EXIT_FENCED, Agent
+from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.fence import CloseLimits
 from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.standby_process import StandbyKeeper
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
@@ -281,7 +282,7 @@ def test_the_agent_says_so_and_ends(
         monkeypatch.setattr(CoordinatorLink, "send", lambda _, message: said.append(message))
         return await asyncio.wait_for(agent.run(), SECONDS)
 
-    assert asyncio.run(live()) == EXIT_FENCED
+    assert asyncio.run(live()) == ExitStatus.FENCED
     cleanup.remove_segments(options.segments)
     (report,) = [one for one in said if one["t"] == "given-up"]
     lost = protocol.from_agent(0, report)

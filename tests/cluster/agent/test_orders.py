@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.agent import EXIT_FENCED, EXIT_TERMINATED, Agent, Leaving
+from deadpool_megatron.cluster.agent.agent import Agent, Leaving
 from deadpool_megatron.cluster.agent.fence import CloseLimits
 from deadpool_megatron.cluster.agent.members import Member, Members
 from deadpool_megatron.cluster.agent.standby_process import CoordinatorAddress, StandbyKeeper
 from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, Ending
 from deadpool_megatron.cluster.process.logs import Files
@@ -108,11 +109,11 @@ def test_who_is_told_to_end_and_is_fenced_does_not_come_back(is_fenced_first: bo
         await asyncio.wait_for(told.wait(), 20)
         if not is_fenced_first:
             agent._fence("cut off")
-        assert agent._exit_code == EXIT_FENCED
+        assert agent._exit_code == ExitStatus.FENCED
         return agent._leaving.status(agent._exit_code), agent._ending
 
     status, (_, is_removed) = asyncio.run(end())
-    assert status == EXIT_TERMINATED
+    assert status == ExitStatus.TERMINATED
     assert is_removed != is_fenced_first
 
 

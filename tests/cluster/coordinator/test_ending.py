@@ -14,7 +14,8 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator import ending
 from deadpool_megatron.cluster.coordinator import files as run_files
-from deadpool_megatron.cluster.coordinator.service import EXIT_SUPERSEDED, Coordinator
+from deadpool_megatron.cluster.coordinator.service import Coordinator
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal, open_journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
@@ -158,7 +159,7 @@ def test_a_coordinator_that_is_followed_while_it_writes_the_result_steps_down(
 
     replace_writes(monkeypatch, trouble)
     status, _ = end(tmp_path, monkeypatch, removes)
-    assert (status, removes) == (EXIT_SUPERSEDED, [])
+    assert (status, removes) == (ExitStatus.SUPERSEDED, [])
     assert len(tries) == 1
     # A write that has begun cannot be called back.
     assert (tmp_path / "run" / FINAL).exists() == (first_good_try == 1)

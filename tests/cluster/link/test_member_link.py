@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.member_link import (
-    EXIT_AGENT_LOST,
     Handlers,
     MemberLink,
     StopOrder,
@@ -187,7 +187,7 @@ def test_member_ends_when_its_agent_is_gone() -> None:
     ours.settimeout(SECONDS)
     assert framing.receive(ours)["t"] == "hello"
     ours.close()
-    assert member.wait(SECONDS) == EXIT_AGENT_LOST
+    assert member.wait(SECONDS) == ExitStatus.AGENT_LOST
 
 
 class Line:
