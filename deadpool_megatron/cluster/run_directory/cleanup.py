@@ -39,7 +39,6 @@ _PREFIX = "deadpool-"
 _OWNER = "owner.json"
 _GONE_SECONDS = 5.0
 _HOLD_TRIES, _HOLD_PAUSE_SECONDS = 50, 0.01
-_REMOVE_TRIES, _REMOVE_PAUSE_SECONDS = 20, 0.01
 
 
 @dataclass(frozen=True)
@@ -119,14 +118,14 @@ def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) 
 
 def remove_segments(directory: Path) -> None:
     """Remove a node's directory; the last node of the run on this host takes the run's along."""
-    _remove_tree(directory)
+    shutil.rmtree(directory, ignore_errors=True)
     root = directory.parent
     try:
         is_last = all(entry.name == _OWNER for entry in root.iterdir())
     except FileNotFoundError:
         return  # another node of the run on this host was the last one
     if is_last:
-        _remove_tree(root)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def run_processes(run: RunDirectory, run_id: str) -> list[int]:
@@ -270,27 +269,15 @@ def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
         if not ownership.is_private(root):
             continue
         nbytes += _bytes_in(root)
-        _remove_tree(root)
+        shutil.rmtree(root, ignore_errors=True)
         removed.append(root)
     return nbytes, tuple(removed)
 
 
 def _bytes_in(root: Path) -> int:
-    """Return what the files there take of memory. Some may go meanwhile: the process that copies
-    the logs of an agent outlives it for a moment, and replaces a file of its own."""
+    """Return what the files there take of memory; of a live node some may go meanwhile."""
     nbytes = 0
-    for directory, _, names in os.walk(root):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                nbytes += Path(directory, name).lstat().st_blocks * 512
+    for path in root.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            nbytes += path.lstat().st_blocks * 512
     return nbytes
-
-
-def _remove_tree(root: Path) -> None:
-    """Remove a directory, in which such a process may be making a file just now; no more once
-    the directory that it is in is gone."""
-    for _ in range(_REMOVE_TRIES):
-        shutil.rmtree(root, ignore_errors=True)
-        if not root.exists():
-            return
-        time.sleep(_REMOVE_PAUSE_SECONDS)

@@ -209,7 +209,7 @@ def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Count
         for epochs in heard:
             assert epochs <= set(records), "announced, and not durable"
         successor = coordinator(opened, directory, name)
-        known = successor._state.record
+        known = successor.state.record
         assert (known is not None) == bool(records)
         if records:
             assert known is not None

@@ -9,14 +9,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cluster.journal.etcd import Credentials, EtcdClient, EtcdError, EtcdJournal
 from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, open_journal
-from deadpool_megatron.settings import Settings, SettingsError
+from deadpool_megatron.settings import Settings
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
 from tests.common.ports import free_port
@@ -137,18 +136,6 @@ def test_no_endpoint_at_all_is_named_in_time(tmp_path: Path) -> None:
                 call()
 
 
-class _NotEtcd(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        answer = b"[]"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: object) -> None:
-        return
-
-
 @pytest.mark.slow
 def test_a_call_ends_in_time_though_it_begins_a_round_late() -> None:
     """Two servers of three hang, as when they are stopped: the second round would take as long as
@@ -164,18 +151,6 @@ def test_a_call_ends_in_time_though_it_begins_a_round_late() -> None:
             client(*ports, seconds=limit).get("/tests/key")
     assert time.monotonic() - began < limit + 0.5
     assert all(f":{port}: " in str(raised.value) for port in ports)
-
-
-def test_something_else_that_speaks_http(tmp_path: Path) -> None:
-    with HTTPServer(("127.0.0.1", 0), _NotEtcd) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with pytest.raises(JournalError, match="not that of etcd's JSON gateway"):
-                journal(tmp_path, server.server_port, seconds=0.2).entries("epoch")
-        finally:
-            server.shutdown()
-            thread.join(SECONDS)
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
@@ -218,19 +193,6 @@ def test_etcd_goes_away_in_the_middle(tmp_path: Path, how: str) -> None:
         over.set()
         server.kill()
         writer.join(SECONDS)
-
-
-def test_runs_and_prefixes_do_not_see_each_other(etcd: EtcdServer, tmp_path: Path) -> None:
-    base = f"/tests{tmp_path}"
-    EtcdJournal(client(etcd.port), f"{base}/run").write("epoch", 1, {})
-    for other in (f"{base}/other", f"{base}/ru", f"{base}/run1", f"{base}x/run"):
-        assert EtcdJournal(client(etcd.port), other).newest("epoch") is None
-
-
-@pytest.mark.parametrize("text", ["file", "etcd://host:2379/", "http://h:1/x"])
-def test_a_malformed_place_is_refused(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"--deadpool-journal must be .*etcd://HOST:PORT"):
-        Settings(journal=text)
 
 
 def test_damage_and_foreign_keys_are_named(etcd: EtcdServer, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -183,17 +182,6 @@ def test_an_agent_that_greets_again_before_its_welcome_has_one_answer() -> None:
         assert events.left == []
 
     serve(scenario)
-
-
-async def test_link_without_coordinator_ends_after_the_fence_limit() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = unused.getsockname()
-    link = CoordinatorLink(
-        lambda: address, SECRET, "run", Settings(), lambda: join(0), lambda message: None
-    )
-    with pytest.raises(CoordinatorLost, match=r"no coordinator for 0\.2 s"):
-        await asyncio.wait_for(link.run(0.2), SECONDS)
 
 
 def test_agent_that_goes_over_to_a_newer_term_says_so_before_it_leaves() -> None:

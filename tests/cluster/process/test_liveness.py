@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, Ending
 from deadpool_megatron.cluster.process.liveness import FreezeDetector, last_line
 from deadpool_megatron.cluster.process.posix import (
-    needed_by_agent,
     needed_by_coordinator,
     raise_limit,
 )
@@ -79,13 +77,6 @@ def test_idle_process_without_beats_is_frozen_after_the_limit(start) -> None:  #
     assert_frozen_after_the_limit(FreezeDetector(child.pid, 3.0, 0.0))
 
 
-def test_stopped_process_is_frozen(start) -> None:  # type: ignore[no-untyped-def]
-    child = start(BUSY)
-    os.kill(child.pid, signal.SIGSTOP)
-    wait_for("stopped", lambda: (posix.state_and_cpu_ticks(child.pid) or ("",))[0] == "T")
-    assert_frozen_after_the_limit(FreezeDetector(child.pid, 3.0, 0.0))
-
-
 @pytest.mark.parametrize(
     ("state", "frozen"), [("S", True), ("T", True), ("R", False), ("D", False), ("Z", False)]
 )
@@ -94,16 +85,6 @@ def test_who_waits_for_a_disk_or_has_ended_is_not_frozen(
 ) -> None:
     monkeypatch.setattr(posix, "state_and_cpu_ticks", lambda pid: (state, 5))
     assert (verdict(FreezeDetector(1, 3.0, 0.0), 0.0, 10) is not None) == frozen
-
-
-@pytest.mark.slow
-def test_busy_process_without_beats_is_not_frozen(start) -> None:  # type: ignore[no-untyped-def]
-    child = start(BUSY)
-    detector = FreezeDetector(child.pid, 0.3, time.monotonic())
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        assert not detector.is_frozen(time.monotonic())
-        time.sleep(0.05)
 
 
 def test_beats_and_forgiveness_keep_it_alive(start) -> None:  # type: ignore[no-untyped-def]
@@ -126,12 +107,6 @@ def test_what_was_heard_after_a_pause_is_forgiven_nothing(start) -> None:  # typ
     detector.beat(600.0)
     detector.forgive(600.0, 600.0)
     assert_frozen_after_the_limit(detector, 600.0)
-
-
-def test_ended_process_is_not_called_frozen(start) -> None:  # type: ignore[no-untyped-def]
-    child = start("pass")
-    child.wait()
-    assert verdict(FreezeDetector(child.pid, 1.0, 0.0), 0.0, 5) is None
 
 
 def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +236,3 @@ def test_the_soft_limit_is_raised(
     if said:
         assert "12544 open files" in said
         assert "LimitNOFILE=12544" in said
-
-
-def test_a_small_run_needs_less_than_the_usual_limit() -> None:
-    assert needed_by_coordinator(nodes=64) < 1024
-    assert needed_by_agent(nodes=8, nproc=8) < 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import resource
 import tempfile
@@ -184,21 +183,3 @@ def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path: Path) -> No
     missing = size - text.count(b"x")
     assert text.startswith(f"\n[{missing} bytes are missing here]\nxxx".encode())
     assert 20 << 20 < missing < size
-
-
-def test_a_host_without_descriptors_for_a_moment_trims_a_turn_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_descriptors(*_: object) -> None:
-        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-logs-") as memory:
-        logs = LocalLogs(Path(memory))
-        path = logs.log("one")
-        path.write_bytes(b"x" * (40 << 20))
-        with monkeypatch.context() as shortage:
-            shortage.setattr(Path, "glob", no_descriptors)
-            logs.trim()
-        logs._next = 0.0
-        logs.trim()
-        assert path.stat().st_blocks * 512 <= 17 << 20

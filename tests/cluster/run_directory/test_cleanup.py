@@ -19,7 +19,6 @@ from deadpool_megatron.cluster.journal.journal import DirectoryJournal, JournalE
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
 from deadpool_megatron.cluster.run_directory.directory import (
-    LOGS,
     RunDirectory,
     RunInfo,
     write_json,
@@ -33,39 +32,6 @@ from deadpool_megatron.wire.auth import create_secret
 RUN_ID = "0123abcd"
 BAD = BadNode("n1", "hang", 1.0, "4711", "stood still")
 NO_LINKS = "has no hard links"
-
-
-def test_a_file_that_goes_and_one_that_comes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that copies the logs of a lost agent replaces its own file until the end."""
-    root = tmp_path / "shared"
-    logs = root / "node0" / LOGS
-    logs.mkdir(parents=True, mode=0o700)
-    root.chmod(0o700)
-    (logs / "agent.log").write_bytes(bytes(4096))
-    coming = logs / "..copied.7"
-    coming.write_text("{}")
-    monkeypatch.setattr(cleanup, "segment_root", lambda run_id: root)
-    lstat, rmtree, late = Path.lstat, shutil.rmtree, [coming]
-
-    def goes(path: Path) -> os.stat_result:
-        if path == coming:
-            path.unlink(missing_ok=True)
-        return lstat(path)
-
-    def comes(path: Path, ignore_errors: bool) -> None:
-        rmtree(path, ignore_errors=ignore_errors)
-        if late:  # it was made between the removal of the other files and that of the directory
-            late[0].parent.mkdir(parents=True)
-            late.pop().write_text("{}")
-
-    monkeypatch.setattr(Path, "lstat", goes)
-    monkeypatch.setattr(cleanup.shutil, "rmtree", comes)
-    cleaned = cleanup.clean_run(RunDirectory(tmp_path / "run"), RUN_ID)
-    assert not root.exists()
-    assert not late
-    assert cleaned.nbytes >= 4096
 
 
 @pytest.mark.parametrize(

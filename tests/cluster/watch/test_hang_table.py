@@ -110,14 +110,6 @@ def test_on_devices_the_numbers_are_those_of_the_recorder() -> None:
     ]
 
 
-def test_a_device_of_which_no_start_is_known_waits() -> None:
-    (group,) = table({0: on_device(("dp(0,1)", 5, None, 4)), 1: on_device(("dp(0,1)", 4, None, 4))})
-    assert group["rows"] == [
-        {"roles": [1], "where": "missing", "begun": 4, "ended": 4},
-        {"roles": [0], "where": "waits", "begun": 5, "ended": 4},
-    ]
-
-
 def test_numbers_of_hosts_are_not_held_against_those_of_devices() -> None:
     """A role whose recorder cannot be read still says where its host is."""
     (group,) = table(
@@ -165,13 +157,3 @@ def test_the_table_of_a_large_run_is_small_and_shows_who_differs() -> None:
     assert everybody["left_out"] == 512 - MOST_ROLES
     assert {row["where"] for row in everybody["rows"]} == {"missing", "waits", "elsewhere"}
     assert len(json.dumps(found)) < 1 << 16
-
-
-def test_as_many_rows_as_roles_are_cut_too() -> None:
-    world = group_name("world", range(512))
-    statuses = {
-        role: on_host((world, "all_reduce", role + 1), (world, role + 1, 0)) for role in range(512)
-    }
-    (group,) = table(statuses)
-    assert [row["roles"] for row in group["rows"]] == [[role] for role in range(MOST_ROLES)]
-    assert group["left_out"] == 512 - MOST_ROLES
