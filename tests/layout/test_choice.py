@@ -86,25 +86,12 @@ def _risk(plan: ProtectionPlan) -> int:
     return plan.scheme.group if plan.kind is Kind.PARITY else 1
 
 
-def test_without_limits_everything_is_copied() -> None:
-    of = scene(racks=3)
-    choice = choose(of, {}, every=3)
-    assert (choice.plan, choice.lack) == (ProtectionPlan(every=3), None)
-
-
 def test_parity_where_copies_do_not_fit() -> None:
     of = scene(nodes=6, per_node=4)
     choice = choose(of, budgets(of, 159))
     assert choice.plan == plan_of_kind("parity", Settings(), 1, 2)
     assert choice.why.startswith("parity(2) fits, with room to take over the roles of another node")
     assert "for copies node 0 would need 160 GB of memory for generations and has 159" in choice.why
-
-
-def test_nothing_fits() -> None:
-    of = scene(nodes=4, per_node=1)
-    choice = choose(of, budgets(of, 15))
-    assert choice.plan == plan_of_kind("parity", Settings(), 1, 3)
-    assert choice.lack == lacking(choice.plan, of, budgets(of, 15))
 
 
 # What a plan asks for.

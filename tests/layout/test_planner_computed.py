@@ -19,7 +19,6 @@ from deadpool_megatron.layout.records import (
     Holding,
     Inventory,
     PartInfo,
-    Recipe,
     Restore,
     RoleLayout,
     Seat,
@@ -153,25 +152,6 @@ def decoding(answer: Restore, role: int, part: str = "main") -> Decoding:
     return answer.recipes[role].decodings[part]
 
 
-def test_a_lost_role_is_decoded_and_whole_copies_stay_preferred() -> None:
-    world = World({role: role for role in range(4)}, 5, group=4, parities=1)
-    assert not chosen(world).recipes
-    world.lost = {2}
-    answer = chosen(world)
-    assert answer.generation == NEW
-    assert set(answer.recipes) == {2}
-    found = decoding(answer, 2)
-    assert (found.group, found.parities) == ((0, 1, 2, 3), 1)
-    (group,) = world.placement.groups
-    data = {number: (Source(number, number),) for number in (0, 1, 3)}
-    assert found.blocks == {**data, 4: (Source(group.holders[0], group.blocks[0]),)}
-    # A copy of it anywhere, for one left by an epoch of another scheme, makes this needless.
-    world.held[4].add((2, NEW, "main"))
-    answer = chosen(world)
-    assert not answer.recipes
-    assert answer.sources[2]["main"] == (Source(4, 2),)
-
-
 def test_one_loss_more_than_there_are_parities_falls_to_what_is_left() -> None:
     world = World({role: role for role in range(4)}, 6, group=4, parities=2)
     world.lost = {0, 3}
@@ -240,13 +220,6 @@ def test_a_role_without_such_a_part_counts_as_zeros() -> None:
     assert found.blocks[1] == ()
     assert found.blocks[2] == (Source(2, 2),)
     assert decoding(chosen(world), 0).blocks[1] == (Source(1, 1),)
-
-
-def test_recipes_survive_the_journal() -> None:
-    world = World({role: role for role in range(3)}, 5, group=3, parities=2)
-    world.lost = {0}
-    answer = chosen(world)
-    assert Restore.from_dict(answer.to_dict()) == answer
 
 
 @st.composite
@@ -361,51 +334,6 @@ def answer_to(query: RestoreQuery) -> Restore:
     answer = choose_restore(query)
     assert isinstance(answer, Restore), answer
     return answer
-
-
-def test_a_lost_role_is_recomputed_from_what_its_buddy_holds() -> None:
-    content: Content = {1: [(0, g(5), WHOLE), (0, g(6), STEP), (0, g(7), STEP)]}
-    answer = answer_to(ask(content))
-    assert answer.generation == g(7)
-    replay = answer.recipes[0].replay
-    assert replay is not None
-    assert (replay.base, replay.steps) == (g(5), (g(6), g(7)))
-    here = (Source(1, 0),)
-    assert replay.sources[g(5)] == {"shard0": here}
-    wanted = {gradients_part("shard0"): here, UPDATE_PART: here, SUMS_PART: here}
-    assert replay.sources[g(6)] == replay.sources[g(7)] == wanted
-    assert answer.sources[0] == {"shard0": (), "extras@step": here}
-    assert Recipe.from_dict(answer.recipes[0].to_dict()) == answer.recipes[0]
-
-
-def test_a_whole_copy_anywhere_is_preferred() -> None:
-    chain: list[tuple[int, Generation, frozenset[str]]] = [(0, g(6), WHOLE), (0, g(7), STEP)]
-    answer = answer_to(ask({1: chain, 2: [(0, g(7), OWN)]}))
-    assert (answer.recipes, answer.sources[0]["shard0"]) == ({}, (Source(2, 0),))
-
-
-def test_a_chain_may_lie_on_several_nodes_and_cross_epochs() -> None:
-    content: Content = {
-        1: [(0, g(7), WHOLE), (0, g(9), STEP)],
-        2: [(0, g(8), STEP), (0, g(9), STEP)],
-    }
-    replay = answer_to(ask(content)).recipes[0].replay
-    assert replay is not None
-    assert (replay.base, replay.steps) == (g(7), (g(8), g(9)))
-    assert replay.sources[g(9)][UPDATE_PART] == (Source(1, 0), Source(2, 0))
-
-
-def test_a_broken_chain_gives_the_newest_generation_before_the_break() -> None:
-    steps: list[tuple[int, Generation, frozenset[str]]] = [
-        (0, g(5), WHOLE),
-        (0, g(6), STEP),
-        (0, g(7), STEP - {SUMS_PART}),
-        (0, g(8), STEP),
-    ]
-    assert answer_to(ask({1: steps})).generation == g(6)
-    other_line = [(0, Generation(1, 8), STEP), *steps[:2], (0, g(7), STEP)]
-    assert answer_to(ask({1: other_line})).generation == g(7)
-    assert isinstance(choose_restore(ask({1: steps[1:]})), NoRestore)
 
 
 def test_what_failed_is_not_tried_again() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,6 @@ from deadpool_megatron.preflight.judge import Standing, problems
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 WRAPPERS = Path(__file__).parents[2] / "configs" / "health"
-# On the PATH from an environment of its own: it wants other releases of what we use.
-GPUCM = shutil.which("health_checks")
 _PROGRAM = "NVRM: Xid (PCI:0000:65:00): 31, pid=812, name=python, Ch 00000008, intr 10000000"
 _DEVICE = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', GPU has fallen off the bus."
 
@@ -107,23 +104,6 @@ def test_checks_that_a_release_of_gpucm_does_not_know_take_no_node_out(tmp_path:
         done = subprocess.run(command, env=environment | checks, capture_output=True, text=True)
         assert done.returncode == status, asked
         assert done.stdout.splitlines()[-1] == asked, "the reason that is shown"
-
-
-@pytest.mark.skipif(GPUCM is None, reason="no gpucm on the PATH (docs/health.md)")
-def test_gpucm_itself_knows_the_checks() -> None:
-    """Without GPUs it warns that it cannot ask: no word on the node, and no usage told."""
-    script = [str(WRAPPERS / "gpucm.sh")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert "Usage:" not in done.stdout
-    assert "nvidia smi" in done.stdout
-    assert "xid errors" in done.stdout
-    assert done.returncode in (0, 1)
-    checks = "check-ib check-ibstat here app\ncheck-dmesg"
-    asked = {**os.environ, "CHECKS": checks}
-    done = subprocess.run(script, env=asked, capture_output=True, text=True)
-    assert "check ibstat" in done.stdout
-    assert "Usage:" in done.stdout
-    assert done.returncode == 1
 
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 94, 95, 999])

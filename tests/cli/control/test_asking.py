@@ -71,14 +71,6 @@ ASKED, UNDER_WAY = (Stage.ASKED, ""), (Stage.UNDER_WAY, "waits for a spare node"
 NOBODY = RunNotReachable("no coordinator")
 
 
-def test_a_request_is_given(command: Any) -> None:
-    coordinator = Coordinator(ASKED)
-    status, said = command(coordinator, "drain", "--node", "1")
-    assert (status, said) == (0, "node 1 leaves as soon as a spare can take its roles\n")
-    (message,) = coordinator.asked
-    assert (message["command"], message["node"]) == ("drain", 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

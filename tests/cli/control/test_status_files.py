@@ -75,18 +75,6 @@ def test_a_run_of_another_version_is_not_called_damaged(
     assert "damaged" not in err
 
 
-def test_what_cannot_be_read(run: RunDirectory, carry_out: CarryOut) -> None:
-    file = run.path / "run.json"
-    told = f"deadpool status: {file / 'run.json'}: Not a directory\n"
-    assert carry_out("status", str(file))[::2] == (2, told)
-    file.unlink()
-    file.mkdir()
-    assert carry_out("status", str(run.path))[::2] == (
-        2,
-        f"deadpool status: {file}: Is a directory\n",
-    )
-
-
 def test_values_of_other_files_that_nobody_wrote(run: RunDirectory, carry_out: CarryOut) -> None:
     run.coordinator.write_text('{"host": "127.0.0.1", "port": 1e999}')
     run.node(0).write_text('{"agent": 1, "started": {"a": 1}}')

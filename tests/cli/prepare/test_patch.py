@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import deadpool_megatron
 from deadpool_megatron.cli.prepare import patch as command
 from deadpool_megatron.hookpoints import points_of
 from tests.cli.told import CarryOut, Complain
@@ -296,16 +294,6 @@ def test_a_patch_that_makes_another_file_is_told(
     file = sets / "v1" / "2.patch"
     file.write_text(file.read_text().replace("@mark", "@mork"))
     assert "do not make three.py what their table" in complain("patch", "apply", tree)
-
-
-def test_patch_sets_of_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "site-packages" / "deadpool_megatron" / "__init__.py"
-    monkeypatch.setattr(deadpool_megatron, "__file__", str(package))
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
-    # Somebody else's package of that name.
-    (tmp_path / "site-packages" / "patches" / "core").mkdir(parents=True)
-    found = write_patch_set(tmp_path / "prefix/share/deadpool_megatron/patches/v1")
-    assert [patch_set.directory for patch_set in command.find_patch_sets()] == [found]
 
 
 def test_every_patch_set_is_installed() -> None:

@@ -178,11 +178,6 @@ def test_what_the_system_refuses_later_keeps_its_traceback(
         cli.main(run_arguments(tmp_path / "r"))
 
 
-def test_a_demo_in_a_file_is_one_line(tmp_path: Path, complain: Complain) -> None:
-    (tmp_path / "file").touch()
-    assert f"{tmp_path}/file" in complain("demo", "--run-dir", str(tmp_path / "file"))
-
-
 def test_resume_points_that_cannot_be_used(tmp_path: Path, complain: Complain) -> None:
     old = old_run(tmp_path / "old")
 

@@ -83,17 +83,6 @@ def test_recipes_of_another_command_go_though_the_first_try_was_interrupted(
     assert not run.skeletons.exists()
 
 
-def test_recipes_that_cannot_be_removed_are_no_recipes_of_the_new_command(tmp_path: Path) -> None:
-    run = old_run(tmp_path / "old")
-    (tmp_path / "elsewhere").mkdir()
-    run.skeletons.symlink_to(tmp_path / "elsewhere")  # which the system does not remove as a tree
-    info = run.read_run()
-    other = restarting.Restart(replace(info, command=("x.py", "--seed", "2")), (0, 1))
-    with pytest.raises(OSError, match="symbolic link"):
-        restarting.begin(run, other)
-    assert run.read_run().command == info.command
-
-
 @pytest.fixture(name="left")
 def _left(tmp_path: Path) -> Iterator[RunDirectory]:
     """A run whose processes have all died; a slot of it is still in memory."""
@@ -196,15 +185,6 @@ def restarted_with(run: RunDirectory, settings: Settings) -> restarting.Restart 
     size = {"nodes": 2, "nproc_per_node": 1, "spares": 0}
     args = argparse.Namespace(**size, resume=None, from_scratch=False, command=["x.py"])
     return restarting.restart_of(run, args, settings)
-
-
-def test_a_run_without_slots_may_get_others(tmp_path: Path) -> None:
-    """Its host was started anew, so it goes on from a checkpoint."""
-    run = old_run(tmp_path / "old")
-    others = Settings(max_lag=1, extras_room_mb=2)
-    restart = restarted_with(run, others)
-    assert restart is not None
-    assert restart.info.settings == others
 
 
 def test_slots_in_memory_do_not_keep_other_settings(left: RunDirectory) -> None:

@@ -158,16 +158,6 @@ def test_run(script: str, tmp_path: Path, started: list[launch.LaunchOptions]) -
     assert importing.script_of_this_run() == Path(script)
 
 
-def test_run_of_something_else(
-    script: str, tmp_path: Path, started: list[launch.LaunchOptions]
-) -> None:
-    directory = str(tmp_path / "run")
-    assert cli.main(["run", *SIZE, "--run-dir", directory, "--quiet", "--", script]) == 0
-    assert started[0].info.command == (script,)
-    assert ",".join(started[0].modules) == scripts.DEFAULT_PRELOAD
-    assert importing.script_of_this_run() is None
-
-
 def test_agent(
     script: str, tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
