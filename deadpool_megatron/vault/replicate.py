@@ -5,7 +5,8 @@ stopped or restarted vault at the other end and a restart of this one all resume
 Each of several buddies is sent its own copy, by a thread of its own: none waits for another.
 
 One put: ``put`` with the parts on offer and the checksums of those that peers hold anyway,
-``need`` with those the buddy lacks, their raw bytes in that order, ``sealed``. The bytes go from
+``need`` with those the buddy lacks, their raw bytes in that order, ``sealed``; from the holder of
+a parity block ``taken``, and ``sealed`` to a later put (:mod:`.schemes.parity`). The bytes go from
 the mapped slot to the socket without a copy in Python.
 """
 
@@ -72,11 +73,12 @@ class Sender(threading.Thread, ABC):
                 self._state.changed.wait(_LOOK_SECONDS)
             return work
 
-    def _offered(self, kind: str, work: Work, **more: object) -> dict[str, Any]:
+    def _offered(self, work: Work, **more: object) -> dict[str, Any]:
         """The message that offers it."""
         generation, places = work
         return {
-            "t": kind,
+            "t": "put",
+            "block": self._target.block,
             "epoch": self._epoch,
             "node": self._state.node,
             "role": self._layout.role,
@@ -180,7 +182,7 @@ class Shipper(Sender):
         base = self._follows(generation)
         follows = None if base is None else base.to_list()
         elsewhere = self._state.elsewhere(self._layout, generation)
-        channel.send(self._offered("put", work, follows=follows, elsewhere=elsewhere))
+        channel.send(self._offered(work, follows=follows, elsewhere=elsewhere))
         answer = channel.receive()
         if refused := Refused.in_answer(answer):
             return self._refused(refused, generation, places)
@@ -194,12 +196,14 @@ class Shipper(Sender):
             answer = channel.receive()
             if refused := Refused.in_answer(answer):
                 return self._refused(refused, generation, places)
-            flow.end(self._node)
-        sealed = set(answer["parts"])
-        names = [place.name for place in places if place.name in sealed]
+            if nbytes:
+                flow.end(self._node)
+        kept = {place.name for place in places} - wanted | {*answer["parts"]}
+        names = [place.name for place in places if place.name in kept]
         self._state.shipped(self._layout.role, nbytes, self._epoch)
-        self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
-        damaged = [place for place in places if place.name not in sealed]
+        if answer["t"] == "sealed":
+            self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
+        damaged = [place for place in places if place.name not in kept]
         for place in damaged:
             self._examine(place)
         return not damaged
@@ -219,6 +223,8 @@ class Shipper(Sender):
         if refused.why is Refusal.NO_BASE:
             self._make_whole(generation)
             return True
+        if refused.why is Refusal.WAITED:
+            return True  # there is no need for a pause: the holder makes one, and ends it in time
         if refused.why is not Refusal.EARLY:
             self._state.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
         return False

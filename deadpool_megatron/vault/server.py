@@ -11,8 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from deadpool_megatron.vault.net.transport import (
     Transport,
     begin_thread,
 )
+from deadpool_megatron.vault.schemes.base import Offer
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
@@ -176,28 +176,6 @@ class Server:
             channel.close()
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """Parts of a generation that the vault of its role has: name -> (bytes, checksum).
-    ``elsewhere``: name, bytes and checksum of those that it does not send."""
-
-    epoch: int
-    generation: Generation
-    layout: RoleLayout
-    parts: Mapping[str, tuple[int, int]]
-    elsewhere: tuple[tuple[str, int, int], ...] = ()
-
-    @property
-    def role(self) -> int:
-        """Return whose they are."""
-        return self.layout.role
-
-    @property
-    def names(self) -> list[str]:
-        """Of the parts, in their order."""
-        return list(self.parts)
-
-
 class _Connection:
     """The dialogue with one authenticated vault."""
 
@@ -223,10 +201,12 @@ class _Connection:
         if kind == "offer":
             self._channel.give_way(self._state.settings.dscp)
             self._layout = RoleLayout.from_dict(message["layout"])
+        elif kind == "put" and message.get("block") is not None:
+            offer = self._offer(message)
+            scheme, block = self._state.scheme(offer.epoch), int(message["block"])
+            scheme.combine(self._state, self._transport, self._channel, block, offer)
         elif kind == "put":
             self._put(message)
-        elif kind == "contribute":
-            self._contribute(message)
         elif kind == "fetch":
             self._fetch(message)
         elif kind == "describe":
@@ -263,7 +243,7 @@ class _Connection:
         self._channel.send({"t": "sealed", "parts": have})
 
     def _take(
-        self, offer: _Offer, needed: list[tuple[str, int, int]], wanted: list[str]
+        self, offer: Offer, needed: list[tuple[str, int, int]], wanted: list[str]
     ) -> list[str]:
         """Ask for the parts that are not here, and take them; returns those that are sealed."""
         state, generation = self._state, offer.generation
@@ -290,19 +270,11 @@ class _Connection:
         finally:
             state.release(segment, slot)
 
-    def _contribute(self, message: Mapping[str, Any]) -> None:
-        """A role has sealed what is to go into a parity block that this node holds."""
-        offer, block, state = self._offer(message), int(message["block"]), self._state
-        state.scheme(offer.epoch).announced(
-            state, self._transport, block, offer.layout, offer.generation, offer.parts
-        )
-        self._channel.send({"t": "sealed", "parts": offer.names})
-
     def _superseded(self, segment: Segment, generation: Generation) -> bool:
         with self._state.lock:
             return self._state.table.superseded(segment, generation)
 
-    def _offer(self, message: Mapping[str, Any]) -> _Offer:
+    def _offer(self, message: Mapping[str, Any]) -> Offer:
         """Return what a message offers. Raises Refused when it must not come from its sender, or
         now."""
         epoch, role = int(message["epoch"]), int(message["role"])
@@ -327,7 +299,7 @@ class _Connection:
         sizes += [(name, size) for name, size, _ in elsewhere]
         if any(not 0 <= size <= capacities.get(name, -1) for name, size in sizes):
             raise Refused(Refusal.WRONG_PART)
-        return _Offer(epoch, generation, layout, parts, elsewhere)
+        return Offer(epoch, generation, layout, parts, elsewhere)
 
     def _open_record(self, epoch: int) -> EpochRecord:
         """The record of an epoch that is open. Raises Refused."""
@@ -345,100 +317,48 @@ class _Connection:
     # Handing out.
 
     def _describe(self, message: Mapping[str, Any]) -> None:
-        """Tell what a role consists of, and which parts of a generation are here."""
-        role, asked = int(message["role"]), message.get("generation")
+        """Tell what a role consists of, and, of a generation, what the bytes have to be like that
+        peers hold for it. ``again``: a node that has lost what it was sent of that generation."""
+        role, asked, again = int(message["role"]), message.get("generation"), message.get("again")
+        elsewhere = dict[str, tuple[int, int]]()
         with self._state.lock:
-            table = self._state.table
-            layout = table.layout(role)
-            parts, elsewhere = {}, dict[str, tuple[int, int]]()
-            if layout is not None and asked is not None:
-                generation = Generation.from_list(asked)
-                parts = {
-                    part.name: table.find(role, generation, part.name) for part in layout.parts
-                }
-                elsewhere = table.elsewhere(role, generation)
-        held = [
-            [name, found[0].nbytes, found[0].checksum] for name, found in parts.items() if found
-        ]
+            layout = self._state.table.layout(role)
+            if asked is not None:
+                elsewhere = self._state.table.elsewhere(role, Generation.from_list(asked))
+        if asked is not None and again is not None:
+            self._state.forget(role, Generation.from_list(asked), int(again))
         described = layout.to_dict() if layout else None
         others = [[name, *vouched] for name, vouched in elsewhere.items()]
-        self._channel.send({"t": "layout", "layout": described, "parts": held, "elsewhere": others})
+        self._channel.send({"t": "layout", "layout": described, "elsewhere": others})
 
     def _fetch(self, message: Mapping[str, Any]) -> None:
-        epoch, node, role = (int(message[key]) for key in ("epoch", "node", "role"))
+        epoch, role, name = int(message["epoch"]), int(message["role"]), str(message["part"])
         generation = Generation.from_list(message["generation"])
-        names, protects = [str(name) for name in message["parts"]], bool(message["protects"])
         self._require_open(epoch)
-        failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=names[0])
+        failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=name)
         table = self._state.table
         with self._state.lock:
-            found = [table.find(role, generation, name) for name in names]
-            if not all(found):
+            places = table.find(role, generation, name)
+            if not places:
                 raise Refused(Refusal.NOT_HELD)
-            places = [there[0] for there in found]
-            for place in places:
-                table.pin(place)
+            table.pin(places[0])
         try:
-            parts = [[place.nbytes, place.checksum] for place in places]
-            self._channel.send({"t": "parts", "parts": parts})
-            if protects:
-                self._protect(places, generation, epoch, node)
-            else:
-                for place in places:
-                    chunks = _chunks(place.view, self._state.settings.chunk_bytes)
-                    self._send(place, chunks, "bytes fetched from here", generation)
+            self._send(places[0], generation)
         finally:
             with self._state.lock:
-                for place in places:
-                    table.unpin(place)
+                table.unpin(places[0])
 
-    def _protect(self, places: list[Place], generation: Generation, epoch: int, node: int) -> None:
-        """Send parts of a role for a parity block, at the pace of all protection traffic."""
-        state, role = self._state, places[0].segment.layout.role
-        nbytes = sum(place.nbytes for place in places)
-        self._channel.give_way(state.settings.dscp)
-        with state.traffic.flow(role, generation, nbytes, epoch, self._channel.sent) as flow:
-            for place in places:
-                self._await_call(epoch)
-                pieces = flow.pieces(place.view, lambda: state.is_open(epoch))
-                self._send(place, pieces, "bytes shipped", generation, to=node)
-            flow.end(node)
-        state.shipped(role, nbytes, epoch)
-        # Before it the block is not sealed, so what it took is known by the time it counts.
-        self._channel.send({"t": "end"})
-
-    def _await_call(self, epoch: int) -> None:
-        """Wait until the holder has come to the next part, or the epoch is closed: others of the
-        group may have more of the part before, and no send may take as long as that."""
-        while not self._channel.readable(1.0):
-            if not self._state.is_open(epoch):
-                raise ConnectionClosed("the epoch was closed")
-        if (kind := self._channel.receive().get("t")) != "next":
-            raise WireError(f"{kind!r} instead of the next part")
-
-    def _send(
-        self,
-        place: Place,
-        pieces: Iterable[memoryview],
-        counter: str,
-        generation: Generation,
-        **about: object,
-    ) -> None:
+    def _send(self, place: Place, generation: Generation) -> None:
         """Send a part and check it on the way, so that a damaged slot is found at its home."""
-        digest, sent = xxhash.xxh3_64(), 0
-        about |= {"role": place.segment.layout.role, "iteration": generation.iteration}
-        for piece in pieces:
+        state, view, size = self._state, place.view, self._state.settings.chunk_bytes
+        about = {"role": place.segment.layout.role, "iteration": generation.iteration}
+        self._channel.send({"t": "part", "nbytes": place.nbytes, "checksum": place.checksum})
+        digest = xxhash.xxh3_64()
+        for start in range(0, len(view), size):
+            piece = view[start : start + size]
             digest.update(piece)
-            sent += len(piece)
             piece = failpoints.perhaps_damaged(piece, "vault.chunk", part=place.name, **about)
             self._channel.send_bulk(piece)
-            self._state.reports.counters[counter] += len(piece)
-        if sent < place.nbytes:
-            raise ConnectionClosed("the epoch was closed")
+            state.reports.counters["bytes fetched from here"] += len(piece)
         if digest.intdigest() != place.checksum:
-            self._state.mark_bad(place, digest.intdigest())
-
-
-def _chunks(view: memoryview, size: int) -> Iterator[memoryview]:
-    for start in range(0, len(view), size):
-        yield view[start : start + size]
+            state.mark_bad(place, digest.intdigest())

@@ -2,11 +2,11 @@
 
 Threads: the main thread waits for the end; ``accept-local`` and one ``local-*`` for each member and
 the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for each role seated here
-one ``role-*``, one ``ship-*`` for each of its buddies or a ``double-*`` for its second copy, and
-one ``announce-*`` for each parity block that it is part of; one ``block-*`` for each parity block
-that is kept here. While copies wait for their pace, ``watch-link`` looks whether training sends.
-Besides: ``block-*-from-*`` fetches a block to decode from, ``load-code`` imports what that needs,
-and ``dump``, ``dump-held``, ``take`` and ``probe`` do the slow orders.
+one ``role-*``, one ``ship-*`` for each of its buddies and each parity block that it is part of, or
+a ``double-*`` for its second copy. While copies wait for their pace, ``watch-link`` looks whether
+training sends. Besides: ``block-*-from-*`` fetches a block to decode from, ``block-*`` asks for
+what a block lacks, ``load-code`` imports what decoding needs, and ``dump``, ``dump-held``, ``take``
+and ``probe`` do the slow orders.
 """
 
 from __future__ import annotations

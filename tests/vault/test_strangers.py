@@ -212,7 +212,7 @@ def test_an_infinite_number_ends_no_vault(tmp_path: Path) -> None:
 def test_fetches_that_are_not_accepted(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as running:
         begin(running)
-        fetch = {"t": "fetch", "node": 0, "role": 0, "parts": ["shard"], "protects": False}
+        fetch = {"t": "fetch", "role": 0, "part": "shard"}
 
         def ask(epoch: int, generation: Generation) -> dict[str, Any]:
             peer = Peer(running, 1)
@@ -221,6 +221,6 @@ def test_fetches_that_are_not_accepted(tmp_path: Path) -> None:
 
         assert ask(2, FIRST)["why"] == "early"
         assert ask(1, Generation(1, 9))["why"] == "not held"
-        assert ask(1, FIRST)["t"] == "parts"
+        assert ask(1, FIRST)["t"] == "part"
         running.close(1)
         assert ask(1, FIRST)["why"] == "stale"

@@ -143,7 +143,7 @@ _PUT: tuple[dict[str, Any], ...] = (
         "layout_hash": LAYOUTS[0].layout_hash,
         "parts": [["shard", 100, _DIGEST], ["tail", 100, _DIGEST]],
     },
-    {"t": "fetch", **_COMMON, "parts": ["shard", "tail"], "protects": True},
+    {"t": "fetch", **_COMMON, "part": "shard"},
     {"t": "describe", "role": 0, "generation": FIRST.to_list()},
 )
 

@@ -35,6 +35,10 @@ class Ledger:
         """A node has sealed these parts, or the parity blocks they are in."""
         self._acknowledged.setdefault((role, generation, node), set()).update(names)
 
+    def forget(self, role: int, generation: Generation, node: int) -> None:
+        """A node has lost what it had acknowledged of a generation."""
+        self._acknowledged.pop((role, generation, node), None)
+
     def forget_before(self, role: int, oldest: Generation) -> None:
         """No slot holds anything older any more: nothing of it can be asked for."""
         for key in [k for k in self._acknowledged if k[0] == role and k[1] < oldest]:

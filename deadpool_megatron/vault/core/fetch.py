@@ -18,43 +18,21 @@ UNREACHABLE = (OSError, WireError, *MALFORMED)
 
 
 def ask(
-    channel: Channel,
-    node: int,
-    epoch: int,
-    source: Source,
-    generation: Generation,
-    parts: Sequence[str],
-    *,
-    protects: bool = False,
-) -> list[tuple[int, int]]:
-    """Returns size (bytes) and checksum of each part, whose bytes follow, one after the other.
-
-    ``node``: who asks. ``protects``: not for a restore; the bytes come at the pace of what is sent
-    to protect the role, those of each part after a ``next``, and after all of them an ``end``.
+    channel: Channel, epoch: int, source: Source, generation: Generation, part: str
+) -> tuple[int, int]:
+    """Returns size (bytes) and checksum of a part, whose bytes follow.
 
     Raises Refused; ConnectionError from one that has not adopted the epoch yet; what
     :meth:`Channel.receive` raises.
     """
-    channel.send(
-        {
-            "t": "fetch",
-            "epoch": epoch,
-            "node": node,
-            "role": source.role,
-            "generation": generation.to_list(),
-            "parts": list(parts),
-            "protects": protects,
-        }
-    )
+    about = {"role": source.role, "generation": generation.to_list(), "part": part}
+    channel.send({"t": "fetch", "epoch": epoch, **about})
     answer = channel.receive()
     if refused := Refused.in_answer(answer):
         if refused.why is Refusal.EARLY:
             raise ConnectionError("has not adopted the epoch yet")
         raise refused
-    found = [(int(nbytes), int(checksum)) for nbytes, checksum in answer["parts"]]
-    if len(found) != len(parts):
-        raise WireError(f"{len(found)} parts instead of {len(parts)}")
-    return found
+    return int(answer["nbytes"]), int(answer["checksum"])
 
 
 def ask_elsewhere(

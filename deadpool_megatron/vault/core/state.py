@@ -387,6 +387,13 @@ class VaultState:
                 self.ledger.acknowledge(layout.role, generation, node, names)
                 self._advance(layout.role)
 
+    def forget(self, role: int, generation: Generation, node: int) -> None:
+        """A node asks for what it has acknowledged of a generation: it is sent once more."""
+        with self.changed:
+            if self.ledger is not None:
+                self.ledger.forget(role, generation, node)
+                self.changed.notify_all()
+
     def _after_seal(self, role: int, generation: Generation) -> None:
         self._newest = max(self._newest, generation)
         self._advance(role)

@@ -10,7 +10,7 @@ from deadpool_megatron.layout.records import Decoding, Source, is_parity_role
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import holds
 from deadpool_megatron.vault.errors import SegmentError, is_shortage
-from deadpool_megatron.vault.schemes.parity_blocks import FileSupply, Supplier
+from deadpool_megatron.vault.schemes.parity_decode import FileSupply, Supplier
 from deadpool_megatron.vault.shm.segment import Segment, dump_name, parse_name
 
 log = logging.getLogger(__name__)

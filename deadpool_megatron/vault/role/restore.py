@@ -35,8 +35,7 @@ from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
 
 if TYPE_CHECKING:
-    from deadpool_megatron.vault.schemes.parity_blocks import Supplier
-    from deadpool_megatron.vault.schemes.parity_decode import Decoder
+    from deadpool_megatron.vault.schemes.parity_decode import Decoder, Supplier
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
@@ -205,7 +204,7 @@ class Obtainer:
         if decoding is None:
             raise RestoreUnavailable(text, tuple(tried))
         if self._decoder is None:
-            from deadpool_megatron.vault.schemes.parity_blocks import VaultSupply
+            from deadpool_megatron.vault.schemes.parity_decode import VaultSupply
 
             self._decoder = self._decoder_of(
                 lambda source, part: VaultSupply(
@@ -259,13 +258,8 @@ class Obtainer:
             vouched = fetch.ask_elsewhere(channel, source, wanted.generation)
             self._vouched[wanted.generation] |= vouched
         try:
-            ((nbytes, expected),) = fetch.ask(
-                channel,
-                self._state.node,
-                self._record.epoch,
-                source,
-                wanted.generation,
-                [wanted.name],
+            nbytes, expected = fetch.ask(
+                channel, self._record.epoch, source, wanted.generation, wanted.name
             )
         except Refused as refused:
             raise _Hopeless(str(refused)) from refused

@@ -2,10 +2,8 @@
 
 base           the class, and copies, the default
 local          what stays on the own node: once, or twice
-parity         coded blocks of a group of roles
-parity_maker   making the blocks that are held here
+parity         coded blocks of a group of roles, and making those that are held here
 parity_decode  a part out of any k blocks
-parity_blocks  blocks on their way to where a part is computed from them
 parity_code    the code: any k of k + m
 recompute      generations that travel as the steps that lead to them
 """

@@ -25,7 +25,7 @@ from deadpool_megatron.vault.shm.segment import Segment
 
 if TYPE_CHECKING:
     from deadpool_megatron.vault.core.state import VaultState
-    from deadpool_megatron.vault.net.transport import Transport
+    from deadpool_megatron.vault.net.transport import Channel, Transport
     from deadpool_megatron.vault.replicate import Sender
     from deadpool_megatron.vault.shm.table import SealedSlot
 
@@ -39,6 +39,28 @@ class Target(NamedTuple):
 
     node: int
     block: int | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Parts of a generation that the vault of its role has. ``elsewhere``: name, bytes and checksum
+    of those that it does not send."""
+
+    epoch: int
+    generation: Generation
+    layout: RoleLayout
+    parts: Parts
+    elsewhere: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def role(self) -> int:
+        """Return whose they are."""
+        return self.layout.role
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parts, in their order."""
+        return list(self.parts)
 
 
 @dataclass(frozen=True)
@@ -103,17 +125,11 @@ class Scheme(ABC):
         ``follows``: what is said of that."""
         return False
 
-    def announced(
-        self,
-        state: VaultState,
-        transport: Transport,
-        block: int,
-        layout: RoleLayout,
-        generation: Generation,
-        parts: Parts,
+    def combine(
+        self, state: VaultState, transport: Transport, channel: Channel, block: int, offer: Offer
     ) -> None:
-        """A role has sealed parts for a block that is made here; returns when it is sealed, too.
-        Raises Refused. The vault's lock is not held."""
+        """Answer a role that puts parts into a block that is kept here. Raises Refused. The vault's
+        lock is not held."""
         raise Refused(Refusal.WRONG_BLOCK)
 
     def cut(self) -> None:  # noqa: B027  most have nothing that goes on

@@ -1,27 +1,55 @@
 """Parity: shard parts as coded blocks over a group of roles, extras as copies (REFT's AEC).
 
-A role's vault announces to the holder of each block of its group what it has sealed. As in
-replicate.py nothing is queued and everything is found out by looking again. The bytes are fetched
-by the holder, once all roles of the group have spoken: see :mod:`.parity_maker`. It answers
-``sealed`` when the block is; when that takes too long, ``waited``, and is asked again.
+A role's vault puts its sealed shard parts to the holder of each block of its group as it puts
+copies to a buddy (replicate.py). The holder adds the bytes to the block as they come, whoever is
+first, and answers ``taken``. The owner asks again, now with nothing to send, and is answered
+``sealed`` once all roles of the group have put theirs for that generation and the block is sealed;
+when that takes too long, ``waited``, upon which it asks again. Nobody is acknowledged before, so
+what has gone into the block stays in the slots of its owners, whose members do not pass the gate.
+
+* A block needs the memory of one slot, as a copy does, and a piece for each owner that sends.
+* Bytes cannot be taken out of a sum. So a part of which one owner's bytes come damaged, break off
+  or come twice is begun anew, and its owners, who ask again, are told that it is needed once more.
+* A half-made part is ABSENT, so a close promises nothing of it; after :meth:`Block.cut` no thread
+  writes into its slot. A block is sealed at once with the list of what it is made of, under the
+  lock that a close takes.
+* An owner's vault that was restarted puts again what it has; the checksums tell that it is in the
+  block. A holder's begins what it had not sealed anew. Owners that believe a block to be sealed
+  which is not any more, since it turned out to be damaged, are asked to put theirs again; who has
+  nothing to put into blocks is asked what he consists of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
+
+import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.parity_groups import ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityPlacement
 from deadpool_megatron.layout.part_kinds import PartKind
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, is_parity_role
+from deadpool_megatron.vault.core import fetch, room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Refusal, Refused
-from deadpool_megatron.vault.net.transport import Transport, begin_thread
-from deadpool_megatron.vault.replicate import Sender, Work
-from deadpool_megatron.vault.schemes.base import Copies, Parts, Target
+from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
+from deadpool_megatron.vault.net.transport import Channel, Transport, begin_thread
+from deadpool_megatron.vault.schemes.base import Copies, Offer, Parts, Target
 from deadpool_megatron.vault.schemes.parity_decode import load_code
-from deadpool_megatron.vault.schemes.parity_maker import BlockMaker
+from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.wire.framing import ConnectionClosed
+
+if TYPE_CHECKING:
+    from deadpool_megatron.vault.schemes.parity_code import Combination
+
+log = logging.getLogger(__name__)
+# How long an owner is kept waiting, which holds up nobody but its own next question, and how long
+# others are waited for before they are asked.
+_WAIT_SECONDS = 1.0
+_MOST_PIECE_BYTES = 1 << 20
 
 
 class Parity(Copies):
@@ -30,7 +58,7 @@ class Parity(Copies):
     def __init__(self, record: EpochRecord) -> None:
         super().__init__(record)
         self.placement = ParityPlacement.of_record(record)
-        self._makers: dict[int, BlockMaker] = {}
+        self._blocks: dict[int, Block] = {}
         begin_thread("load-code", partial(load_code, record.replicas))
 
     def coded(self, layout: RoleLayout) -> list[str]:
@@ -62,78 +90,392 @@ class Parity(Copies):
             return ()
         return [part.name for part in layout.parts]
 
-    def sender(
-        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
-    ) -> Sender:
-        if target.block is None:
-            return super().sender(state, transport, layout, target)
-        return Announcer(state, transport, layout, target, self.record.epoch)
-
-    def announced(
-        self,
-        state: VaultState,
-        transport: Transport,
-        block: int,
-        layout: RoleLayout,
-        generation: Generation,
-        parts: Parts,
+    def combine(
+        self, state: VaultState, transport: Transport, channel: Channel, block: int, offer: Offer
     ) -> None:
-        maker = self.maker(state, transport, block, layout.role)
-        maker.announced(layout, generation, parts)
+        self.block(state, transport, block, offer.role).put(channel, offer)
 
-    def maker(self, state: VaultState, transport: Transport, block: int, role: int) -> BlockMaker:
-        """Return who makes a block that ``role`` is part of. Raises Refused when nobody does, here
-        and in this epoch, or while the host has no thread for it."""
+    def block(self, state: VaultState, transport: Transport, number: int, role: int) -> Block:
+        """A block that ``role`` is part of. Raises Refused when nobody makes it, here and in this
+        epoch."""
         with state.lock:
             if not state.is_open(self.record.epoch):
                 raise Refused(Refusal.STALE)
-            found = self.placement.block(block)
+            found = self.placement.block(number)
             if found is None or role not in found[0].roles:
                 raise Refused(Refusal.WRONG_BLOCK)
             if found[0].holders[found[1]] != state.node:
                 raise Refused(Refusal.WRONG_HOLDER)
-            maker = self._makers.get(block)
-            if maker is None:
-                maker = BlockMaker(state, transport, self, block)
-                try:
-                    maker.start()
-                except RuntimeError as error:
-                    raise Refused(Refusal.EARLY, str(error)) from error
-                self._makers[block] = maker
-            return maker
+            block = self._blocks.get(number)
+            if block is None:
+                block = self._blocks[number] = Block(state, transport, self, number)
+            return block
 
     def cut(self) -> None:
         """Unfinished blocks are given up."""
-        for maker in list(self._makers.values()):
-            maker.cut()
+        for block in self._blocks.values():
+            block.cut()
 
 
-class Announcer(Sender):
-    """Thread that has one role's generations of one epoch taken into one parity block."""
+class _Sum:
+    """A part of a block while it is made. ``given``: role -> bytes and checksum of what it has put
+    into it, None while that comes."""
 
-    verb = "announce"
+    def __init__(self, combination: Combination) -> None:
+        self.combination = combination
+        self.given: dict[int, tuple[int, int] | None] = {}
 
-    def _bring(self, work: Work) -> bool:
-        """True when the block with these parts is sealed, or to ask again at once; False to ask
-        again after a pause."""
-        generation, places = work
-        failpoints.hit(
-            "vault.contribute",
-            role=self._layout.role,
-            iteration=generation.iteration,
-            to=self._node,
+
+class _Making:
+    """One generation of a block, in a claimed slot. Guarded by the vault's lock."""
+
+    def __init__(self, begin: Callable[[str], Combination], segment: Segment, slot: int) -> None:
+        self.segment = segment
+        self.slot = slot
+        self.sums: dict[str, _Sum] = {}
+        self.is_sealed = self.is_being_sealed = False
+        self._begin = begin
+
+    def begin(self, name: str) -> _Sum:
+        """Sum up a part from nothing; what has gone into it, and is still coming, is lost."""
+        self.give_up(name)
+        self.sums[name] = _Sum(self._begin(name))
+        return self.sums[name]
+
+    def give_up(self, name: str) -> None:
+        """Nothing is written into a part any more."""
+        if name in self.sums:
+            self.sums[name].combination.give_up()
+
+    def lacks(self, role: int, names: Iterable[str]) -> list[str]:
+        """Parts that a role has not put into it."""
+        return [n for n in names if n not in self.sums or not self.sums[n].given.get(role)]
+
+
+class Block:
+    """One parity block that is kept here, generation after generation of one epoch; see the module
+    text. Thread-safe: called by the threads that serve the owners. Fields are guarded by the
+    vault's lock."""
+
+    def __init__(
+        self, state: VaultState, transport: Transport, scheme: Parity, number: int
+    ) -> None:
+        found = scheme.placement.block(number)
+        assert found is not None, "the number of a block of this plan"
+        self._state = state
+        self._transport = transport
+        self._scheme = scheme
+        self._epoch = scheme.record.epoch
+        self._number = number
+        self._group, self._index = found
+        self._piece_bytes = min(state.settings.chunk_bytes, _MOST_PIECE_BYTES)
+        self._wait_seconds = min(_WAIT_SECONDS, state.settings.connect_seconds / 4)
+        known = {role: state.table.layout(role) for role in self._group.roles}
+        self._layouts = {role: one for role, one in known.items() if one is not None}
+        self._told: set[int] = set()  # whose layout is that of this epoch
+        self._makings: dict[Generation, _Making] = {}
+        self._beginning = threading.Lock()  # memory is taken, for one generation after the other
+        self._is_asking = self._is_over = False
+
+    def cut(self) -> None:
+        """Give up what is unfinished: the epoch is over."""
+        with self._state.lock:
+            self._is_over = True
+            for generation in list(self._makings):
+                self._give_up(generation)
+
+    def _going(self) -> bool:
+        return not self._is_over and self._state.is_open(self._epoch)
+
+    def _give_up(self, generation: Generation) -> None:
+        making = self._makings.pop(generation)
+        for name in making.sums:
+            making.give_up(name)
+        self._state.release(making.segment, making.slot)
+
+    # What an owner puts.
+
+    def put(self, channel: Channel, offer: Offer) -> None:
+        """The dialogue about a role's parts of a generation: ``need`` and their bytes, answered by
+        ``taken``; or, where none are needed, ``sealed`` as soon as the block is. Raises Refused,
+        with WAITED when that takes too long."""
+        state = self._state
+        with state.changed:
+            self._layouts[offer.role] = offer.layout
+            self._told.add(offer.role)
+            state.changed.notify_all()
+            if not {*offer.parts} <= {*self._scheme.coded(offer.layout)}:
+                raise Refused(Refusal.WRONG_BLOCK_PART)
+        making = self._making(offer)
+        needed = [] if making is None else self._needed(making, offer)
+        channel.send({"t": "need", "parts": needed})
+        if making is not None and needed:
+            taken = [name for name in needed if self._take(channel, making, name, offer)]
+            channel.send({"t": "taken", "parts": taken})
+            return
+        if making is not None:
+            self._seal(offer.generation, making)
+            self._await(making, offer)
+        channel.send({"t": "sealed", "parts": offer.names})
+
+    def _making(self, offer: Offer) -> _Making | None:
+        """What is made of a generation; None when its block is sealed with these very bytes."""
+        state, generation = self._state, offer.generation
+        with state.changed:
+            if not state.changed.wait_for(
+                lambda: not self._going() or not self._untold(), self._wait_seconds
+            ):
+                self._ask_absent(generation, self._untold())
+                raise Refused(Refusal.WAITED)
+            self._require_going()
+            if (making := self._makings.get(generation)) is not None:
+                return making
+        if (sealed := self._sealed(generation)) is not None:
+            if any(sealed[offer.role][name] != part for name, part in offer.parts.items()):
+                raise Refused(Refusal.OTHER_BYTES)
+            return None
+        with state.lock:
+            # Owners put in order: who comes with an old one has only forgotten that it is done.
+            # A slot for it there may be none until he comes with the newest one.
+            slots = state.table.sealed(self._number)
+            if any(slot.generation > generation for slot in slots if slot.parts):
+                raise Refused(Refusal.SUPERSEDED)
+        with self._beginning:
+            with state.lock:
+                making = self._makings.get(generation)
+            return making or self._begin(generation)
+
+    def _untold(self) -> list[int]:
+        """Roles that may have something to put into it, and have not said in this epoch what."""
+        return [
+            role
+            for role in self._group.roles
+            if role not in self._layouts or (role not in self._told and self._coded(role))
+        ]
+
+    def _coded(self, role: int) -> list[str]:
+        return self._scheme.coded(self._layouts[role])
+
+    def _require_going(self) -> None:
+        if not self._going():
+            raise Refused(Refusal.STALE)
+
+    def _sealed(self, generation: Generation) -> Mapping[int, Parts] | None:
+        """Return what the sealed block is made of, if it has all that it has to have."""
+        state = self._state
+        with state.lock:
+            places = state.table.find(self._number, generation, MEMBERS)
+            sealed = state.table.parts(self._number, generation)
+            expected = {role: {*self._coded(role)} for role in self._group.roles}
+        if not places:
+            return None
+        members = memoryview(bytes(places[0].view))  # a newer block may take the slot meanwhile
+        found = checksum(members)
+        if found != places[0].checksum:
+            state.mark_bad(places[0], found)
+            return None
+        contributions = Members.decode(members).contributions
+        whole = all(
+            names <= sealed and names <= {*contributions.get(role, ())}
+            for role, names in expected.items()
         )
-        channel = self._connect()
-        channel.send(self._offered("contribute", work, block=self._target.block))
-        refused = Refused.in_answer(channel.receive())
-        if refused and refused.why is Refusal.WAITED:
-            return True  # there is no need for a pause: the holder makes one, and ends it in time
-        if refused and refused.why is not Refusal.SUPERSEDED:
-            if refused.why is not Refusal.EARLY:
-                self._state.reports.refuse(
-                    f"contribution: {refused}", role=self._layout.role, by=self._node
-                )
-            return False
-        names = [place.name for place in places]
-        self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
-        return True
+        return contributions if whole else None
+
+    def _begin(self, generation: Generation) -> _Making:
+        """Take a slot for a generation. Raises Refused."""
+        state, roles = self._state, self._group.roles
+        if room.own_come_first(state):
+            raise Refused(Refusal.EARLY)
+        try:
+            # Not at the top: most vaults keep no parity and can do without numpy and its threads.
+            from deadpool_megatron.vault.schemes.parity_code import Coder
+
+            coder = Coder(len(roles), self._scheme.placement.parities)
+            with state.lock:
+                layout = self._scheme.placement.layout(self._number, self._layouts)
+                names = {name for role in roles for name in self._coded(role)}
+            segment = room.ensure_copy(state, layout, generation)
+            slot = self._claim(segment, generation)
+            try:
+                room.reserve(state, segment, [MEMBERS, *names], slot, generation)
+                with state.lock:
+                    self._require_going()
+                    for name in (MEMBERS, *names):
+                        state.open_part(segment, slot, name, self._epoch)
+
+                    def begin(name: str) -> Combination:
+                        view = segment.data(slot, name)
+                        return coder.begin(range(len(roles)), len(roles) + self._index, view)
+
+                    making = self._makings[generation] = _Making(begin, segment, slot)
+            except BaseException:
+                state.release(segment, slot)
+                raise
+        except Refused:
+            raise
+        except (OSError, VaultError, ModuleNotFoundError) as error:
+            raise Refused(Refusal.NO_BLOCK_POSSIBLE, str(error)) from error
+        return making
+
+    def _claim(self, segment: Segment, generation: Generation) -> int:
+        # Of the generation that the epoch began with there may be a block that others rely on,
+        # though parts are missing which peers held before: it stays until the new one is sealed.
+        anew = generation == self._scheme.record.restore.generation
+        with self._state.lock:
+            slot = self._state.claim(segment, generation, self._epoch, anew=anew)
+            # Whoever puts this one puts what follows it when it is done, not before.
+            for newer in [one for one in self._makings if one > generation and slot is None]:
+                self._give_up(newer)
+        if slot is None:
+            raise Refused(Refusal.EARLY)
+        return slot
+
+    def _needed(self, making: _Making, offer: Offer) -> list[str]:
+        """Parts that a role has yet to send."""
+        with self._state.lock:
+            return [
+                name
+                for name, part in offer.parts.items()
+                if name not in making.sums or making.sums[name].given.get(offer.role) != part
+            ]
+
+    def _take(self, channel: Channel, making: _Making, name: str, offer: Offer) -> bool:
+        """Add the bytes of a part as they come; False when they are damaged. Raises
+        ConnectionClosed when the part has been begun anew meanwhile."""
+        state, role, (nbytes, expected) = self._state, offer.role, offer.parts[name]
+        number, digest = self._group.roles.index(role), xxhash.xxh3_64()
+        buffer = memoryview(bytearray(min(nbytes, self._piece_bytes)))
+        with state.lock:
+            if self._makings.get(offer.generation) is not making:
+                raise ConnectionClosed("the block is begun anew")
+            found = making.sums.get(name)
+            if found is None or role in found.given:  # on its way already, or other bytes
+                found = making.begin(name)
+            found.given[role] = None
+        is_whole = False
+        try:
+            for start in range(0, nbytes, self._piece_bytes):
+                piece = buffer[: nbytes - start]
+                channel.receive_bulk(piece, digest.update)
+                if not found.combination.add(number, start, piece):
+                    raise ConnectionClosed("the part is begun anew")
+                state.reports.counters["bytes combined"] += len(piece)
+                about = {"role": role, "iteration": offer.generation.iteration, "part": name}
+                failpoints.hit("vault.combine", **about)
+            is_whole = digest.intdigest() == expected
+        finally:
+            with state.changed:
+                is_current = self._makings.get(offer.generation) is making
+                if is_current and making.sums[name] is found:
+                    if is_whole:
+                        found.given[role] = nbytes, expected
+                    else:
+                        making.begin(name)
+                    state.changed.notify_all()
+        if not is_whole:
+            where = f"from node {self._scheme.record.seats[role].node}"
+            state.reports.counters["corruption"] += 1
+            found_digest = digest.intdigest()
+            state.reports.corruption(role, offer.generation, name, where, expected, found_digest)
+        return is_whole
+
+    # Sealing.
+
+    def _absent(self, making: _Making) -> list[int]:
+        """Roles that have yet to put something into it."""
+        return [r for r in self._group.roles if making.lacks(r, self._coded(r))]
+
+    def _seal(self, generation: Generation, making: _Making) -> None:
+        """Seal the block of a generation if all is in it."""
+        state = self._state
+        with state.lock:
+            if making.is_sealed or making.is_being_sealed or self._absent(making):
+                return
+            making.is_being_sealed = True
+            sums, segment, slot = dict(making.sums), making.segment, making.slot
+            given = {
+                role: {n: one for n in sorted(self._coded(role)) if (one := sums[n].given[role])}
+                for role in self._group.roles
+            }
+        contributions = {role: parts for role, parts in given.items() if parts}
+        members = Members(
+            self._group.roles, self._index, self._scheme.placement.parities, contributions
+        ).encode()
+        # First of all, so that a block which counts always says what it is made of.
+        view = segment.data(slot, MEMBERS, len(members))
+        view[:] = members
+        parts = {MEMBERS: (len(members), checksum(view))}
+        for name in sorted({name for one in given.values() for name in one}):
+            longest = max(one[name][0] for one in given.values() if name in one)
+            parts[name] = longest, checksum(segment.data(slot, name, longest))
+
+        def seal() -> None:
+            for name, (nbytes, digest) in parts.items():
+                state.seal_copy(segment, slot, name, nbytes, digest, self._epoch)
+
+        with state.changed:
+            making.is_being_sealed = False
+            is_mine = self._makings.get(generation) is making and making.sums == sums
+            if not is_mine or not self._going():
+                return
+            state.table.replace(segment, slot, seal)
+            making.is_sealed = True
+            self._give_up(generation)
+            state.changed.notify_all()
+        shards = [name for name in parts if name != MEMBERS]
+        state.fail_point_corrupt("vault.received", segment, slot, shards)
+
+    def _await(self, making: _Making, offer: Offer) -> None:
+        """Wait until the block is sealed. Raises Refused."""
+        state, generation = self._state, offer.generation
+
+        def has_news() -> bool:
+            is_current = self._makings.get(generation) is making
+            is_lost = not is_current or bool(making.lacks(offer.role, offer.parts))
+            return making.is_sealed or is_lost or not self._going()
+
+        with state.changed:
+            came = state.changed.wait_for(has_news, self._wait_seconds)
+            if making.is_sealed:
+                return
+            self._require_going()
+            if not came:
+                self._ask_absent(generation, self._absent(making))
+        raise Refused(Refusal.WAITED)
+
+    def _ask_absent(self, generation: Generation, roles: Collection[int]) -> None:
+        """Ask roles what they consist of, and for what they believe to be in a sealed block. Called
+        under the lock."""
+        if not self._is_asking:
+            ask = partial(self._ask, generation, roles)
+            self._is_asking = True  # before the thread may be over
+            self._is_asking = begin_thread(f"block-{self._number}", ask)
+
+    def _ask(self, generation: Generation, roles: Collection[int]) -> None:
+        for role in roles:
+            try:
+                layout = self._described(generation, role)
+            except fetch.UNREACHABLE as error:
+                log.info("block %d: role %d: %s", self._number, role, error)
+                continue
+            with self._state.changed:
+                if layout is not None and layout.role == role and role not in self._told:
+                    self._layouts[role] = layout
+                    self._told.add(role)
+                    self._state.changed.notify_all()
+        with self._state.lock:
+            self._is_asking = False
+
+    def _described(self, generation: Generation, role: int) -> RoleLayout | None:
+        node = self._scheme.record.seats[role].node
+        address = self._state.address(node)
+        if address is None:
+            raise ConnectionError("not a live node")
+        channel = self._transport.connect(node, address.host, address.vault_port)
+        try:
+            about = {"role": role, "generation": generation.to_list()}
+            channel.send({"t": "describe", "again": self._state.node, **about})
+            layout = channel.receive()["layout"]
+        finally:
+            channel.close()
+        return RoleLayout.from_dict(layout) if layout else None

@@ -5,14 +5,15 @@ computes it. Both are linear, so a block is summed up from k others, piece by pi
 one of them adds to the wanted one is ``table[v]``, to be XORed. To encode is to want a parity block
 when the data blocks are at hand. The tables (256 entries) are taken from zfec itself, by encoding
 and decoding every value of a byte with zeros beside it, so they cannot disagree with it. Adding up
-pieces instead of collecting blocks first is REFT's way (arXiv 2310.12670).
+pieces as they come instead of collecting blocks first is REFT's way (arXiv 2310.12670).
 
 Blocks may differ in length: what is missing at the end of one counts as zeros. No I/O here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -42,31 +43,47 @@ class Coder:
         if parities > 1:
             _zfec()
 
-    def decode(self, blocks: Mapping[int, memoryview], wanted: int, out: memoryview) -> None:
-        """Compute bytes of block ``wanted`` from the bytes of ``data`` other blocks at the same
-        place (number -> bytes, perhaps shorter than ``out`` where a block ends).
+    def begin(self, numbers: Collection[int], wanted: int, out: memoryview) -> Combination:
+        """Block ``wanted``, to be summed up in ``out`` from the first ``data`` of these others.
 
-        More than enough blocks are no harm. Raises ValueError when there are too few.
+        Raises ValueError when there are too few.
         """
-        chosen = tuple(sorted(set(blocks) - {wanted})[: self.data])
+        chosen = tuple(sorted({*numbers} - {wanted})[: self.data])
         if len(chosen) < self.data or not 0 <= chosen[0] <= chosen[-1] < self.data + self.parities:
-            raise ValueError(f"{self.data} blocks are needed, there are {sorted(blocks)}")
-        filled = 0  # behind it nothing was computed yet: what lies there is not read, but replaced
-        for number, table in zip(chosen, self._tables(chosen, wanted), strict=True):
-            piece = blocks[number][: len(out)]
-            if table != _NO_BYTES:
-                found = memoryview(_translated(table, piece))
-                both = min(filled, len(piece))
-                _xor(out[:both], found[:both])
-                out[both : len(piece)] = found[both:]
-                filled = max(filled, len(piece))
-        out[filled:] = bytes(len(out) - filled)
+            raise ValueError(f"{self.data} blocks are needed, there are {sorted(numbers)}")
+        if self.parities == 1:  # the XOR of all k+1 blocks is zero
+            return Combination(dict.fromkeys(chosen, _ALL_BYTES), out)
+        return Combination(_solve(self.data, self.parities, chosen, wanted), out)
 
-    def _tables(self, chosen: tuple[int, ...], wanted: int) -> Sequence[bytes]:
-        """Return what the byte of each chosen block contributes to the wanted one."""
-        if self.parities == 1:
-            return [_ALL_BYTES] * self.data  # the XOR of all k+1 blocks is zero
-        return _solve(self.data, self.parities, chosen, wanted)
+
+class Combination:
+    """A block while it is summed up, over whatever lay there before. Thread-safe: blocks come in
+    any order and side by side, each from its beginning on; what of one does not come is zeros."""
+
+    def __init__(self, tables: Mapping[int, bytes], out: memoryview) -> None:
+        self._tables = tables
+        self._out = out
+        self._filled = 0  # behind it nothing was computed yet: what lies there is replaced
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def add(self, number: int, start: int, piece: memoryview) -> bool:
+        """Add the bytes of block ``number`` from ``start`` on; False when it was given up."""
+        piece = piece[: max(0, len(self._out) - start)]
+        share = memoryview(_translated(self._tables[number], piece))
+        with self._lock:
+            if self._is_over:
+                return False
+            both = max(0, min(self._filled - start, len(share)))
+            _xor(self._out[start : start + both], share[:both])
+            self._out[start + both : start + len(share)] = share[both:]
+            self._filled = max(self._filled, start + len(share))
+        return True
+
+    def give_up(self) -> None:
+        """Nothing is written any more once this has returned."""
+        with self._lock:
+            self._is_over = True
 
 
 def _xor(target: memoryview, source: Buffer) -> None:
@@ -99,22 +116,21 @@ def _pair_table(table: bytes) -> NDArray[numpy.uint16]:
 
 
 @cache
-def _solve(data: int, parities: int, chosen: tuple[int, ...], wanted: int) -> tuple[bytes, ...]:
-    """Per chosen block its table for the wanted one."""
+def _solve(data: int, parities: int, chosen: tuple[int, ...], wanted: int) -> Mapping[int, bytes]:
+    """Chosen block -> its table for the wanted one."""
     zfec = _zfec()
     decoder = zfec.Decoder(data, data + parities)
     encoder = zfec.Encoder(data, data + parities)
     # zfec wants each data block that is there at its own place, parity blocks in between.
     spare = [number for number in chosen if number >= data]
     order = [i if i in chosen else spare.pop() for i in range(data)]
-    tables = []
+    tables = {}
     for number in chosen:
         given = [_ALL_BYTES if other == number else _NO_BYTES for other in order]
         found = decoder.decode(given, order)
-        tables.append(
-            bytes(encoder.encode(found, [wanted])[0] if wanted >= data else found[wanted])
-        )
-    return tuple(tables)
+        table = encoder.encode(found, [wanted])[0] if wanted >= data else found[wanted]
+        tables[number] = bytes(table)
+    return tables
 
 
 def _zfec() -> Any:

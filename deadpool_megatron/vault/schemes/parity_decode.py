@@ -1,10 +1,8 @@
 """Computing a part that nobody holds whole from k coded blocks of other vaults, or of a dump.
 
-Making a parity block (:mod:`.parity_maker`) is the same thing: :func:`combine` computes any block.
-
-The blocks arrive at once, a thread and a connection for each, in pieces; each round of pieces is
-decoded straight into the slot while the next one arrives, so the memory needed is that of 2k pieces
-whatever the size of the part. Every block is held against its own checksum, a data block also
+The blocks arrive at once, a thread and a connection for each, and every piece is added into the
+slot as it comes (:mod:`.parity_code`), so the memory needed is that of k pieces whatever the size
+of the part. Every block is held against the checksum that its place keeps of it, a data block also
 against what the parity was computed from, and the result against the checksum that its owner gave
 it when it was whole. A block that fails is replaced by another, and the part begun again. That
 snapshots can be rebuilt from parity over groups of nodes is REFT's (its AEC), the code zfec's.
@@ -15,10 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import queue
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -26,20 +28,24 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.parity_groups import MEMBERS, Members
-from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
+from deadpool_megatron.layout.records import Decoding, EpochRecord, Generation, RoleLayout, Source
+from deadpool_megatron.vault.core import fetch
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.schemes.parity_blocks import Arrival, Block, BlockError, Supplier
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.net.transport import Channel, begin_thread
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
 
 if TYPE_CHECKING:
-    from deadpool_megatron.vault.schemes.parity_code import Coder
+    from deadpool_megatron.vault.schemes.parity_code import Coder, Combination
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
 _CHANCES = 2  # bytes damaged on the way come whole the next time; damaged at home they do not
+_MOST_SMALL_BYTES = 16 << 20
 
+# A new connection to the vault of a node; raises OSError, WireError, or VaultError for no node.
+Dial = Callable[[int], Channel]
 Target = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
 Seal = Callable[[Segment, int, str, int, int], Place]
 # Number of a block -> the place it is taken from; None for one that is all zeros.
@@ -55,32 +61,198 @@ def load_code(parities: int) -> None:
         Coder(1, max(1, parities))
 
 
-def combine(
-    coder: Coder,
-    wanted: int,
-    numbers: Collection[int],
-    blocks: Sequence[Arrival],
-    view: memoryview,
-    size: int,
-    **about: object,
-) -> int:
-    """Compute block ``wanted`` into ``view`` from those of ``numbers``, of which the ones that are
-    not among ``blocks`` are all zeros, in pieces of ``size`` bytes. Returns its checksum, when
-    every block was what it should be; raises BlockError. ``about``: of the fault point.
+class BlockError(Exception):
+    """A block did not come. ``final``: nor will it from this place; ``damaged``: it came wrong;
+    ``members``: what did not come was what it has been computed from."""
+
+    def __init__(
+        self,
+        number: int,
+        source: Source | None,
+        why: str,
+        *,
+        final: bool = False,
+        damaged: bool = False,
+        members: bool = False,
+    ) -> None:
+        super().__init__(why)
+        self.number, self.source = number, source
+        self.final, self.damaged, self.members = final, damaged, members
+
+
+class Supply(ABC):
+    """One part from one place. One thread, but :meth:`cut`. Methods raise VaultError when the place
+    cannot give it, and OSError or WireError when it could not be asked.
     """
-    digest = xxhash.xxh3_64()
-    nothing = dict.fromkeys(numbers, memoryview(b""))
-    for start in range(0, len(view), size):
-        failpoints.hit("vault.decode", **about)
-        piece = view[start : start + size]
-        pieces = {block.number: block.take(len(piece)) for block in blocks}
-        coder.decode({**nothing, **pieces}, wanted, piece)
-        digest.update(piece)
-        for block in blocks:
-            block.give_back()
-    for block in blocks:
-        block.finish()
-    return digest.intdigest()
+
+    where: str  # for people
+
+    @abstractmethod
+    def begin(self) -> tuple[int, int]:
+        """Size in bytes and checksum of the part, whose bytes follow."""
+
+    @abstractmethod
+    def read(self, target: memoryview) -> None:
+        """Fill ``target`` with the next bytes."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Make the other methods fail soon; from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the resources back."""
+
+
+# The supply of a part from a place.
+Supplier = Callable[[Source, str], Supply]
+
+
+class VaultSupply(Supply):
+    """A part in the memory of another vault, or of this one, by a connection of its own."""
+
+    def __init__(
+        self, state: VaultState, record: EpochRecord, dial: Dial, source: Source, part: str
+    ) -> None:
+        self.where = f"from node {source.node}"
+        self._state = state
+        self._record = record
+        self._dial = dial
+        self._source = source
+        self._part = part
+        self._channel: Channel | None = None
+        self._over = False
+
+    def begin(self) -> tuple[int, int]:
+        state, record = self._state, self._record
+        self._channel = channel = self._dial(self._source.node)
+        if self._over or not state.is_open(record.epoch):
+            raise ConnectionError("the epoch was closed while connecting")
+        generation = record.restore.generation
+        return fetch.ask(channel, record.epoch, self._source, generation, self._part)
+
+    def read(self, target: memoryview) -> None:
+        assert self._channel is not None, "begin() comes first"
+        self._channel.receive_bulk(target)
+
+    def cut(self) -> None:
+        self._over = True
+        channel = self._channel
+        if channel is not None:
+            channel.shutdown()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+class FileSupply(Supply):
+    """A part in a file of a dump."""
+
+    def __init__(self, path: Path, part: str) -> None:
+        self.where = str(path)
+        self._path = path
+        self._part = part
+        self._dumped: Segment | None = None
+        self._position = 0
+
+    def begin(self) -> tuple[int, int]:
+        self._dumped = Segment.open(self._path, writable=False)
+        entry = self._dumped.entry(0, self._part)
+        if entry.state is not PartState.SEALED:
+            raise VaultError("not in the file")
+        return entry.nbytes, entry.checksum
+
+    def read(self, target: memoryview) -> None:
+        assert self._dumped is not None, "begin() comes first"
+        self._dumped.read_into(0, self._part, self._position, target)
+        self._position += len(target)
+
+    def cut(self) -> None:
+        """A file keeps nobody waiting."""
+
+    def close(self) -> None:
+        self._dumped = None
+
+
+class Block:
+    """One block from one place. ``wanted``: bytes and checksum that it must have; None for parity,
+    which nobody else vouches for. Methods raise BlockError."""
+
+    def __init__(
+        self,
+        state: VaultState,
+        supply: Supply,
+        number: int,
+        source: Source,
+        generation: Generation,
+        part: str,
+        wanted: tuple[int, int] | None = None,
+    ) -> None:
+        self.name = f"block-{source.role}-from-{source.node}"
+        self.cut = supply.cut
+        self._state = state
+        self._supply = supply
+        self._number = number
+        self._source = source
+        self._generation = generation
+        self._part = part
+        self._wanted = wanted
+        self.moved = time.monotonic()  # when its last bytes came
+
+    def add_to(self, combination: Combination) -> None:
+        """Fetch it piece by piece, until it is here or not wanted any more."""
+        with self._asked() as (nbytes, expected):
+            if self._wanted not in (None, (nbytes, expected)):
+                raise VaultError("holds other bytes than the parity was computed from")
+            size = self._state.settings.chunk_bytes
+            room, digest = memoryview(bytearray(min(nbytes, size))), xxhash.xxh3_64()
+            for start in range(0, nbytes, size):
+                about = {"role": self._source.role, "part": self._part}
+                failpoints.hit("vault.decode", iteration=self._generation.iteration, **about)
+                piece = room[: nbytes - start]
+                self._supply.read(piece)
+                self.moved = time.monotonic()
+                digest.update(piece)
+                if not combination.add(self._number, start, piece):
+                    raise ConnectionError("is not wanted any more")
+            self._check(digest.intdigest(), expected)
+
+    def small(self) -> bytes:
+        """The whole part, which has to be a small one."""
+        with self._asked() as (nbytes, expected):
+            if not 0 <= nbytes <= _MOST_SMALL_BYTES:
+                raise VaultError(f"{self._part} of {nbytes} bytes")
+            content = bytearray(nbytes)
+            self._supply.read(memoryview(content))
+            self._check(xxhash.xxh3_64_intdigest(content), expected)
+        return bytes(content)
+
+    def error(self, why: str, *, final: bool = False, damaged: bool = False) -> BlockError:
+        """The error of this block."""
+        members = self._part == MEMBERS
+        return BlockError(
+            self._number, self._source, why, final=final, damaged=damaged, members=members
+        )
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[tuple[int, int]]:
+        try:
+            yield self._supply.begin()
+        except VaultError as error:
+            raise self.error(str(error), final=True) from error
+        except fetch.UNREACHABLE as error:
+            raise self.error(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._supply.close()
+
+    def _check(self, found: int, expected: int) -> None:
+        if found != expected:
+            reports = self._state.reports
+            reports.counters["corruption"] += 1
+            about = (self._source.role, self._generation, self._part, self._supply.where)
+            reports.corruption(*about, expected, found)
+            raise self.error("checksum does not match", damaged=True)
 
 
 class _WrongResultError(Exception):
@@ -238,12 +410,9 @@ class Decoder:
                     raise BlockError(number, choice[number], why, final=True)
                 if not self._state.open_part(segment, slot, name, self._record.epoch):
                     raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
-                for block in blocks:
-                    block.begin()
-                view = segment.data(slot, name, nbytes)
-                about = {"role": self._role, "iteration": self._generation.iteration, "part": name}
-                wanted, size = decoding.group.index(self._role), self._state.settings.chunk_bytes
-                found = combine(coder, wanted, choice, blocks, view, size, **about)
+                view, wanted = segment.data(slot, name, nbytes), decoding.group.index(self._role)
+                self._add_up(blocks, coder.begin(choice, wanted, view))
+                found = checksum(view)
                 if found != expected:
                     self._report_wrong(name, choice, expected, found)
                     raise _WrongResultError
@@ -254,6 +423,37 @@ class Decoder:
             self._blocks = []
         self._report(name, choice, nbytes, time.monotonic() - started)
         return place
+
+    def _add_up(self, blocks: list[Block], combination: Combination) -> None:
+        """Have all blocks added, each by a thread of its own; raises the first BlockError."""
+        ended: queue.SimpleQueue[tuple[Block, BlockError | None]] = queue.SimpleQueue()
+        limit = 3 * self._state.settings.connect_seconds  # connect, prove, answer
+
+        def fetch_one(block: Block) -> None:
+            try:
+                block.add_to(combination)
+                ended.put((block, None))
+            except BlockError as error:
+                ended.put((block, error))
+
+        try:
+            for block in blocks:
+                if not begin_thread(block.name, partial(fetch_one, block)):
+                    raise block.error("the host has no thread left for it")
+            left = {*blocks}
+            while left:
+                try:
+                    block, error = ended.get(timeout=limit)
+                except queue.Empty:
+                    block = min(left, key=lambda one: one.moved)
+                    if time.monotonic() - block.moved > limit:
+                        raise block.error(f"no bytes for {limit:g} s") from None
+                    continue
+                if error is not None:
+                    raise error
+                left.discard(block)
+        finally:
+            combination.give_up()  # whoever still waits for bytes must not touch the slot
 
     def _needed(self, members: Members, name: str, choice: Choice) -> list[Block]:
         """The chosen blocks that have to be fetched; a role that contributed nothing has none."""

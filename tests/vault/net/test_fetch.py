@@ -17,11 +17,10 @@ ASKED = Source(1, 0), Generation(1, 1)
 @pytest.mark.parametrize(
     "answer",
     [
-        {"t": "parts", "parts": [[math.inf, 1]], "elsewhere": [["shard", 1, math.inf]]},
-        {"t": "parts", "parts": [[1]], "elsewhere": [[1]]},
-        {"t": "parts", "parts": 7, "elsewhere": 7},
+        {"t": "part", "nbytes": math.inf, "checksum": 1, "elsewhere": [["shard", 1, math.inf]]},
+        {"t": "part", "nbytes": [1], "checksum": 1, "elsewhere": 7},
         {"t": "refused", "why": "the moon"},
-        {"t": "parts"},
+        {"t": "part", "nbytes": 1},
         {},
     ],
 )
@@ -34,7 +33,7 @@ def test_a_malformed_answer_is_as_good_as_none(answer: dict[str, Any]) -> None:
     for _ in range(2):
         peer.send(answer)
     with pytest.raises(fetch.UNREACHABLE):
-        fetch.ask(channel, 1, 1, *ASKED, ["shard"])
+        fetch.ask(channel, 1, *ASKED, "shard")
     with pytest.raises(fetch.UNREACHABLE):
         fetch.ask_elsewhere(channel, *ASKED)
     channel.close()

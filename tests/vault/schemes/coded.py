@@ -59,8 +59,10 @@ class CodedGroup:
         names = {role: self.layouts[role].shard_parts for role in self.group.roles}
         parts = [self.part(role, name) if name in names[role] else b"" for role in names]
         block = bytearray(max(map(len, parts)))
-        blocks = {i: memoryview(part) for i, part in enumerate(parts)}
-        Coder(self.data, self.parities).decode(blocks, self.data + j, memoryview(block))
+        coder, numbers = Coder(self.data, self.parities), range(self.data)
+        combination = coder.begin(numbers, self.data + j, memoryview(block))
+        for i, part in enumerate(parts):
+            combination.add(i, 0, memoryview(part))
         return bytes(block)
 
     def members(self, j: int) -> Members:

@@ -31,7 +31,7 @@ print(*(name for name in sys.modules if name.startswith("deadpool_megatron.")))
 """
 PARITY = {
     "layout.parity_groups",
-    *(f"vault.schemes.parity{one}" for one in ("", "_blocks", "_decode", "_maker")),
+    *(f"vault.schemes.parity{one}" for one in ("", "_decode")),
 }
 FILES = {
     "buddy": set[str](),
