@@ -48,7 +48,7 @@ def crowd(tmp_path: Path) -> Iterator[Crowd]:
 
 def ask(channel: Channel) -> None:
     channel.send({"t": "describe", "role": 1})
-    assert channel.receive() == {"t": "layout", "layout": None, "parts": [], "elsewhere": []}
+    assert channel.receive() == {"t": "layout", "layout": None, "elsewhere": []}
 
 
 def test_who_has_been_silent_for_longest_makes_room(
