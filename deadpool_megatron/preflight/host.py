@@ -17,8 +17,8 @@ import deadpool_megatron
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.preflight.gpus import visible_gpus
-from deadpool_megatron.vault.core.interface import interface_of
 from deadpool_megatron.vault.memory import cgroup_memory, memlock_bytes
+from deadpool_megatron.vault.pace import interface_of
 
 _SHM = Path("/dev/shm")
 # Distributions that decide what a training process computes; by their names in the package index.

@@ -10,7 +10,8 @@ The rooms; each uses only those below it::
     disk        dumps of a run that has to end, and generations set aside for exports
     schemes     who is owed what: an object for each way to protect state, copies by default
     replicate   bringing sealed parts to where they are owed
-    core        what all threads share: the gate, what is committed, pace, room
+    core        what all threads share: the gate, what is committed, room
+    pace        when the next piece of a copy may go
     member      what a training process uses       net       connections of vaults, links of a node
     shm         slots: files, their headers, the table of all that a node holds
     memory      how much generations may take, take, and would take

@@ -19,9 +19,9 @@ from pathlib import Path
 from deadpool_megatron import failpoints
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.interface import Interface, interface_of
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.net.transport import TcpTransport
+from deadpool_megatron.vault.pace import interface_of
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm.affinity import settle_process
 from deadpool_megatron.wire import auth, tls
@@ -65,7 +65,7 @@ def main() -> int:
     limit = settings.connect_seconds
     transport = TcpTransport(listener, secret, run_id, given.node, limit, contexts)
     local = socket.socket(fileno=given.unix_fd)
-    interface = Interface(interface_of(listener.getsockname()[0]))
+    interface = interface_of(listener.getsockname()[0])
     vault = Vault(given.node, given.segment_dir, settings, transport, local, interface)
 
     def end(*_: object) -> None:

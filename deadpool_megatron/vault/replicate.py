@@ -21,9 +21,9 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core import fetch
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.core.traffic import Flow
 from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.net.transport import Channel, Transport
+from deadpool_megatron.vault.pace import Share
 from deadpool_megatron.vault.schemes.base import Target
 from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.shm.table import Place
@@ -144,7 +144,7 @@ class Sender(threading.Thread, ABC):
         if channel is not None:
             channel.close()
 
-    def _send_paced(self, channel: Channel, flow: Flow, place: Place, view: memoryview) -> None:
+    def _send_paced(self, channel: Channel, flow: Share, place: Place, view: memoryview) -> None:
         """Send a piece of a part at the pace of all protection traffic."""
         sent = 0
         for piece in flow.pieces(view, self._going):
@@ -188,8 +188,8 @@ class Shipper(Sender):
             return self._refused(refused, generation, places)
         wanted = set(answer["parts"])
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
-        role, traffic = self._layout.role, self._state.traffic
-        with traffic.flow(role, generation, nbytes, self._epoch, channel.sent) as flow:
+        link, role = self._state.link, self._layout.role
+        with Share(link, role, generation, nbytes, self._epoch, channel.sent) as flow:
             for place in places:
                 if place.name in wanted:
                     self._send_paced(channel, flow, place, place.view)
@@ -197,7 +197,7 @@ class Shipper(Sender):
             if refused := Refused.in_answer(answer):
                 return self._refused(refused, generation, places)
             if nbytes:
-                flow.end(self._node)
+                flow.end()
         kept = {place.name for place in places} - wanted | {*answer["parts"]}
         names = [place.name for place in places if place.name in kept]
         self._state.shipped(self._layout.role, nbytes, self._epoch)

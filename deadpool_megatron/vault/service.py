@@ -30,7 +30,6 @@ from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.interface import Interface
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
@@ -59,7 +58,7 @@ class Vault:
         settings: Settings,
         transport: Transport,
         local_listener: socket.socket,
-        interface: Interface | None = None,
+        interface: str = "",
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
@@ -244,7 +243,7 @@ class Vault:
         self._report_damage()
         state = self._state
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        link = state.traffic.link()
+        speed, origin = state.link.speed()
         with state.lock:
             return {
                 "node": state.node,
@@ -256,8 +255,8 @@ class Vault:
                     str(role): [generation.to_list(), boundary]
                     for role, (generation, boundary) in state.committed.items()
                 },
-                "fit": {str(r): fit.to_dict() for r, fit in state.traffic.fits().items()},
-                "link": None if link is None else link.to_dict(),
+                "fit": {str(role): fit for role, fit in state.link.fits().items()},
+                "link": {"bytes_per_second": speed, "origin": origin} if speed else None,
                 "segments": {
                     **{n: s.nbytes for n, s in state.table.segments.items()},
                     **taken_bytes(self._directory),
@@ -298,7 +297,7 @@ class Vault:
     def _probe(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         peers = [(int(node), str(host), int(port)) for node, host, port in message["peers"]]
         found = probe(self._transport, peers, bulk=bool(message["bulk"]))
-        self._state.traffic.checked(
+        self._state.link.checked(
             max((one["bytes_per_second"] or 0.0 for one in found), default=0.0)
         )
         return found

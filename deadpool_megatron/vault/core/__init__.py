@@ -1,1 +1,1 @@
-"""State that all threads of a vault share: the gate, what is committed, pace, room."""
+"""State that all threads of a vault share: the gate, what is committed, room."""

@@ -30,10 +30,9 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.commit import Ledger
-from deadpool_megatron.vault.core.interface import Interface
-from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.memory import Budget
+from deadpool_megatron.vault.pace import Link, Pace
 from deadpool_megatron.vault.schemes.base import Scheme, Target, scheme_of
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
 from deadpool_megatron.vault.shm.table import Place, Table
@@ -59,14 +58,14 @@ class VaultState:
         directory: Path,
         settings: Settings,
         emit: Callable[[Event], None],
-        interface: Interface | None = None,
+        interface: str = "",
     ) -> None:
         self.node = node
         self.settings = settings
         # Of the device of each slot of this node, as its member has said.
         self.memory_nodes: dict[int, int | None] = {}
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
-        self.traffic = Traffic.of(settings, interface)
+        self.link = Link(settings, interface)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None
@@ -148,7 +147,7 @@ class VaultState:
             self.ended = set()
             self.committed = {}
             self._newest = restore.generation
-            self.traffic.begin()
+            self.link.begin()
             self._remove_unneeded_at_adopt(record)
             since = self._closed_at or time.monotonic()
             restored = restore.kind in ("memory", "dump")
@@ -254,7 +253,7 @@ class VaultState:
             self.fail_point_corrupt("vault.sealed", segment, slot, digests)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
                 segment.set_state(slot, SlotState.SEALED)
-                self.traffic.sealed(role, generation)
+                self.link.note(Pace.sealed, role, generation)
             self._after_seal(role, generation)
             facts = {"lineage": generation.lineage, "parts": sorted(digests)}
             self.reports.emit(Kind.SEALED, role, generation, facts)
@@ -430,7 +429,7 @@ class VaultState:
             "boundary": boundary,
             "released": released,
         }
-        facts |= {"bytes": shipped_bytes, **self.traffic.committed(role, generation).to_dict()}
+        facts |= {"bytes": shipped_bytes, **self.link.note(Pace.committed, role, generation)}
         self.reports.emit(Kind.COMMITTED, role, generation, facts)
         if released or role not in self._unprotected:
             return

@@ -13,6 +13,7 @@ from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Code, Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.net.links import Link
+from deadpool_megatron.vault.pace import Pace
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.vault.shm.table import Place
@@ -169,7 +170,8 @@ class MemberDialogue:
             self.resume()
         elif kind == "waiting":
             if self._state.is_open(int(message["epoch"])):
-                self._state.traffic.waits(self.role, Generation.from_list(message["generation"]))
+                awaited = Generation.from_list(message["generation"])
+                self._state.link.note(Pace.waits, self.role, awaited)
         elif kind == "ended":
             with self._state.changed:
                 if self._state.is_open(int(message["epoch"])):
