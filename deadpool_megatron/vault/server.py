@@ -20,7 +20,7 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.fetch import Intake
+from deadpool_megatron.vault.core.fetch import receive_part
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
@@ -184,7 +184,6 @@ class _Connection:
         self._channel = channel
         self._transport = transport
         self._layout: RoleLayout | None = None
-        self._intake = Intake(state, channel)
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Answer one message. Raises WireError for an unknown type."""
@@ -266,9 +265,30 @@ class _Connection:
             # Before the extras are sealed: with them there is what the shards have to be like.
             state.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
             self._channel.send({"t": "need", "parts": wanted})
-            return self._intake.take(segment, slot, needed, offer.epoch)
+            return [one[0] for one in needed if self._keep(segment, slot, *one, offer.epoch)]
         finally:
             state.release(segment, slot)
+
+    def _keep(
+        self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
+    ) -> bool:
+        """Take and seal a part; False when its bytes are damaged. Raises ConnectionClosed at a
+        close."""
+        state, role = self._state, segment.layout.role
+        if not state.open_part(segment, slot, name, epoch):
+            raise ConnectionClosed("the epoch was closed")
+        found = receive_part(self._channel, segment, slot, name, nbytes)
+        if found != digest:
+            state.reports.counters["corruption"] += 1
+            generation = segment.generation(slot)
+            state.reports.corruption(role, generation, name, "wire", digest, found)
+            return False
+        state.reports.counters["bytes received"] += nbytes
+        if not state.seal_copy(segment, slot, name, nbytes, digest, epoch):
+            state.reports.refuse(Refusal.STALE, role=role, epoch=epoch)
+            raise ConnectionClosed("the epoch was closed")
+        state.fail_point_corrupt("vault.received", segment, slot, [name])
+        return True
 
     def _superseded(self, segment: Segment, generation: Generation) -> bool:
         with self._state.lock:

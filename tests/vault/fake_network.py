@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from deadpool_megatron.vault.net.transport import Channel, SocketChannel, Transport
+from deadpool_megatron.vault.net.transport import Channel, Transport
 from tests.common.waiting import PATIENCE_SECONDS
 
 _LOOK_SECONDS = 0.005
@@ -76,19 +76,19 @@ class FakeTransport(Transport):
 
     def connect(self, node: int, host: str, port: int) -> Channel:
         connection = self._network.dial((host, port), self._address)
-        return SocketChannel(connection, self._deadline_seconds, None, "")
+        return Channel(connection, self._deadline_seconds, None, "")
 
     def accept(self, seconds: float) -> Channel | None:
         connection = self._network.answer(self._address, min(seconds, _LOOK_SECONDS))
         if connection is None:
             return None
-        return SocketChannel(connection, self._deadline_seconds, None, "")
+        return Channel(connection, self._deadline_seconds, None, "")
 
     def await_one(self) -> Channel:
         """The next connection, as long as it may take to be dialled on a busy machine."""
         connection = self._network.answer(self._address, PATIENCE_SECONDS)
         assert connection is not None, f"nobody dialled {self._address}"
-        return SocketChannel(connection, self._deadline_seconds, None, "")
+        return Channel(connection, self._deadline_seconds, None, "")
 
     def close(self) -> None:
         self._network.forget(self._address)

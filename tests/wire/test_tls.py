@@ -17,7 +17,7 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings, SettingsError
-from deadpool_megatron.vault.net.transport import SocketChannel, TcpTransport, realm_of
+from deadpool_megatron.vault.net.transport import Channel, TcpTransport, realm_of
 from deadpool_megatron.wire import auth, framing, tls
 from tests.cluster.running import Run, deadpool
 from tests.vault.harness import RUN_ID, cluster, train, wait_until
@@ -151,7 +151,7 @@ async def test_bulk_bytes_and_frames_of_one_record_arrive(tls_settings: Files) -
     await loop.run_in_executor(None, accepted.receive_bulk, memoryview(target))
     await sending
     assert target == payload
-    assert isinstance(near, SocketChannel)
+    assert isinstance(near, Channel)
     two = framing.encode({"n": 1}) + framing.encode({"n": 2})
     near.send_bulk(memoryview(two))
     for number in (1, 2):

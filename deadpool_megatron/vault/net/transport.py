@@ -50,50 +50,92 @@ class Sent(NamedTuple):
     nbytes: int = 0  # that TCP has handed to the network, what it had to repeat as well
 
 
-class Channel(ABC):
-    """One connection. One thread at a time per direction; :meth:`shutdown` from any thread."""
+class Channel:
+    """One connection: a stream socket, under TLS perhaps; ``secret`` None leaves authentication
+    out. One thread at a time per direction; :meth:`shutdown` from any thread.
+    """
 
-    @abstractmethod
+    def __init__(
+        self, connection: socket.socket, deadline_seconds: float, secret: bytes | None, realm: str
+    ) -> None:
+        self._socket = connection
+        self._deadline_seconds = deadline_seconds
+        self._secret = secret
+        self._realm = realm
+        connection.settimeout(deadline_seconds)
+
     def authenticate(self) -> None:
         """Accepting side, before anything else. Raises WireError or OSError for a stranger."""
+        if self._secret is not None:
+            self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.do_handshake()
+            self._socket = auth.accept(self._socket, self._secret, self._realm)
+            self._socket.settimeout(self._deadline_seconds)
 
-    @abstractmethod
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a frame. Raises OSError (TimeoutError after the deadline)."""
+        framing.send(self._socket, message)
 
-    @abstractmethod
     def receive(self) -> dict[str, Any]:
         """Receive a frame. Raises WireError or OSError."""
+        return framing.receive(self._socket)
 
-    @abstractmethod
     def send_bulk(self, view: memoryview) -> None:
         """Send raw bytes without copying them."""
+        send_bulk(self._socket, view)
 
-    @abstractmethod
     def receive_bulk(
         self, target: memoryview, taken: Callable[[memoryview], object] = lambda piece: None
     ) -> None:
         """Fill ``target`` with raw bytes; ``taken`` is given each piece of it as it arrives."""
+        framing.receive_into(self._socket, target, taken)
 
-    @abstractmethod
     def readable(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a frame or the end of the stream."""
+        if isinstance(self._socket, ssl.SSLSocket | RecordSocket) and self._socket.pending():
+            return True  # taken already: the descriptor knows nothing of it
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLIN)
+        except ValueError as error:  # closed by another thread
+            raise framing.ConnectionClosed("channel is closed") from error
+        return bool(poll.poll(seconds * 1000))
 
-    @abstractmethod
     def give_way(self, dscp: int) -> None:
         """From now on this side's bytes come after those of training: see docs/streaming.md."""
+        if self._socket.family == socket.AF_UNIX:
+            return
+        if self._socket.family == socket.AF_INET6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+        else:
+            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+        # After the class, which sets one of its own.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
-    @abstractmethod
     def sent(self) -> Sent:
         """Returns what this side has sent so far."""
+        if self._socket.family == socket.AF_UNIX:
+            return Sent()
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:  # cut just now
+            return Sent()
+        if len(info) < _KNOWN_BYTES:
+            return Sent()
+        busy_microseconds, nbytes = _SENT.unpack_from(info, _SENT_AT)
+        return Sent(busy_microseconds / 1e6, nbytes)
 
-    @abstractmethod
     def shutdown(self) -> None:
         """Make every call of both sides fail at once."""
+        # Not that of an SSLSocket: it would go on in plain text in the thread that reads.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
-    @abstractmethod
     def close(self) -> None:
         """Give the resources back."""
+        self._socket.close()
 
 
 class Transport(ABC):
@@ -111,84 +153,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Take no more channels."""
-
-
-class SocketChannel(Channel):
-    """A channel over a connected stream socket, under TLS perhaps; ``secret`` None leaves
-    authentication out.
-    """
-
-    def __init__(
-        self, connection: socket.socket, deadline_seconds: float, secret: bytes | None, realm: str
-    ) -> None:
-        self._socket = connection
-        self._deadline_seconds = deadline_seconds
-        self._secret = secret
-        self._realm = realm
-        connection.settimeout(deadline_seconds)
-
-    def authenticate(self) -> None:
-        if self._secret is not None:
-            self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
-            if isinstance(self._socket, ssl.SSLSocket):
-                self._socket.do_handshake()
-            self._socket = auth.accept(self._socket, self._secret, self._realm)
-            self._socket.settimeout(self._deadline_seconds)
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        framing.send(self._socket, message)
-
-    def receive(self) -> dict[str, Any]:
-        return framing.receive(self._socket)
-
-    def send_bulk(self, view: memoryview) -> None:
-        send_bulk(self._socket, view)
-
-    def receive_bulk(
-        self, target: memoryview, taken: Callable[[memoryview], object] = lambda piece: None
-    ) -> None:
-        framing.receive_into(self._socket, target, taken)
-
-    def readable(self, seconds: float) -> bool:
-        if isinstance(self._socket, ssl.SSLSocket | RecordSocket) and self._socket.pending():
-            return True  # taken already: the descriptor knows nothing of it
-        poll = select.poll()
-        try:
-            poll.register(self._socket, select.POLLIN)
-        except ValueError as error:  # closed by another thread
-            raise framing.ConnectionClosed("channel is closed") from error
-        return bool(poll.poll(seconds * 1000))
-
-    def give_way(self, dscp: int) -> None:
-        if self._socket.family == socket.AF_UNIX:
-            return
-        if self._socket.family == socket.AF_INET6:
-            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
-        else:
-            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
-        # After the class, which sets one of its own.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-    def sent(self) -> Sent:
-        if self._socket.family == socket.AF_UNIX:
-            return Sent()
-        try:
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:  # cut just now
-            return Sent()
-        if len(info) < _KNOWN_BYTES:
-            return Sent()
-        busy_microseconds, nbytes = _SENT.unpack_from(info, _SENT_AT)
-        return Sent(busy_microseconds / 1e6, nbytes)
-
-    def shutdown(self) -> None:
-        # Not that of an SSLSocket: it would go on in plain text in the thread that reads.
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 class TcpTransport(Transport):
@@ -219,7 +183,7 @@ class TcpTransport(Transport):
         connection = auth.connect(
             (host, port), self._secret, realm, self._deadline_seconds, self._tls
         )
-        return SocketChannel(connection, self._deadline_seconds, self._secret, realm)
+        return Channel(connection, self._deadline_seconds, self._secret, realm)
 
     def accept(self, seconds: float) -> Channel | None:
         self._listener.settimeout(seconds)
@@ -236,7 +200,7 @@ class TcpTransport(Transport):
                 connection = RecordSocket.of(connection)
         except OSError:  # he has said something, and cut the connection: no reason for a pause
             return None
-        return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
+        return Channel(connection, self._deadline_seconds, self._secret, self._realm)
 
     def close(self) -> None:
         self._listener.close()

@@ -16,7 +16,7 @@ import pytest
 
 from deadpool_megatron.preflight.facts import Link
 from deadpool_megatron.vault.net import probe
-from deadpool_megatron.vault.net.transport import Sent, SocketChannel, TcpTransport
+from deadpool_megatron.vault.net.transport import Channel, Sent, TcpTransport
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 from tests.vault.fake_network import FakeNetwork, FakeTransport
@@ -55,17 +55,17 @@ def class_of(connection: socket.socket) -> tuple[int, int]:
 def test_each_end_marks_what_it_sends(pair: tuple[socket.socket, socket.socket], dscp: int) -> None:
     near, far = pair
     assert class_of(near) == class_of(far) == (0, 0)
-    SocketChannel(near, 5.0, None, "").give_way(dscp)
+    Channel(near, 5.0, None, "").give_way(dscp)
     assert class_of(near) == (dscp << 2, 2)
     assert class_of(far) == (0, 0)
-    SocketChannel(far, 5.0, None, "").give_way(dscp)
+    Channel(far, 5.0, None, "").give_way(dscp)
     assert class_of(far) == (dscp << 2, 2)
 
 
 def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    near, far = (SocketChannel(end, 5.0, None, "") for end in pair)
+    near, far = (Channel(end, 5.0, None, "") for end in pair)
     before = near.sent().busy_seconds
     sent = bytes(8 << 20)
     sending = threading.Thread(target=near.send_bulk, args=(memoryview(sent),))
@@ -87,7 +87,7 @@ def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
 def test_little_of_a_copy_waits_in_a_socket(pair: tuple[socket.socket, socket.socket]) -> None:
     """What it has taken goes on leaving when training begins to send."""
     near, _ = pair
-    SocketChannel(near, 5.0, None, "").give_way(0)
+    Channel(near, 5.0, None, "").give_way(0)
     near.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -123,7 +123,7 @@ def test_what_fetches_has_no_class() -> None:
         channel = transport.connect(0, "127.0.0.1", port)
         serving.join(10)
         for end in (channel, *accepted):
-            assert isinstance(end, SocketChannel)
+            assert isinstance(end, Channel)
             assert class_of(end._socket) == (0, 0)
             end.close()
 
