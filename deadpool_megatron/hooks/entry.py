@@ -42,7 +42,7 @@ from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
-from deadpool_megatron.layout.sizing import extras_room_bytes
+from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import select_platform
@@ -355,7 +355,7 @@ class EpochEntry:
     def _find_room(self, nodes: int, *, pinned: bool) -> list[str]:
         """Look for memory before the first slot is made, in a run of so many nodes; returns
         warnings, one line each. Raises NoRoom with one line that names needs, limit and remedy."""
-        needs = memory.node_needs(self.protection.layout, _roles_per_node(), self._settings, nodes)
+        needs = node_needs(self.protection.layout, _roles_per_node(), self._settings, nodes)
         # Other members of the node may have taken their part of it already.
         rooms = memory.node_rooms(self._vault.directory, self._settings.memory_bytes)
         if trouble := memory.objection(needs, rooms):

@@ -13,6 +13,7 @@ before anything is chosen.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -247,6 +248,71 @@ def _after_a_swap(scene: Scene) -> Scene:
     )
 
 
+@dataclass(frozen=True)
+class NodeNeeds:
+    """Bytes of one node's generations: ``own`` slots of its roles, and ``kept`` for other nodes
+    (copies, parity blocks). ``slots``: generations of each."""
+
+    roles: int
+    slots: int
+    own: int
+    kept: int
+    scheme: str
+
+    @property
+    def total(self) -> int:
+        """Return what is in use while training continues."""
+        return self.own + self.kept
+
+    @property
+    def peak(self) -> int:
+        """While processes are restarted in place: the slots of the ones that died are the source
+        for the new ones, which have made theirs already."""
+        return self.total + self.own
+
+    def in_words(self) -> str:
+        """Return what takes the memory."""
+        return (
+            f"{sized(self.own)} for own slots ({self.roles} roles x {self.slots} generations)"
+            f" + {sized(self.kept)} {self.scheme}"
+        )
+
+
+def node_needs(
+    layout: RoleLayout, roles_per_node: int, settings: Settings, nodes: int = 0
+) -> NodeNeeds:
+    """Reckoned before the first slot is made, when the layout of one role is known: all roles are
+    cut from one model, so that it stands for the others of its node and for those whose copies
+    come. ``nodes``: of the run, spares included; where the scheme is chosen by what fits, they say
+    how large parity groups may be, and it is the least that any plan needs which counts here."""
+    kind, replicas = settings.protection, settings.replicas
+    # Bytes that enough peers hold anyway are not copied.
+    owed = {
+        part.name: part.nbytes
+        for part in layout.parts
+        if part.name in layout.shard_parts and len(part.replicas) <= replicas
+    }
+    scheme, group = f"for {replicas} copies (--deadpool-replicas {replicas})", 0
+    if kind == "parity":
+        group = settings.parity_group
+        scheme = f"for parity ({replicas} of {group} roles)"
+    elif kind == "mixed" and (group := largest_group(nodes, replicas)):
+        scheme = f"at least, for parity ({replicas} of {group} roles, --deadpool-protection mixed)"
+    elif kind == "recompute":
+        scheme = f"for {replicas} copies with their steps"
+    full_every = settings.full_every if kind == "recompute" else 0
+    kept = replicas * kept_bytes(layout, () if group else owed, full_every)
+    if group and owed:
+        kept += replicas * math.ceil(block_bytes(layout.slots, group, owed) / group)
+    if kind == "local":
+        kept, scheme = 0, "for copies (--deadpool-protection local)"
+    elif kind == "local-twice":
+        kept = copy_bytes(layout, [part.nbytes for part in layout.parts])
+        scheme = "for second copies (--deadpool-protection local-twice)"
+    own = own_bytes(layout) * roles_per_node
+    return NodeNeeds(roles_per_node, layout.slots, own, kept * roles_per_node, scheme)
+
+
 class _Reckoning:
     def __init__(self, plan: ProtectionPlan, scene: Scene, survived: int) -> None:
         self._plan = plan
@@ -272,15 +338,9 @@ class _Reckoning:
         if self._plan.kind is Kind.LOCAL_TWICE:
             self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
         shards = set(layout.shard_parts)
-        copied = [
-            part for part in layout.parts if part.name in shards and self._is_copied(role, part)
-        ]
-        if self._plan.kind is Kind.RECOMPUTE:
-            names = [part.name for part in copied]
-            kept = chain_bytes(layout, names, self._plan.scheme.full_every)
-        else:
-            others = [part.nbytes for part in layout.parts if part.name not in shards]
-            kept = copy_bytes(layout, [*(part.nbytes for part in copied), *others])
+        copied = [p.name for p in layout.parts if p.name in shards and self._is_copied(role, p)]
+        full_every = self._plan.scheme.full_every if self._plan.kind is Kind.RECOMPUTE else 0
+        kept = kept_bytes(layout, copied, full_every)
         for buddy in self._copies.buddies(role, layout.peers):
             self.memory[buddy] += kept
 
@@ -349,18 +409,21 @@ def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
     return _layout_bytes(layout.shape, layout.slots, sizes) if sizes else 0
 
 
-def chain_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
-    """A copy on another node where steps are kept: whole generations of the ``copied`` shard parts,
-    and the gradients of more steps than that; extras lie in both."""
-    gradients = {gradients_part(name) for name in layout.shard_parts}
+def kept_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
+    """A copy on another node: the ``copied`` shard parts and the extras. Where steps are kept, a
+    whole one every ``full_every`` generations (0: they are not), the gradients of more steps than
+    that as well; extras lie in both."""
+    gradients = {gradients_part(name) for name in layout.shard_parts} if full_every else set[str]()
     sent = {gradients_part(name) for name in copied}
     known = gradients.union(layout.shard_parts)
     extras = [part.nbytes for part in layout.parts if part.name not in known]
-    of_steps = [part.nbytes for part in layout.parts if part.name in sent]
+    of_steps = [part.nbytes for part in layout.parts if part.name in sent & gradients]
     of_shards = [part.nbytes for part in layout.parts if part.name in copied]
-    steps = generations_kept(layout, full_every)
-    chain = _layout_bytes(layout.shape, steps, (*of_steps, *extras))
-    return copy_bytes(layout, (*of_shards, *extras)) + chain
+    kept = copy_bytes(layout, (*of_shards, *extras))
+    if full_every:
+        steps = generations_kept(layout, full_every)
+        kept += _layout_bytes(layout.shape, steps, (*of_steps, *extras))
+    return kept
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""Memory for generations: where it is taken, what limits it, and how much a node will need.
+"""Memory for generations: where it is taken, and what limits it.
 
 What counts is what the files of the node's directory really occupy, and what is just being put
 behind them, asked of the file system under a lock: there is no book to repair, whoever was killed
@@ -6,10 +6,6 @@ at whatever moment. The lock is held to look, not while memory is filled: gigaby
 
 What the host would let a run have is its /dev/shm and the cgroup of the job: shared memory counts
 in that of whoever touched it first, so a limit there ends processes although /dev/shm has room.
-
-What is needed is reckoned before the first slot is made, when the layout of a role is known: all
-roles are cut from one model, so that one of them stands for the others of its node and for those
-whose copies come.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import math
 import os
 import resource
 import time
@@ -26,15 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from deadpool_megatron.layout.records import RoleLayout
-from deadpool_megatron.layout.sizing import (
-    block_bytes,
-    chain_bytes,
-    copy_bytes,
-    largest_group,
-    own_bytes,
-)
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.layout.sizing import NodeNeeds
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 
 _LOCK = ".memory.lock"
@@ -258,36 +245,6 @@ def memlock_bytes() -> int | None:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes of one node's generations: ``own`` slots of its roles, and ``kept`` for other nodes
-    (copies, parity blocks). ``slots``: generations of each."""
-
-    roles: int
-    slots: int
-    own: int
-    kept: int
-    scheme: str
-
-    @property
-    def total(self) -> int:
-        """Return what is in use while training continues."""
-        return self.own + self.kept
-
-    @property
-    def peak(self) -> int:
-        """While processes are restarted in place: the slots of the ones that died are the source
-        for the new ones, which have made theirs already."""
-        return self.total + self.own
-
-    def in_words(self) -> str:
-        """Return what takes the memory."""
-        return (
-            f"{_size(self.own)} for own slots ({self.roles} roles x {self.slots} generations)"
-            f" + {_size(self.kept)} {self.scheme}"
-        )
-
-
-@dataclass(frozen=True)
 class Room:
     """One thing that limits a node's memory: bytes it allows in all, and what to do about it."""
 
@@ -296,47 +253,7 @@ class Room:
     remedy: str
 
 
-def node_needs(
-    layout: RoleLayout, roles_per_node: int, settings: Settings, nodes: int = 0
-) -> Needs:
-    """Reckoned as for a plan, where all layouts are known (layout.reckoning.demand). ``nodes``: of
-    the run, spares included; where the scheme is chosen by what fits, they say how large parity
-    groups may be, and it is the least that any plan needs which counts here."""
-    shards, replicas = set(layout.shard_parts), settings.replicas
-    # Bytes that enough peers hold anyway are not copied.
-    owed = {
-        p.name: p.nbytes for p in layout.parts if p.name in shards and len(p.replicas) <= replicas
-    }
-    extras = [p.nbytes for p in layout.parts if p.name not in shards]
-    kept = replicas * copy_bytes(layout, [*owed.values(), *extras])
-    scheme = f"for {replicas} copies (--deadpool-replicas {replicas})"
-    group = 0
-    if settings.protection == "local":
-        kept, scheme = 0, "for copies (--deadpool-protection local)"
-    elif settings.protection == "local-twice":
-        kept = copy_bytes(layout, [part.nbytes for part in layout.parts])
-        scheme = "for second copies (--deadpool-protection local-twice)"
-    elif settings.protection == "parity":
-        group = settings.parity_group
-        scheme = f"for parity ({replicas} of {group} roles)"
-    elif settings.protection == "mixed" and (group := largest_group(nodes, replicas)):
-        scheme = f"at least, for parity ({replicas} of {group} roles, --deadpool-protection mixed)"
-    elif settings.protection == "recompute":
-        kept = replicas * chain_bytes(layout, owed, settings.full_every)
-        scheme = f"for {replicas} copies with their steps"
-    if group:
-        blocks = block_bytes(layout.slots, group, owed) if owed else 0
-        kept = replicas * (copy_bytes(layout, extras) + math.ceil(blocks / group))
-    return Needs(
-        roles=roles_per_node,
-        slots=layout.slots,
-        own=own_bytes(layout) * roles_per_node,
-        kept=kept * roles_per_node,
-        scheme=scheme,
-    )
-
-
-def objection(needs: Needs, rooms: Sequence[Room]) -> str:
+def objection(needs: NodeNeeds, rooms: Sequence[Room]) -> str:
     """Return why a node with these needs must not start: one line; empty when all is well."""
     tightest = min(rooms, key=lambda room: room.nbytes, default=None)
     if tightest is None or needs.total <= tightest.nbytes:
@@ -349,7 +266,7 @@ def objection(needs: Needs, rooms: Sequence[Room]) -> str:
 
 
 def warnings(
-    needs: Needs, rooms: Sequence[Room], memlock_bytes: int | None, *, pinned: bool
+    needs: NodeNeeds, rooms: Sequence[Room], memlock_bytes: int | None, *, pinned: bool
 ) -> list[str]:
     """Return what lets training start but may hurt later. ``pinned``: slots get locked for a
     device."""
@@ -395,7 +312,3 @@ def node_rooms(directory: Path, limit_bytes: int) -> list[Room]:
 def usable_bytes(directory: Path, limit_bytes: int) -> int:
     """Return what all of it leaves for the node's generations, those that are there included."""
     return min(room.nbytes for room in node_rooms(directory, limit_bytes))
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -14,8 +14,8 @@ from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.replaying import generations_kept, step_parts
 from deadpool_megatron.layout.sizing import (
     block_bytes,
-    chain_bytes,
     copy_bytes,
+    kept_bytes,
     own_bytes,
 )
 from deadpool_megatron.vault.memory import allocated_bytes
@@ -58,7 +58,7 @@ def test_chains(layout: RoleLayout, full_every: int) -> None:
         Segment.create(Path(name) / copy_name(0), layout, None, [*shards, "extras@step"])
         slots = generations_kept(layout, full_every)
         Segment.create(Path(name) / steps_name(0), layout, None, others, slots)
-        assert allocated_bytes(Path(name)) <= chain_bytes(layout, list(shards), full_every)
+        assert allocated_bytes(Path(name)) <= kept_bytes(layout, list(shards), full_every)
 
 
 @settings(max_examples=15)

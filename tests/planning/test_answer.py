@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout.sizing import node_needs
 from deadpool_megatron.planning.answer import Answer, assess
 from deadpool_megatron.planning.plan_file import Plan, PlanError
 from deadpool_megatron.planning.traffic import (
@@ -20,7 +21,6 @@ from deadpool_megatron.planning.traffic import (
     timing,
 )
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.memory import node_needs
 from tests.planning.plans import make
 
 SHARD = 12 * 10**10 // 16  # 16 roles, two on each of 8 nodes

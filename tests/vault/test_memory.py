@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
-from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs
+from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs, node_needs
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory import (
@@ -24,7 +24,6 @@ from deadpool_megatron.vault.memory import (
     Room,
     allocated_bytes,
     cgroup_memory,
-    node_needs,
     objection,
     usable_bytes,
     warnings,
