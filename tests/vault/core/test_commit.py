@@ -102,40 +102,6 @@ def planned(base: EpochRecord, scheme: Scheme) -> EpochRecord:
     return replace(base, protection=ProtectionPlan(scheme))
 
 
-def test_parity_owes_shards_to_the_holders_and_extras_to_buddies() -> None:
-    layout = make_layout(0)
-    ledger = ledger_of(planned(record(4, 3), Scheme(Kind.PARITY, group=3)))
-    ((buddy,), (holder,)) = targets(ledger, layout)
-    assert holder.node == 3
-    assert holder.block is not None
-    assert buddy.node != 0
-    everything = ["shard", "tail", "extras@step"]
-    assert ledger.missing(layout, G, everything, holder) == ["shard", "tail"]
-    assert ledger.missing(layout, G, everything, buddy) == ["extras@step"]
-    assert ledger.missing(layout, G, everything, Target(buddy.node, holder.block)) == []
-    ledger.acknowledge(0, G, buddy.node, ["extras@step"])
-    assert ledger.boundary(layout, G, everything) is None
-    ledger.acknowledge(0, G, holder.node, ["shard", "tail"])
-    assert ledger.boundary(layout, G, everything) == "step"
-    block, scheme = replace(layout, role=holder.block), ledger.scheme
-    assert scheme.keeps(block, 3)
-    assert not scheme.keeps(block, 2)
-    assert not scheme.keeps(replace(layout, role=holder.block + 1), 3)
-
-
-def test_parity_of_two_blocks_waits_for_both() -> None:
-    layout = make_layout(0)
-    base = record(4, 2, replicas=2)
-    ledger = ledger_of(planned(base, Scheme(Kind.PARITY, group=2)))
-    holders = targets(ledger, layout)[1]
-    assert {one.node for one in holders} == {2, 3}
-    acknowledge(ledger, layout, ["extras@step"])
-    for holder in holders:
-        assert ledger.boundary(layout, G, SHARD) is None
-        ledger.acknowledge(0, G, holder.node, ["shard", "tail"])
-    assert ledger.boundary(layout, G, SHARD) == "step"
-
-
 def test_parity_without_a_holder_waits_for_a_release() -> None:
     layout = make_layout(0)
     scheme = Scheme(Kind.PARITY, group=2)

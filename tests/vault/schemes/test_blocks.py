@@ -29,8 +29,8 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.replicate import Sender
-from deadpool_megatron.vault.schemes import parity_code
 from deadpool_megatron.vault.schemes.parity import Block, Parity
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, copy_name, own_name
@@ -383,16 +383,27 @@ def test_a_half_made_one_gives_way_to_what_has_to_come_before(begin: Begin) -> N
     assert Owner(making, 0).put(generation=OLDER) == [*NAMES]
 
 
-def test_a_holder_that_lacks_the_package_says_so(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("what", "lack"),
+    [
+        ("parity_code.Coder", ModuleNotFoundError("No module named 'zfec'")),
+        ("parity.room.reserve", NoRoom("9 bytes needed")),
+    ],
+)
+def test_a_holder_that_lacks_something_says_what(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, what: str, lack: Exception
 ) -> None:
     def missing(*_: object) -> None:
-        raise ModuleNotFoundError("No module named 'zfec'")
+        raise lack
 
     making = begin()
-    monkeypatch.setattr(parity_code, "Coder", missing)
-    assert Owner(making, 0).put() == "no parity block possible"
+    with monkeypatch.context() as patched:
+        patched.setattr(f"deadpool_megatron.vault.schemes.{what}", missing)
+        assert Owner(making, 0).put() == "no parity block possible"
+    (told,) = (event.data["why"] for event in making.events if event.kind is Kind.REFUSED)
+    assert str(lack) in told
     assert making.nothing_is_in_use()
+    assert Owner(making, 0).put() == [*NAMES], "it is there by now"
 
 
 def test_other_bytes_take_the_place_of_those_before(begin: Begin) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,37 +206,3 @@ def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None
             check_blocks(running, record, generation, layouts)
         (event,) = running.nodes[3].told(Kind.CORRUPTION)
         assert (event.data["where"], event.role) == ("from node 1", 1)
-
-
-def test_too_little_memory_at_the_holder_holds_the_gate_and_says_why(
-    tmp_path: Path, tight_memory: Path
-) -> None:
-    layouts = layouts_of({0: 300_000, 1: 1 << 20})
-    roomy = Path("/dev/shm") / f"deadpool-test-{os.getpid()}-{tmp_path.name}"
-    with cluster(
-        tmp_path,
-        3,
-        roles=2,
-        segment_dir=lambda n: tight_memory / "node2" if n == 2 else roomy / f"node{n}",
-    ) as running:
-        (tight_memory / "ballast").write_bytes(bytes(2 << 20))
-        record = with_parity(running.record(1), group=2)
-        members = running.join(layouts, record)
-        for member in members:
-            member.write(FIRST)
-        assert members[0].wait(FIRST, seconds=0.5) == "shut"
-        refusals = wait_until(
-            lambda: [
-                event
-                for node in running.nodes
-                for event in node.seen(Kind.REFUSED)
-                if "no parity block possible" in str(event.data["why"])
-            ],
-            "the reason is told",
-        )
-        assert "bytes needed" in str(refusals[0].data["why"])
-        (tight_memory / "ballast").unlink()
-        for member in members:
-            assert member.wait(FIRST) == "committed"
-        check_blocks(running, record, FIRST, layouts)
-        running.nodes[2].shutdown(remove=True)

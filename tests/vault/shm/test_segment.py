@@ -260,17 +260,6 @@ def test_copies_reserve_only_what_is_shipped(tmp_path: Path) -> None:
     assert path.stat().st_blocks * 512 >= 16 << 20
 
 
-def test_full_shared_memory_is_one_clear_line(small_disk: Path) -> None:
-    layout = make_layout(3, nbytes=1 << 20)
-    with pytest.raises(VaultError) as caught:
-        Segment.create(small_disk / own_name(3, SEAT), layout, SEAT, NAMES)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert str(small_disk) in text
-    assert "bytes needed" in text
-    assert list(small_disk.iterdir()) == []
-
-
 def test_full_shared_memory_by_the_error_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
