@@ -219,7 +219,7 @@ class Block:
         channel.send({"t": "sealed", "parts": offer.names})
 
     def _making(self, offer: Offer) -> _Making | None:
-        """What is made of a generation; None when its block is sealed with these very bytes."""
+        """The making of a generation; None when its block is sealed with these very bytes."""
         state, generation = self._state, offer.generation
         with state.changed:
             if not state.changed.wait_for(
