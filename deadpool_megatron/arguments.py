@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hookpoints import ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
-from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, SettingsError, flag_name, is_played
+from deadpool_megatron.settings import (
+    FIELDS,
+    SET_FLAG,
+    Settings,
+    SettingsError,
+    flag_name,
+    is_chosen,
+    is_played,
+)
 
 
 def add_arguments(
@@ -42,20 +50,74 @@ def add_arguments(
             " said that a recovery gets over it, or a value of one, as FLAG=VALUE; may be given"
             " several times (default: none)",
         )
-    for entry in dataclasses.fields(Settings):
-        default = entry.default if defaults is None else getattr(defaults, entry.name)
-        kind, shown = type(default), repr(default)
-        if defaults is None and entry.name in NCCL_DEFAULTS:
-            default, shown = None, f"{default!r}, with NCCL {NCCL_DEFAULTS[entry.name]!r}"
+    group.add_argument(
+        SET_FLAG,
+        action=_Set,
+        default=argparse.SUPPRESS,
+        metavar="NAME=VALUE",
+        help="give a value that follows from others, or suits all, where it does not:"
+        f" {', '.join(name.replace('_', '-') for name in FIELDS if not is_chosen(name))}; may be"
+        " given several times",
+    )
+    for name, entry in FIELDS.items():
+        chosen, nccl, kind = is_chosen(name), entry.metadata["nccl"], _kind(name)
+        shown = f"{entry.metadata['usual']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
         group.add_argument(
-            flag_name(entry.name),
-            *_ALIASES.get(entry.name, ()),
-            dest=f"{_PREFIX}{entry.name}",
+            former_flag(name),
+            *_ALIASES.get(name, ()),
+            dest=f"{_PREFIX}{name}",
             type=kind,
-            default=default,
-            metavar=_UNITS.get(entry.name.rsplit("_", 1)[-1], _METAVARS[kind]),
-            help=f"{entry.metadata['help']} (default: {shown})".replace("%", "%%"),
+            action="store" if chosen or defaults is not None else _Former,
+            default=entry.default if defaults is None else getattr(defaults, name),
+            metavar=_UNITS.get(name.rsplit("_", 1)[-1], _METAVARS[kind]),
+            help=f"{entry.metadata['help']} (default: {shown})".replace("%", "%%")
+            if chosen
+            else argparse.SUPPRESS,
         )
+
+
+def former_flag(name: str) -> str:
+    """Return the flag that each setting had up to 0.5, and a chosen one has."""
+    return f"--deadpool-{name.replace('_', '-')}"
+
+
+class _Set(argparse.Action):
+    """Take one value of those that a user need not choose."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        given, _, text = str(values).partition("=")
+        name = given.replace("-", "_")
+        if name not in FIELDS or is_chosen(name):
+            parser.error(f"argument {SET_FLAG}: there is no {given!r}")
+        try:
+            setattr(namespace, f"{_PREFIX}{name}", _kind(name)(text))
+        except ValueError:
+            parser.error(f"argument {SET_FLAG}: invalid value of {given}: {text!r}")
+
+
+class _Former(argparse.Action):
+    """Take the flag of a setting that had one up to 0.5, with a line that says what takes its
+    place. 0.7 will not know it."""
+
+    said: ClassVar[set[str]] = set()
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        name = self.dest.removeprefix(_PREFIX)
+        setattr(namespace, self.dest, values)
+        if name not in self.said:
+            of = FIELDS[name].metadata["of"]
+            why = f"it follows from {flag_name(of)} now" if of else "its value suits all now"
+            print(
+                f"deadpool: {former_flag(name)} goes with 0.7: {why}; another one is given with"
+                f" {flag_name(name)}={values}",
+                file=sys.stderr,
+            )
+        self.said.add(name)
+
+
+def _kind(name: str) -> type[Any]:
+    """Return what makes a value of its text."""
+    return type(FIELDS[name].metadata["usual"])
 
 
 def communicator_in(namespace: argparse.Namespace) -> str:
@@ -78,14 +140,13 @@ def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> S
     """The settings in parsed arguments; ``communicator``: what was decided about it, if anything,
     as NCCL has other defaults. Raises SettingsError with one clear line.
     """
-    names = [entry.name for entry in dataclasses.fields(Settings)]
-    values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in names}
+    values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in FIELDS}
     given = {name: value for name, value in values.items() if value is not None}
     if problem := played_problem(communicator_in(namespace)):
         raise SettingsError(problem)
     if communicator:
         given["communicator"] = communicator
-    return Settings(**{**(NCCL_DEFAULTS if communicator == "nccl" else {}), **given})
+    return Settings(**given)
 
 
 def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:
@@ -103,10 +164,9 @@ def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any],
     parser = _Parser(add_help=False, allow_abbrev=not script)
     add_arguments(parser, switches=script)
     # A parser fills in the defaults of names only that are not there.
-    names = [entry.name for entry in dataclasses.fields(Settings)]
-    empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in names})
+    empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in FIELDS})
     found, others = parser.parse_known_args(list(arguments), empty)
-    values = {name: getattr(found, f"{_PREFIX}{name}") for name in names}
+    values = {name: getattr(found, f"{_PREFIX}{name}") for name in FIELDS}
     return {name: value for name, value in values.items() if value is not None}, others
 
 

@@ -1,8 +1,11 @@
 """The settings of a run: one frozen dataclass, checked as a whole before anything starts.
 
 Each field carries its help text; :mod:`deadpool_megatron.arguments` derives the ``--deadpool-*``
-flags from it, so a setting has one definition. The launcher passes the settings to every process as
-JSON in the environment variable :data:`ENVIRONMENT_NAME`.
+flags from it, so a setting has one definition. The first part of the fields is what a user chooses.
+The second part follows from it, or is a number that was measured once: its limits of time grow and
+shrink with the one that a site sets, in the same proportion, so that a long one inside a short one
+cannot come about; ``--deadpool-set`` gives another value. The launcher passes all of them to every
+process as JSON in the environment variable :data:`ENVIRONMENT_NAME`.
 
 Asserting the order of all time limits at construction is an idea of NVRx (``inprocess/wrap.py``).
 """
@@ -18,19 +21,38 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
+#: gives one value of the second part, as ``NAME=VALUE``
+SET_FLAG = "--deadpool-set"
 
 
 class SettingsError(ValueError):
     """A setting, or the relation of two, cannot work; the message says which to change and how."""
 
 
-def _setting(default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
+def _setting(default: Any, help_text: str, *, nccl: Any = None) -> Any:
+    """Return a field that the user sets. ``nccl``: another default with NCCL's communicators."""
+    metadata = {"help": help_text, "usual": default, "nccl": nccl}
+    return field(default=default if nccl is None else None, metadata=metadata)
+
+
+def _fixed(value: Any, help_text: str) -> Any:
+    """Return a field whose value suits every run that was seen."""
+    metadata = {"help": help_text, "usual": value, "nccl": None, "of": ""}
+    return field(default=value, metadata=metadata)
+
+
+def _limit(
+    of: str, seconds: float, help_text: str, *, nccl: float | None = None, least: str = ""
+) -> Any:
+    """Return a field that is so many seconds where ``of`` has its default, and follows it; it is
+    not shorter than ``least``."""
+    metadata = {"help": help_text, "usual": seconds, "nccl": nccl, "of": of, "least": least}
+    return field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a user can choose; times in seconds, gb in 10^9 bytes."""
+    """Everything a user can choose, and what follows; times in seconds, gb in 10^9 bytes."""
 
     replicas: int = _setting(
         1, "copies of each role's unique state kept on other nodes (parity: blocks of a group)"
@@ -47,9 +69,6 @@ class Settings:
         "off",
         "on: data-parallel peers with the same optimizer state (without the distributed optimizer)"
         " capture a part of it each, on as many nodes as copies are wanted; no exports then",
-    )
-    full_every: int = _setting(
-        8, "recompute: a whole copy every so many iterations, gradients in between"
     )
     cadence: str = _setting(
         "auto",
@@ -82,9 +101,6 @@ class Settings:
         "the site's own check of a node, by the shell: exit status 0 good, 1 a spare only, 2 out;"
         " asked when a node joins, each minute, training or not, and after a device error",
     )
-    health_seconds: float = _setting(
-        60.0, "limit for the health command; a node whose command needs longer is used last"
-    )
     notify: str = _setting(
         "", "URL that is told of a failure, a recovery, a wait, the end: a POST, or by apprise"
     )
@@ -96,81 +112,28 @@ class Settings:
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
     communicator: str = _setting("auto", "communication library: auto, gloo or nccl")
-    rebuild: str = _setting(
-        "auto",
-        "how communicators of an epoch are made: one-by-one; side-by-side; split (of that of all"
-        " roles, NCCL); late-world (one-by-one, that of all roles at its first use); auto:"
-        " one-by-one over NCCL, else side-by-side",
-    )
     interface: str = _setting(
         "127.0.0.1",
         "address on which vaults and communicators listen, or the name of the network interface"
         " that has it on each node",
     )
-    start_method: str = _setting(
-        "auto", "how members start: auto, fork (from a process with the imports) or exec (parked)"
-    )
-
-    beat_interval_seconds: float = _setting(0.2, "period of the beats of members and agents")
-    freeze_seconds: float = _setting(
-        3.0, "a member whose process shows no sign of life for this long is taken for frozen"
-    )
     node_silence_seconds: float = _setting(
         4.7, "roles of a node that was silent for this long may be given away"
-    )
-    fence_seconds: float = _setting(
-        3.2, "a node that cannot reach its coordinator for this long ends its members"
-    )
-    takeover_seconds: float = _setting(
-        2.0, "a standby takes over from a coordinator without a sign of life for this long"
-    )
-    rejoin_seconds: float = _setting(
-        12.0, "a node that has not come to the new coordinator for this long is taken for lost"
     )
     hang_seconds: float = _setting(
         300.0, "no progress of any role for this long, or for 2.5 of the longest steps, is a hang"
     )
-    first_step_seconds: float = _setting(
-        1200.0,
-        "limit for build, load, first iteration, evaluation and save, and for one communication"
-        " operation in them",
-    )
     start_seconds: float = _setting(300.0, "limit from start of a member until it is warm")
-
-    close_seconds: float = _setting(
-        10.0, "limit for members to leave a closed epoch; who is later is killed and replaced"
+    rebuild_seconds: float = _setting(
+        60.0, "limit for connecting all groups of a new epoch", nccl=180.0
     )
-    adopt_seconds: float = _setting(120.0, "limit for a spare to build its new role")
-    rebuild_seconds: float = _setting(60.0, "limit for connecting all groups of a new epoch")
-    restore_seconds: float = _setting(120.0, "limit for fetching, checking and loading state")
     spare_timeout_seconds: float = _setting(
         300.0, "how long to wait for a spare before the state is dumped and the run ends (75)"
-    )
-    gate_report_seconds: float = _setting(
-        5.0, "a wait at the commit gate is reported each time it lasts this long"
-    )
-    operation_timeout_seconds: float = _setting(
-        60.0,
-        "time-out of one communication operation in a step (also bounds what abandoned ones hold);"
-        " while the model is built, and in what first_step_seconds is for, that",
-    )
-    connect_seconds: float = _setting(20.0, "limit for reaching the coordinator or another vault")
-
-    hash_interval: int = _setting(
-        0, "hash the whole state of each role every so many iterations (0: at the end only)"
     )
     audit_interval: int = _setting(
         0,
         "every so many iterations peers compare weights, and compute a micro-batch and an update"
         " of one of them again, to find nodes that compute or hold wrong numbers (0: never)",
-    )
-    divergence: str = _setting(
-        "auto",
-        "a replayed step with other numbers than the first time: stop (status 3), or report and go"
-        " on; auto: report where NCCL is used, whose order of sums is not fixed",
-    )
-    slow_factor: float = _setting(
-        1.3, "a node that needs so many times as long as its peers for an iteration is reported"
     )
     evict_slow: str = _setting(
         "off", "on: a slow node is drained as soon as a spare is there; off: it is only reported"
@@ -190,53 +153,6 @@ class Settings:
         "", "where these checkpoints go: a directory that all nodes share (empty: in --run-dir)"
     )
     persist_keep: int = _setting(2, "how many of these checkpoints are kept (0: all)")
-    persist_seconds: float = _setting(
-        1800.0, "limit for one of these checkpoints to be set aside, written and checked"
-    )
-    chunk_bytes: int = _setting(4 << 20, "size of the pieces in which state is shipped")
-    rate_limit_gbps: float = _setting(
-        0.0,
-        "most that a node sends for protection (copies, not restores), in gigabits per second;"
-        " 0: as fast as the pace needs",
-    )
-    link_share: float = _setting(
-        0.3,
-        "most that copies take of a link while training sends (above 0, up to 1); where that does"
-        " not bring a generation over in half an iteration, they take what does",
-    )
-    link_gaps: str = _setting(
-        "on",
-        "on: copies take the whole link while training does not send, as the counters of its"
-        " interface tell; off: their share of it always",
-    )
-    dscp: int = _setting(
-        0,
-        "traffic class of the connections that ship copies, as the network's rules name it"
-        " (0 to 63; 8 and 1 are usual for traffic that gives way)",
-    )
-    vault_cpus: str = _setting(
-        "",
-        "processors for each node's vault, like 0-3,8; auto: the last quarter of those that the"
-        " node's processes may use; empty: any",
-    )
-    vault_nice: int = _setting(
-        5, "how much lower the vault's priority for processors is than training's (0 to 19)"
-    )
-    numa: str = _setting(
-        "auto",
-        "auto: slots lie in memory beside their member's device; off: where they come to lie",
-    )
-    restarts_in_place: int = _setting(
-        20,
-        "process restarts on one node within node_crash_window_seconds before the node is given up",
-    )
-    node_crashes: int = _setting(
-        3, "crashes on one node within node_crash_window_seconds that move its roles to a spare"
-    )
-    node_crash_window_seconds: float = _setting(
-        600.0, "how long crashes and restarts of a node's processes are held against it"
-    )
-
     journal: str = _setting(
         "directory",
         "where decisions are kept: directory (in the run directory), or"
@@ -250,8 +166,135 @@ class Settings:
         "", "file with the certificate authority (PEM) that every node's certificate comes from"
     )
 
+    freeze_seconds: float = _limit(
+        "node_silence_seconds",
+        3.0,
+        "a member whose process shows no sign of life for this long is taken for frozen",
+    )
+    fence_seconds: float = _limit(
+        "node_silence_seconds",
+        3.2,
+        "a node that cannot reach its coordinator for this long ends its members",
+    )
+    takeover_seconds: float = _limit(
+        "node_silence_seconds",
+        2.0,
+        "a standby takes over from a coordinator without a sign of life for this long",
+    )
+    rejoin_seconds: float = _limit(
+        "node_silence_seconds",
+        12.0,
+        "a node that has not come to the new coordinator for this long is taken for lost",
+    )
+    close_seconds: float = _limit(
+        "rebuild_seconds",
+        10.0,
+        "limit for members to leave a closed epoch; who is later is killed and replaced",
+        nccl=40.0,
+    )
+    operation_timeout_seconds: float = _limit(
+        "rebuild_seconds",
+        60.0,
+        "time-out of one communication operation in a step (also bounds what abandoned ones hold);"
+        " while the model is built, and in what first_step_seconds is for, that",
+    )
+    health_seconds: float = _limit(
+        "start_seconds",
+        60.0,
+        "limit for the health command; a node whose command needs longer is used last",
+    )
+    first_step_seconds: float = _limit(
+        "start_seconds",
+        1200.0,
+        "limit for build, load, first iteration, evaluation and save, and for one communication"
+        " operation in them",
+        least="hang_seconds",
+    )
+    adopt_seconds: float = _limit("start_seconds", 120.0, "limit for a spare to build its new role")
+    restore_seconds: float = _limit(
+        "start_seconds", 120.0, "limit for fetching, checking and loading state"
+    )
+    persist_seconds: float = _limit(
+        "start_seconds",
+        1800.0,
+        "limit for one of these checkpoints to be set aside, written and checked",
+    )
+    full_every: int = _fixed(
+        8, "recompute: a whole copy every so many iterations, gradients in between"
+    )
+    rebuild: str = _fixed(
+        "auto",
+        "how communicators of an epoch are made: one-by-one; side-by-side; split (of that of all"
+        " roles, NCCL); late-world (one-by-one, that of all roles at its first use); auto:"
+        " one-by-one over NCCL, else side-by-side",
+    )
+    start_method: str = _fixed(
+        "auto", "how members start: auto, fork (from a process with the imports) or exec (parked)"
+    )
+    beat_interval_seconds: float = _fixed(0.2, "period of the beats of members and agents")
+    gate_report_seconds: float = _fixed(
+        5.0, "a wait at the commit gate is reported each time it lasts this long"
+    )
+    connect_seconds: float = _fixed(20.0, "limit for reaching the coordinator or another vault")
+    hash_interval: int = _fixed(
+        0, "hash the whole state of each role every so many iterations (0: at the end only)"
+    )
+    divergence: str = _fixed(
+        "auto",
+        "a replayed step with other numbers than the first time: stop (status 3), or report and go"
+        " on; auto: report where NCCL is used, whose order of sums is not fixed",
+    )
+    slow_factor: float = _fixed(
+        1.3, "a node that needs so many times as long as its peers for an iteration is reported"
+    )
+    chunk_bytes: int = _fixed(4 << 20, "size of the pieces in which state is shipped")
+    rate_limit_gbps: float = _fixed(
+        0.0,
+        "most that a node sends for protection (copies, not restores), in gigabits per second;"
+        " 0: as fast as the pace needs",
+    )
+    link_share: float = _fixed(
+        0.3,
+        "most that copies take of a link while training sends (above 0, up to 1); where that does"
+        " not bring a generation over in half an iteration, they take what does",
+    )
+    link_gaps: str = _fixed(
+        "on",
+        "on: copies take the whole link while training does not send, as the counters of its"
+        " interface tell; off: their share of it always",
+    )
+    dscp: int = _fixed(
+        0,
+        "traffic class of the connections that ship copies, as the network's rules name it"
+        " (0 to 63; 8 and 1 are usual for traffic that gives way)",
+    )
+    vault_cpus: str = _fixed(
+        "",
+        "processors for each node's vault, like 0-3,8; auto: the last quarter of those that the"
+        " node's processes may use; empty: any",
+    )
+    vault_nice: int = _fixed(
+        5, "how much lower the vault's priority for processors is than training's (0 to 19)"
+    )
+    numa: str = _fixed(
+        "auto",
+        "auto: slots lie in memory beside their member's device; off: where they come to lie",
+    )
+    restarts_in_place: int = _fixed(
+        20,
+        "process restarts on one node within node_crash_window_seconds before the node is given up",
+    )
+    node_crashes: int = _fixed(
+        3, "crashes on one node within node_crash_window_seconds that move its roles to a spare"
+    )
+    node_crash_window_seconds: float = _fixed(
+        600.0, "how long crashes and restarts of a node's processes are held against it"
+    )
+
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
+            if getattr(self, entry.name) is None:
+                object.__setattr__(self, entry.name, self._followed(entry))
             value = getattr(self, entry.name)
             if entry.name.endswith("_seconds") and not 0 < value <= LONGEST_SECONDS:
                 raise SettingsError(
@@ -275,7 +318,9 @@ class Settings:
                 " --deadpool-check must not be off"
             )
         if not 0 < (part := self.link_share) <= 1:
-            raise SettingsError(f"--deadpool-link-share must be above 0 and at most 1, got {part}")
+            raise SettingsError(
+                f"{flag_name('link_share')} must be above 0 and at most 1, got {part}"
+            )
         for name, (least, most) in _RANGES.items():
             if not least <= (given := getattr(self, name)) <= most:
                 raise SettingsError(
@@ -283,13 +328,15 @@ class Settings:
                 )
         if not _CPUS.fullmatch(self.vault_cpus):
             raise SettingsError(
-                "--deadpool-vault-cpus must be a list like 0-3,8, or auto, or empty,"
+                f"{flag_name('vault_cpus')} must be a list like 0-3,8, or auto, or empty,"
                 f" got {self.vault_cpus!r}"
             )
         self._check_sharing()
         self._check_cadence()
         if not self.slow_factor > 1:
-            raise SettingsError(f"--deadpool-slow-factor must be above 1, got {self.slow_factor}")
+            raise SettingsError(
+                f"{flag_name('slow_factor')} must be above 1, got {self.slow_factor}"
+            )
         if not _JOURNAL.fullmatch(self.journal):
             raise SettingsError(
                 "--deadpool-journal must be directory or etcd://HOST:PORT,HOST:PORT/PREFIX,"
@@ -302,6 +349,14 @@ class Settings:
             )
         self._check_tls()
         self._check_ladder()
+
+    def _followed(self, entry: dataclasses.Field[Any]) -> float:
+        """Return what a limit is by itself. Where nothing is set it is exactly the usual one."""
+        value: float = usual(entry, self.communicator)
+        if of := entry.metadata.get("of"):
+            value *= getattr(self, of) / usual(FIELDS[of], self.communicator)
+        least = entry.metadata.get("least")
+        return max(value, getattr(self, least)) if least else value
 
     def _check_sharing(self) -> None:
         if self.share_snapshots == "on" and self.protection == "recompute":
@@ -403,10 +458,12 @@ class Settings:
         return Settings.from_json(environment.get(ENVIRONMENT_NAME, "{}"))
 
 
-#: Other defaults where communicators are NCCL's. An abort takes 0.5 s and 10 ms for each operation
-#: that is pending (as NVRx has measured), after whatever the device had to do before them. The
-#: first communicator of a process takes up to a minute (nccl#1646), and a member has tens of them.
-NCCL_DEFAULTS: Mapping[str, float] = {"close_seconds": 40.0, "rebuild_seconds": 180.0}
+#: by name. Other ones where communicators are NCCL's: an abort takes 0.5 s and 10 ms for each
+#: operation that is pending (as NVRx has measured), after whatever the device had to do before
+#: them; the first communicator of a process takes up to a minute (nccl#1646), and a member has tens
+FIELDS: Mapping[str, dataclasses.Field[Any]] = {
+    entry.name: entry for entry in dataclasses.fields(Settings)
+}
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
@@ -465,6 +522,18 @@ def is_played(communicator: str) -> bool:
     return _PLAYED.fullmatch(communicator) is not None
 
 
+def usual(entry: dataclasses.Field[Any], communicator: str) -> Any:
+    """Return the value of a field in a run for which nothing is set."""
+    nccl = entry.metadata["nccl"]
+    return nccl if communicator == "nccl" and nccl is not None else entry.metadata["usual"]
+
+
+def is_chosen(field_name: str) -> bool:
+    """Return whether this is one of those that a user chooses, with a flag of its own."""
+    return "of" not in FIELDS[field_name].metadata
+
+
 def flag_name(field_name: str) -> str:
-    """``close_seconds`` -> ``--deadpool-close-seconds``."""
-    return "--deadpool-" + field_name.replace("_", "-")
+    """``hang_seconds`` -> ``--deadpool-hang-seconds``, ``numa`` -> ``--deadpool-set numa``."""
+    name = field_name.replace("_", "-")
+    return f"--deadpool-{name}" if is_chosen(field_name) else f"{SET_FLAG} {name}"

@@ -100,8 +100,8 @@ class Protection:
         "--deadpool-replicas; parity: blocks of a group", Settings.replicas, least=1
     )
     parity_group: int = _key("--deadpool-parity-group", Settings.parity_group, least=2)
-    full_every: int = _key("--deadpool-full-every, for recompute", Settings.full_every, least=2)
-    link_share: float = _key("--deadpool-link-share", Settings.link_share, above=0, most=1)
+    full_every: int = _key("--deadpool-set full-every, for recompute", Settings.full_every, least=2)
+    link_share: float = _key("--deadpool-set link-share", Settings.link_share, above=0, most=1)
     cadence: int = _key(
         "--deadpool-cadence: protect each N-th step", 1, least=1, most=LONGEST_CADENCE
     )

@@ -5,7 +5,7 @@
 
 Two hosts made of namespaces (root is needed), each with a link of limited rate (tbf), train one
 model data-parallel, in turns: without protection (stock gloo), with copies that go into the gaps of
-training's traffic, with copies that always go at their share (``--deadpool-link-gaps off``), and
+training's traffic, with copies that always go at their share (link-gaps=off), and
 without copies (``--deadpool-protection local``), which tells what is the link's part. Computing is
 a sleep, so that it is the link that counts; either before the traffic of a step or after it, when
 parameters are gathered and gradients reduced just as copies could leave. With the queue ``fifo``
@@ -204,7 +204,7 @@ def _watch(
 
 def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
     """All sides in turns on one kind of link."""
-    even = replace(link, flags=(*link.flags, "--deadpool-link-gaps", "off"))
+    even = replace(link, flags=(*link.flags, "--deadpool-set", "link-gaps=off"))
     local = replace(link, flags=(*link.flags, "--deadpool-protection", "local"))
     runs: dict[str, Callable[[Hosts, Path], Measured]] = {
         "plain": partial(run_plain, link),

@@ -39,7 +39,7 @@ _MODEL = (
     " --lr-decay-style cosine --lr-warmup-iters 2 --seed 11 --log-interval 100"
     " --pipeline-model-parallel-size 2 --use-distributed-optimizer"
 )
-_SETTINGS = "--deadpool-hash-interval 1 --deadpool-hang 30 --deadpool-nonfinite rollback"
+_SETTINGS = "--deadpool-set hash-interval=1 --deadpool-hang 30 --deadpool-nonfinite rollback"
 _SAVE_INTERVAL = "40"
 # Events that tell of a fault or of a request.
 _TELLING = {

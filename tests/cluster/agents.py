@@ -17,15 +17,13 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
 )
 from deadpool_megatron.events import Kind
-from tests.cluster.running import FAST, MEMBER, Told, start
+from tests.cluster.running import MEMBER, Told, start
 from tests.common import forks
+from tests.common.limits import FAST, given
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
-_LIMITS = (
-    *("--deadpool-node-silence-seconds", "5"),
-    *("--deadpool-fence-seconds", "4"),
-)
+_LIMITS = given(node_silence_seconds=5, fence_seconds=4)
 
 
 class Agents(Told):

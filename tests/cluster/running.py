@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, EventTail, Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.common import forks
+from tests.common.limits import FAST
 from tests.common.told import read_final
 from tests.common.waiting import PATIENCE_SECONDS, T, wait_for
 
@@ -32,13 +33,6 @@ _ROOT = Path(__file__).parents[2]
 _STACKS_SECONDS = 1.0
 # What commands that start runs import; the processes of the tests are forks of one that has.
 _IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.agent")
-FAST = (
-    *("--deadpool-close-seconds", "6"),
-    *("--deadpool-freeze-seconds", "1.5"),
-    *("--deadpool-node-silence-seconds", "2"),
-    *("--deadpool-fence-seconds", "1.5"),
-    *("--deadpool-restore-seconds", "20"),
-)
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

@@ -16,14 +16,17 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool
+from tests.common.limits import given
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STOPPED = 6
-OPTIONS = (
-    *("--deadpool-freeze-seconds", "20"),
-    *("--deadpool-node-silence-seconds", "30"),
-    *("--deadpool-rejoin-seconds", "30"),
-    *("--deadpool-spare-timeout-seconds", "4"),
+OPTIONS = given(
+    freeze_seconds=20,
+    node_silence_seconds=30,
+    rejoin_seconds=30,
+    fence_seconds=3.2,
+    takeover_seconds=2,
+    spare_timeout_seconds=4,
 )
 
 

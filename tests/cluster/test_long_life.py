@@ -24,16 +24,12 @@ from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from tests.cluster.agents import Agents
 from tests.cluster.running import deadpool
+from tests.common.limits import given
 from tests.common.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 # Nobody may be fenced, however busy the machine is.
-_PATIENT = (
-    *("--deadpool-fence-seconds", "16"),
-    *("--deadpool-node-silence-seconds", "20"),
-    *("--deadpool-rejoin-seconds", "30"),
-    *("--deadpool-takeover-seconds", "8"),
-)
+_PATIENT = given(fence_seconds=16, node_silence_seconds=20, rejoin_seconds=30, takeover_seconds=8)
 ROOT = Path(__file__).parents[2]
 AGENTS = 24
 

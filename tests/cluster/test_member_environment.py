@@ -70,7 +70,7 @@ def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
 ) -> None:
     early = tmp_path / "early"
     early.mkdir()
-    options = ("--deadpool-start-method", method, "--preload", "tests.cluster.early_look")
+    options = ("--deadpool-set", f"start-method={method}", "--preload", "tests.cluster.early_look")
     extra = {"EARLY_LOOKS": str(early), "NCCL_NVLS_ENABLE": "1"}
     found = environments(tmp_path, *options, **extra)["1-0"]
     expected = {v.name: v.value for v in VARIABLES} | {"NCCL_NVLS_ENABLE": "1"}
@@ -118,7 +118,7 @@ def test_nodes_of_one_host_share_its_gpus_out_and_each_member_sees_its_own(
     may take."""
     (early := tmp_path / "early").mkdir()
     where = {**smi(tmp_path, 8), "CUDA_VISIBLE_DEVICES": visible, "EARLY_LOOKS": str(early)}
-    options = ("--deadpool-communicator", "gloo", "--deadpool-start-method", method)
+    options = ("--deadpool-communicator", "gloo", "--deadpool-set", f"start-method={method}")
     options = (*options, "--preload", "tests.cluster.early_look")
     found = environments(tmp_path, *options, nodes=2, spares=1, nproc=2, **where)
     own = {

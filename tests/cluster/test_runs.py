@@ -23,12 +23,13 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool, send
+from tests.common.limits import given
 from tests.common.ports import free_port
 from tests.common.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 # How long a new coordinator waits for a node that went with the old one; less than by default.
-_SOON = ("--deadpool-rejoin-seconds", "6")
+_SOON = given(rejoin_seconds=6)
 
 
 @pytest.mark.full
@@ -223,8 +224,8 @@ def test_stopped_member_is_killed_and_replaced(tmp_path: Path) -> None:
 
 
 def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
-    limits = ("hang", "first-step", "operation-timeout", "close")
-    options = tuple(part for name in limits for part in (f"--deadpool-{name}-seconds", "2"))
+    limits = ("hang", "first_step", "operation_timeout", "close")
+    options = given(**{f"{name}_seconds": 2 for name in limits})
     with Run(
         tmp_path / "r", "--iterations", "20", "--misbehave", "hang", spares=0, options=options
     ) as run:
@@ -375,7 +376,7 @@ def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
 @pytest.mark.full
 def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Also where nobody can end the run in order."""
-    with Run(tmp_path / "r", options=("--deadpool-takeover-seconds", "60")) as run:
+    with Run(tmp_path / "r", options=("--deadpool-set", "takeover-seconds=60")) as run:
         run.wait_iteration(1)
         send(read_json(run.run.coordinator)["pid"], signal.SIGSTOP)
         run.launcher.send_signal(signal.SIGINT)
@@ -413,7 +414,7 @@ def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_exec_start_method_uses_parked_processes(tmp_path: Path) -> None:
     faults = [{"id": "m", "point": "member.step", "match": {"role": 1, "iteration": 5}}]
-    options = ("--deadpool-start-method", "exec")
+    options = ("--deadpool-set", "start-method=exec")
     with Run(tmp_path / "r", "--iterations", "12", spares=0, faults=faults, options=options) as run:
         final = run.check_result(12)
     assert final["recoveries"][0]["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}

@@ -14,13 +14,14 @@ from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
+from tests.common.limits import given
 from tests.common.told import read_final
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 from tests.wire import certificates
 
 pytestmark = pytest.mark.slow
 # How long a new coordinator waits for a node that went with the old one; less than by default.
-_SOON = ("--deadpool-rejoin-seconds", "6")
+_SOON = given(rejoin_seconds=6)
 
 
 def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path: Path) -> None:
@@ -56,8 +57,7 @@ def test_standbys_take_over_through_etcd_and_under_tls(tmp_path: Path) -> None:
     etcd = EtcdServer(tmp_path / "etcd")
     files = certificates.options(certificates.make(tmp_path / "tls"))
     # TLS takes its time on a busy machine, and etcd syncs.
-    patient = ("--deadpool-fence-seconds", "6", "--deadpool-node-silence-seconds", "8")
-    patient += ("--deadpool-takeover-seconds", "3")
+    patient = given(fence_seconds=6, node_silence_seconds=8, takeover_seconds=3)
     options = (*files, *patient, "--deadpool-journal", f"etcd://{etcd.endpoint}/runs")
     try:
         with Agents(tmp_path / "r", options=options) as run:

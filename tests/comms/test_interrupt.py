@@ -227,7 +227,7 @@ def builds_for_long(member: Member) -> None:
             dist.barrier()
     with pytest.raises(CommunicatorFault) as caught:
         dist.barrier()
-    limit = "the limit is --deadpool-operation-timeout-seconds"
+    limit = "the limit is --deadpool-set operation-timeout-seconds"
     assert member.rank == 1 or limit in str(caught.value)
 
 

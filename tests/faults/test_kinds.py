@@ -159,7 +159,7 @@ def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
 def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(
     tmp_path: Path, way: str
 ) -> None:
-    settings = f"--deadpool-communicator {KIND} --deadpool-rebuild {way}"
+    settings = f"--deadpool-communicator {KIND} --deadpool-set rebuild={way}"
     lost = fault("lost", "backward", when_role=1, when_iteration=5, target="node")
     options = {"spares": 1, "settings": settings}
     outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, [lost], **options)

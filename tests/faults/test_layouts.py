@@ -34,9 +34,9 @@ ITERATIONS = 12
 GATHER = {"when_op": "all_gather_single_coalesced"}
 # Lag and cadence mean that what is restored is older; recompute keeps steps and not states. Where
 # the state is hashed, parameters are gathered at once: the others look at every fifth only.
-RECOMPUTE = "--deadpool-protection recompute --deadpool-full-every 5"
+RECOMPUTE = "--deadpool-protection recompute --deadpool-set full-every=5"
 SETTINGS = {
-    "unlooked": (layouts.OVERLAP, "--deadpool-hash-interval 5"),
+    "unlooked": (layouts.OVERLAP, "--deadpool-set hash-interval=5"),
     "lag 2, cadence 3": (layouts.OVERLAP, "--deadpool-max-lag 2 --deadpool-cadence 3"),
     "lag 2, 3+N slots": (layouts.PLAIN_OPTIMIZER, "--deadpool-max-lag 2 --deadpool-cadence 3"),
     "recompute, lag 1": (layouts.PP2_DP2, f"{RECOMPUTE} --deadpool-max-lag 1"),

@@ -49,7 +49,7 @@ class Scheme:
 SCHEMES = {
     "buddy": Scheme("buddy"),
     "parity": Scheme("parity --deadpool-parity-group 3", 1, "decoded", each=True),
-    "recompute": Scheme("recompute --deadpool-full-every 4", 2, "replayed"),
+    "recompute": Scheme("recompute --deadpool-set full-every=4", 2, "replayed"),
     "mixed": Scheme("mixed", 3),
     # They survive whatever happens to processes, not a lost node: that is in schemes/test_local.py.
     "local": Scheme("local", target="members"),

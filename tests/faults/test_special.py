@@ -14,6 +14,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator.files import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.events import Event, Kind
+from tests.common.limits import STOPPED
 from tests.faults.harness import layouts
 from tests.faults.harness.cells import EVALUATION_INTERVAL
 from tests.faults.harness.jobs import (
@@ -190,9 +191,7 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
         command = [sys.executable, "-m", "deadpool_megatron", "kill", str(directory), "--node", "0"]
         subprocess.run(command, check=True, timeout=60)
 
-    patient = "--deadpool-freeze-seconds 60 --deadpool-node-silence-seconds 60"
-    patient += " --deadpool-rejoin-seconds 60"
-    options = {"spares": 1, "settings": patient, "when_stepping": (4, kill)}
+    options = {"spares": 1, "settings": " ".join(STOPPED), "when_stepping": (4, kill)}
     outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
     assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
     assert recomputed(outcome) == [0]
@@ -220,9 +219,7 @@ def test_a_failure_after_a_clean_up_is_got_over(tmp_path: Path, removed: str, vi
         command = [sys.executable, "-m", "deadpool_megatron", "kill", str(directory), victim, "1"]
         subprocess.run(command, check=True, timeout=60)
 
-    patient = "--deadpool-freeze-seconds 60 --deadpool-node-silence-seconds 60"
-    patient += " --deadpool-rejoin-seconds 60"
-    options = {"spares": 1, "settings": patient, "when_stepping": (4, clean_and_kill)}
+    options = {"spares": 1, "settings": " ".join(STOPPED), "when_stepping": (4, clean_and_kill)}
     outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
     assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
     assert restart_kinds(outcome)[1:] == ["memory"], outcome.story()

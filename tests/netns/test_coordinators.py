@@ -19,7 +19,7 @@ pytestmark = pytest.mark.netns
 _NODES, _SPARES = 2, 2
 _SPARE_NODES = {2, 3}
 # Half of the default: how long nodes may take to come to a new coordinator.
-_SETTINGS = ("--deadpool-rejoin-seconds", "10")
+_SETTINGS = ("--deadpool-set", "rejoin-seconds=10")
 Measured = Callable[[str, str], None]
 
 

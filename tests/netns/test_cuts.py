@@ -22,9 +22,16 @@ Measured = Callable[[str, str], None]
 _NODES, _ITERATIONS = 3, 8
 _LAYOUT = jobs.Layout("dp3", f"{layouts.DISTRIBUTED} --global-batch-size 6", _NODES, 1)
 _SETTINGS = (
-    *("--deadpool-replicas", "2", "--deadpool-dscp", "8", "--deadpool-rate-limit-gbps", "0.2"),
-    *("--deadpool-interface", "eth0", "--deadpool-vault-cpus", "auto"),
-    *("--deadpool-hash-interval", "1"),
+    *(
+        "--deadpool-replicas",
+        "2",
+        "--deadpool-set",
+        "dscp=8",
+        "--deadpool-set",
+        "rate-limit-gbps=0.2",
+    ),
+    *("--deadpool-interface", "eth0", "--deadpool-set", "vault-cpus=auto"),
+    *("--deadpool-set", "hash-interval=1"),
 )
 # Class selector 1, and the priority of bulk traffic in the queues of the own machine.
 _RULES = {
@@ -99,7 +106,7 @@ def throttle(host: Host) -> None:
 
 
 def test_bad_links_cost_their_nodes_the_roles(tmp_path: Path) -> None:
-    settings = ("--deadpool-check", "links", "--deadpool-connect-seconds", "3")
+    settings = ("--deadpool-check", "links", "--deadpool-set", "connect-seconds=3")
     job = Job((COUNTING_MEMBER, "--step-seconds", "0.05"), 2, 3, settings, preload="")
     with Hosts(5, tmp_path) as hosts:
         throttle(hosts[0])

@@ -23,7 +23,7 @@ _NODES, _SPARES = 4, 2
 _ITERATIONS = 50
 # Of the 3.2 s after which a node that is cut off ends its members, trying anew takes the rest.
 _CUT_SECONDS = 1.5
-_SETTINGS = ("--deadpool-hash-interval", "1", "--deadpool-rejoin-seconds", "10")
+_SETTINGS = ("--deadpool-set", "hash-interval=1", "--deadpool-set", "rejoin-seconds=10")
 Measured = Callable[[str, str], None]
 
 

@@ -339,7 +339,7 @@ def test_an_export_has_them(text: str, tmp_path: Path) -> None:
     saved, run = tmp_path / "saved", tmp_path / "run"
     flags = f"{text} --eval-interval 4 --eval-iters 1 --save-interval 4 --save {saved}"
     program = frozen_program(flags, "7={run}/exports/iter_0000004", nodes=2)
-    settings = "--deadpool-persist-interval 4 --deadpool-persist-seconds 60"
+    settings = "--deadpool-persist-interval 4 --deadpool-set persist-seconds=60"
     outcome = run_program(run, program, settings=settings)
     assert outcome.status == 0, outcome.story()
     assert differences(saved / "iter_0000004", run / "exports" / "iter_0000004") == []

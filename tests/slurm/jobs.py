@@ -12,7 +12,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER
+from tests.cluster.running import MEMBER
+from tests.common.limits import FAST, given
 from tests.common.told import read_final
 from tests.slurm.cluster import Cluster
 
@@ -21,9 +22,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 # share a few cores, so that a little more patience is due than with one.
 SETTINGS = (
     *("--preload=", *FAST),
-    *("--deadpool-freeze-seconds", "4", "--deadpool-node-silence-seconds", "5"),
-    *("--deadpool-fence-seconds", "4", "--deadpool-rejoin-seconds", "10"),
-    *("--deadpool-takeover-seconds", "4"),
+    *given(freeze_seconds=4, node_silence_seconds=5, fence_seconds=4),
+    *given(rejoin_seconds=10, takeover_seconds=4),
 )
 # Events of every step, which hide the others in a story.
 _MANY = (Kind.STEP, Kind.SEALED, Kind.COMMITTED)

@@ -204,7 +204,7 @@ def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: 
     """Real training: a node is lost in the first job, and its time limit comes."""
     layout = Layout("dp2", "--use-distributed-optimizer", nodes=2, members_per_node=1)
     program = trainer(layout, iterations=30)
-    settings = ("--deadpool-hash-interval", "1", "--deadpool-start-seconds", "80")
+    settings = ("--deadpool-set", "hash-interval=1", "--deadpool-start-seconds", "80")
     wanted = dataclasses.replace(jobs, nodes=2, settings=settings, training=program.command)
     first, second = wanted.chain(2)
     first.wait_iteration(4)

@@ -96,7 +96,9 @@ def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | 
         return server.ready() if waits_for_forks(method) else server
     except StartError as error:
         if method == "fork" or isinstance(error, BrokenImport):
-            advice = "" if isinstance(error, BrokenImport) else ": use --deadpool-start-method exec"
+            advice = (
+                "" if isinstance(error, BrokenImport) else ": use --deadpool-set start-method=exec"
+            )
             raise CommandError(f"{error}{advice}") from error
         return None
 

@@ -31,7 +31,7 @@ import deadpool_megatron
 from deadpool_megatron import ownership
 from deadpool_megatron.file_systems import linking, sync
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.settings import Settings, SettingsError
+from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 
 # What comes of values in a file that are not those that were written there.
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -235,7 +235,7 @@ class RunDirectory:
 def _check_version(path: Path, values: Mapping[str, Any]) -> None:
     """Raises RunDirectoryError for settings of another version: that is no damage."""
     settings = values.get("settings")
-    known = {one.name for one in dataclasses.fields(Settings)}
+    known = FIELDS.keys()
     if not isinstance(settings, dict) or not (unknown := sorted(settings.keys() - known)):
         return
     version = values.get("version")

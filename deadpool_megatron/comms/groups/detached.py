@@ -116,7 +116,7 @@ class LateGroup(DetachedGroup):
 
     def forward(self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if operation in POINT_TO_POINT:
-            wanted = "--deadpool-rebuild late-world: first WORLD must be used by all its ranks"
+            wanted = "--deadpool-set rebuild=late-world: first WORLD must be used by all its ranks"
             raise ValueError(f"{wanted}, not for {operation}")
         return self._connect().forward(operation, args, kwargs)
 

@@ -220,8 +220,8 @@ class VaultState:
         if keeps_steps(layout) and segment.slots != slots:
             raise VaultError(
                 f"{segment.path.name} on node {self.node} has {segment.slots} slots, not {slots}:"
-                " go on with the --deadpool-full-every and --deadpool-max-lag that the run began"
-                " with"
+                " go on with the --deadpool-max-lag and --deadpool-set full-every that the run"
+                " began with"
             )
 
     # Sealing: every way for bytes to become restorable goes through one of these three.

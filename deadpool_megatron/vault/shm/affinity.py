@@ -44,7 +44,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def choose_cpus(text: str, allowed: Collection[int]) -> frozenset[int] | None:
-    """Return what ``--deadpool-vault-cpus`` means on a host; None: wherever the kernel likes.
+    """Return what ``--deadpool-set vault-cpus`` means on a host; None: wherever the kernel likes.
 
     ``allowed``: processors that this process may use. Raises ValueError, one line, for a list that
     cannot be had.
@@ -57,8 +57,8 @@ def choose_cpus(text: str, allowed: Collection[int]) -> frozenset[int] | None:
     wanted = parse_cpus(text)
     if missing := wanted - set(allowed):
         raise ValueError(
-            f"--deadpool-vault-cpus {text}: processors {format_cpus(missing)} are not among those"
-            f" that this node's processes may use ({format_cpus(allowed)})"
+            f"--deadpool-set vault-cpus={text}: processors {format_cpus(missing)} are not among"
+            f" those that this node's processes may use ({format_cpus(allowed)})"
         )
     return wanted
 

@@ -66,10 +66,10 @@ def play(setup: Setup, number: int, line: Connection) -> None:
     # What takes long to load is there before it is needed.
     from deadpool_megatron.comms import Communicators
     from deadpool_megatron.hooks.session import drain_seconds
-    from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+    from deadpool_megatron.settings import Settings
 
     # The limits that a member has.
-    limit_seconds = drain_seconds("nccl", Settings(**NCCL_DEFAULTS))
+    limit_seconds = drain_seconds("nccl", Settings(communicator="nccl"))
     if setup.warm:
         Communicators(setup.device.communicator).warm()
     line.send(Report("warm", -1))

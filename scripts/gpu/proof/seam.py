@@ -14,7 +14,7 @@ from proof.result import Task, read_json
 _HELD = ("threads", "descriptors", "device_bytes", "group left open")
 _REPORTED = [f"{what}_seconds" for what in ("abort", "drain", "device", "attach", "first_use")]
 _EACH = "attach_seconds_per_communicator"
-#: values of --deadpool-rebuild, last the one of which most doubt that a device bears it
+#: values of --deadpool-set rebuild, last the one of which most doubt that a device bears it
 _WAYS = ("one-by-one", "split", "late-world", "side-by-side")
 
 

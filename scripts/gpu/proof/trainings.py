@@ -22,7 +22,7 @@ from proof.device import Device
 from proof.result import ROOT, Task, read_json
 
 _END_SECONDS = 2.0
-_HASHED = ("--deadpool-hash-interval", "1")
+_HASHED = ("--deadpool-set", "hash-interval=1")
 #: the iteration in which a node is lost
 _LOSS_AT = 3
 

@@ -149,7 +149,7 @@ SIZE = ("--nodes", "2", "--nproc-per-node", "1")
         (("--from-slurm", *SIZE, "--", MEMBER), "this is no Slurm job"),
         (
             (
-                *("--node-id", "0", *SIZE, "--deadpool-connect-seconds", "1"),
+                *("--node-id", "0", *SIZE, "--deadpool-set", "connect-seconds=1"),
                 *("--deadpool-journal", "etcd://127.0.0.1:1/p", "--", MEMBER),
             ),
             "etcd does not answer",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 from pathlib import Path
 
@@ -12,7 +11,13 @@ import pytest
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.journal.terms import Rhythm
-from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, SettingsError, flag_name
+from deadpool_megatron.settings import (
+    FIELDS,
+    Settings,
+    SettingsError,
+    flag_name,
+    is_chosen,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 _ROW = re.compile(r"^\| `([a-z-]+)` \| ([\d.]+)(?:; with NCCL ([\d.]+))? \|", re.MULTILINE)
@@ -34,22 +39,33 @@ def test_the_ladder_holds_for_each_device_and_the_page_says_its_numbers() -> Non
         for name, values in rows.items():
             field = name.replace("-", "_") + "_seconds"
             assert getattr(found, field) == float(values[at]), name
-    named = {name.replace("-", "_") + "_seconds" for name, (a, b) in rows.items() if a != b}
-    assert named == NCCL_DEFAULTS.keys()
 
 
-def test_a_value_of_the_user_counts_with_both() -> None:
-    for nccl in (False, True):
-        assert settings("--deadpool-close-seconds", "12", nccl=nccl).close_seconds == 12.0
+def test_every_setting_stands_on_the_page() -> None:
+    page = PAGE.read_text().split("\n## Settings\n")[1]
+    named = {name.removesuffix("-seconds") for name in re.findall(r"`([a-z-]+)`", page)}
+    fields = {name.replace("_", "-").removesuffix("-seconds") for name in FIELDS}
+    assert fields - {"domains-file"} <= named
+    assert sum(map(is_chosen, FIELDS)) <= 32
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("times", [0.5, 20])
+def test_limits_follow_what_a_site_sets(nccl: bool, times: float) -> None:
+    """So that none outgrows another: once, with more patience for silence alone, every node ended
+    its members after a takeover."""
+    usual = settings(nccl=nccl)
+    for name in ("node_silence_seconds", "rebuild_seconds", "start_seconds"):
+        value = times * getattr(usual, name)
+        found = settings(flag_name(name), str(value), nccl=nccl)
+        for limit, entry in FIELDS.items():
+            if entry.metadata.get("of") == name and not entry.metadata["least"]:
+                assert getattr(found, limit) == pytest.approx(times * getattr(usual, limit))
+    assert settings("--deadpool-hang-seconds", "7200", nccl=nccl).first_step_seconds == 7200
 
 
 def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:
-    """With more patience for silence alone, every node ended its members after a takeover: of 12 s
-    it took the part that the fence is of 60 s, which is less than a few beats."""
-    patient = ("--deadpool-node-silence-seconds", "60")
-    with pytest.raises(SettingsError, match=r"--deadpool-rejoin-seconds \(12 s\) must be at least"):
-        settings(*patient, nccl=False)
-    chosen = settings(*patient, "--deadpool-rejoin-seconds", "60", nccl=False)
+    chosen = settings("--deadpool-node-silence-seconds", "60", nccl=False)
     fence = Fence(chosen)
     fence.heard(0.0, 1)
     fence.looked(1, "1 1", 0.0)
@@ -59,7 +75,27 @@ def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:
     assert not fence.verdict(2.0 + chosen.fence_seconds)
 
 
-LIMITS = [one.name for one in dataclasses.fields(Settings) if one.name.endswith("_seconds")]
+@pytest.mark.parametrize("nccl", [False, True])
+def test_another_value_counts_and_a_former_flag_says_what_takes_its_place(
+    nccl: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments._Former, "said", set())
+    assert settings("--deadpool-set", "close-seconds=12", nccl=nccl).close_seconds == 12.0
+    assert capsys.readouterr().err == ""
+    former = ("--deadpool-close-seconds", "12", "--deadpool-dscp", "8")
+    for _ in range(2):
+        found = settings(*former, nccl=nccl)
+        assert (found.close_seconds, found.dscp) == (12.0, 8)
+    close, dscp = capsys.readouterr().err.splitlines()
+    assert "--deadpool-rebuild-seconds" in close
+    assert "--deadpool-set close-seconds=12.0" in close
+    assert "--deadpool-set dscp=8" in dscp
+    for unknown in ("closed-seconds=90", "hang-seconds=90", "dscp=high"):
+        with pytest.raises(SystemExit):
+            settings("--deadpool-set", unknown, nccl=nccl)
+
+
+LIMITS = [name for name in FIELDS if name.endswith("_seconds")]
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -67,16 +103,16 @@ LIMITS = [one.name for one in dataclasses.fields(Settings) if one.name.endswith(
 def test_a_limit_that_no_clock_can_wait_for_is_refused(name: str, value: str) -> None:
     """No coordinator could be started with an infinite one, and the run did not end either."""
     with pytest.raises(SettingsError, match=f"^{flag_name(name)} must be above 0 and at most"):
-        settings(flag_name(name), value, nccl=False)
+        Settings(**{name: float(value)})
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
         ("--deadpool-memory-gb", "1e12", "must be between 0 and 1000000000, got 1000000000000.0"),
-        ("--deadpool-rate-limit-gbps", "nan", "must be between 0 and 1000000000, got nan"),
+        ("--deadpool-memory-gb", "nan", "must be between 0 and 1000000000, got nan"),
         ("--deadpool-cadence", "9" * 5000, "must be auto or a number from 1 to 1000, got '999"),
-        ("--deadpool-restarts-in-place", "-1", "must be at least 0, got -1"),
+        ("--deadpool-max-lag", "-1", "must be at least 0, got -1"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(flag: str, value: str, said: str) -> None:

@@ -124,9 +124,9 @@ def test_a_run_started_again_on_its_slots_keeps_what_they_were_made_with(
 def test_slots_with_room_for_steps_keep_their_number(
     left: RunDirectory, complain: Complain
 ) -> None:
-    more = ("--deadpool-protection", "recompute", "--deadpool-full-every", "4")
+    more = ("--deadpool-protection", "recompute", "--deadpool-set", "full-every=4")
     with_settings(left, protection="recompute")
-    assert "has --deadpool-full-every 8, not 4" in complain(*run_arguments(left.path, *more))
+    assert "has --deadpool-set full-every 8, not 4" in complain(*run_arguments(left.path, *more))
     with_settings(left, protection="buddy")
     assert restarting.other_slots(left.read_run().settings, {"full_every": 4}) == ""
 
@@ -214,7 +214,7 @@ def test_an_agent_cannot_ask_for_other_slots_than_its_run_has(
     assert line.endswith(f"'deadpool agent --resume {run.path} --run-dir NEW'")
     line = complain(*start, "--deadpool-extras-room-mb", "3")
     assert "has --deadpool-extras-room-mb 2, not 3" in line
-    for fits in ((), ("--deadpool-max-lag", "1"), ("--deadpool-full-every", "3")):
+    for fits in ((), ("--deadpool-max-lag", "1"), ("--deadpool-set", "full-every=3")):
         assert "so far it is good" in complain(*start, *fits)
 
 

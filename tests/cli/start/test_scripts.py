@@ -99,12 +99,12 @@ def test_what_nobody_vouches_for_is_refused_or_named(capsys: pytest.CaptureFixtu
 def test_settings_of_the_script_hold() -> None:
     args = adopted(
         "--nodes 2 --deadpool-replicas 2 --deadpool-max-lag 1",
-        "x.py --deadpool --deadpool-replicas 2 --deadpool-close-seconds=12 --deadpool-domains f",
+        "x.py --deadpool --deadpool-replicas 2 --deadpool-set numa=off --deadpool-domains f",
     )
     named = {name: value for name, value in vars(args).items() if name.startswith("deadpool_")}
     assert named == {
         "deadpool_replicas": 2,
-        "deadpool_close_seconds": 12.0,
+        "deadpool_numa": "off",
         "deadpool_domains_file": "f",
     }
 
@@ -147,8 +147,8 @@ def test_run(script: str, tmp_path: Path, started: list[launch.LaunchOptions]) -
     directory = str(tmp_path / "run")
     own = ("run", *SIZE, "--run-dir", directory, "--deadpool-max-lag", "1", "--quiet")
     # Each alone does not go with the default of the other.
-    given = ("--deadpool-close-seconds", "100", "--deadpool-rebuild-seconds", "200")
-    more = (*given, "--deadpool-operation-timeout-seconds", "100")
+    given = ("--deadpool-set", "close-seconds=100", "--deadpool-rebuild-seconds", "200")
+    more = (*given, "--deadpool-set", "operation-timeout-seconds=100")
     assert cli.main([*own, "--", script, "--lr", "1", "--deadpool", *more]) == 0
     (options,) = started
     assert options.info.command == ("-m", scripts.MODULE, script, "--lr", "1", "--deadpool", *more)
@@ -195,7 +195,7 @@ def test_looking_for_the_users_module_starts_no_threads(
     monkeypatch.setenv(THREADS, "of every core")  # so that it is as before afterwards
     monkeypatch.delenv(THREADS)
     which = ("--node-id", "0") if subcommand == "agent" else ()
-    size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-start-method", "fork")
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-set", "start-method=fork")
     where = ("--run-dir", str(tmp_path / "run"))
     command = ("-m", "users_package.train")
     line = complain(subcommand, *which, *size, *where, "--", *command)

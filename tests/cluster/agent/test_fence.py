@@ -14,7 +14,9 @@ from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.settings import Settings
 
 # Round numbers for the tests by hand; what holds always is tried with the defaults as well.
-SETTINGS = Settings(fence_seconds=6.0, node_silence_seconds=8.0, takeover_seconds=3.0)
+SETTINGS = Settings(
+    fence_seconds=6.0, node_silence_seconds=8.0, takeover_seconds=3.0, rejoin_seconds=12.0
+)
 DEFAULTS = Settings()
 TICK = 0.1
 KILL_SECONDS = 0.5

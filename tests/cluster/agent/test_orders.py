@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.process.children import ChildWatch, Ending
 from deadpool_megatron.cluster.process.logs import Files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.records import Seat
-from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+from deadpool_megatron.settings import Settings
 from tests.cluster.link.line import VirtualLoop
 from tests.common.waiting import until
 
@@ -167,7 +167,7 @@ class Stuck:
         asyncio.get_running_loop().call_later(self._dies_after_seconds, self.ended.set)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(**NCCL_DEFAULTS)])
+@pytest.mark.parametrize("settings", [Settings(), Settings(communicator="nccl")])
 def test_everything_hangs_and_has_to_be_killed(settings: Settings) -> None:
     limits = CloseLimits.of(settings)
     assert limits.worst_seconds < settings.gather_seconds

@@ -316,7 +316,7 @@ def test_users_of_etcd(tmp_path: Path) -> None:
 
 def test_an_etcd_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     place = f"etcd://127.0.0.1:{free_port()}/runs"
-    size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-connect-seconds", "0.4")
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--deadpool-set", "connect-seconds=0.4")
     member = str(Path(__file__).parents[1] / "counting_member.py")
     done = deadpool(
         *("run", *size, "--run-dir", str(tmp_path / "run"), "--preload", ""),

@@ -24,7 +24,7 @@ from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.hooks.probes import Standstill
-from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
@@ -194,7 +194,7 @@ def abort_of_a_deep_queue(member: Member) -> float | None:
 @pytest.mark.parametrize("nccl", [True, False])
 def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl: bool) -> None:
     """3.5 s of aborts: 0.45 of the time that there is for a close with NCCL, a fifth without."""
-    close_seconds = NCCL_DEFAULTS["close_seconds"]
+    close_seconds = Settings(communicator="nccl").close_seconds
     limit = 0.45 * close_seconds if nccl else Settings().drain_seconds
     with Ranks(2, kind=KIND, drain_seconds=limit) as ranks:
         ranks.start(abort_of_a_deep_queue)

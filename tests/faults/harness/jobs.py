@@ -168,7 +168,7 @@ def run_program(
         *("deadpool_megatron", "run"),
         *("--nodes", str(program.nodes), "--nproc-per-node", str(program.members_per_node)),
         *("--spares", str(spares), "--refill", str(refill), "--run-dir", str(directory)),
-        *("--deadpool-hash-interval", "1", *settings.split(), *arguments),
+        *("--deadpool-set", "hash-interval=1", *settings.split(), *arguments),
         *("--", *(part.replace("{run}", str(directory)) for part in program.command)),
     ]
     environment = {**os.environ, failpoints.ENVIRONMENT_NAME: str(plan)}

@@ -26,7 +26,7 @@ from tests.faults.test_restart import take_all_down
 from tests.persist.test_runs import HELD_TRAINER
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-SETTINGS = "--deadpool-protection recompute --deadpool-full-every 4"
+SETTINGS = "--deadpool-protection recompute --deadpool-set full-every=4"
 # As in other tests of these layouts, so that they share an undisturbed run of each.
 ITERATIONS = 12
 

@@ -129,5 +129,5 @@ def test_the_other_memory_node_is_not_the_one_where_memory_lies(
     ],
 )
 def test_bad_settings_are_refused(setting: str, value: object) -> None:
-    with pytest.raises(SettingsError, match="--deadpool-" + setting.replace("_", "-")):
+    with pytest.raises(SettingsError, match=setting.replace("_", "-")):
         Settings(**{setting: value})  # type: ignore[arg-type]

@@ -1,0 +1,34 @@
+"""The settings that tests give to runs, as words of a command line."""
+
+from __future__ import annotations
+
+from deadpool_megatron.settings import flag_name, is_chosen
+
+
+def given(**values: object) -> tuple[str, ...]:
+    """Return the flags of settings, named as the fields are."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = flag_name(name).split()
+        words += [*flag, str(value)] if is_chosen(name) else [flag[0], f"{flag[1]}={value}"]
+    return tuple(words)
+
+
+#: for programs that do next to nothing
+FAST = given(
+    close_seconds=6,
+    freeze_seconds=1.5,
+    node_silence_seconds=2,
+    fence_seconds=1.5,
+    takeover_seconds=2,
+    rejoin_seconds=12,
+    restore_seconds=20,
+)
+#: a process that is stopped is not taken for lost, nor is its node
+STOPPED = given(
+    freeze_seconds=60,
+    node_silence_seconds=60,
+    rejoin_seconds=60,
+    fence_seconds=3.2,
+    takeover_seconds=2,
+)
