@@ -20,7 +20,7 @@ before, which the role has waited for to be committed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,46 +28,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.audit import shipping
 from deadpool_megatron.hooks.audit.passes import PassAudit, why_not_compared
-from deadpool_megatron.hooks.audit.shipping import (
-    Description,
-    broadcast_bytes,
-    chunk_bytes,
-    describe,
-    pack,
-    unpack,
-)
 from deadpool_megatron.hooks.audit.verdict import (
-    Accusation,
+    Auditor,
     Sums,
     alone,
-    hardware,
     judge_computed,
     judge_equals,
     judge_repeated,
     judge_update,
-    stop_if_wrong,
 )
+from deadpool_megatron.hooks.capture import update_replay
 from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,
     inner_optimizers,
     is_distributed,
-    plain_tensors,
 )
-from deadpool_megatron.hooks.capture.update_replay import (
-    all_tensors,
-    chunks,
-    update_copies,
-    why_not_replayed,
-)
-from deadpool_megatron.hooks.dimensions import current_device, parameters
+from deadpool_megatron.hooks.dimensions import current_device, plain_parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part, fingerprint
 
 _SUMS = 2  # of a fingerprint
@@ -77,7 +60,7 @@ SealedPart = Callable[[Generation, str], memoryview | None]
 
 
 def _refuse_what_cannot_be_audited(optimizer: Any) -> None:
-    why, inner_ones = why_not_replayed(optimizer), inner_optimizers(optimizer)
+    why, inner_ones = update_replay.why_not_replayed(optimizer), inner_optimizers(optimizer)
     for inner in inner_ones:
         if not is_distributed(inner):
             why = "without the distributed optimizer wrong state stays in the replica that has it"
@@ -118,21 +101,11 @@ class _Peers:
         return dict(zip(self.roles, torch.stack(seen).cpu(), strict=True))
 
 
-@dataclass
-class _Update:
-    """One inner update that is computed twice. ``sums``: of what this role has computed from what
-    was sent, a row for each chunk."""
+class Audit(Auditor):
+    """Of one role in one process.
 
-    audited: int
-    sums: Tensor
-
-
-class Audit:
-    """Of one role in one process. Main thread.
-
-    ``shards``: the part of each inner optimizer. ``settle`` waits until the newest generation is
-    committed. All communication is that of the data-parallel groups and ends with the epoch. Raises
-    UnsupportedOptimizer where no peer can compute what this role computes.
+    ``shards``: the part of each inner optimizer. Raises UnsupportedOptimizer where no peer can
+    compute what this role computes.
     """
 
     def __init__(
@@ -145,27 +118,22 @@ class Audit:
         reports: Reports,
     ) -> None:
         _refuse_what_cannot_be_audited(loop.optimizer)
-        self._loop = loop
+        super().__init__(loop, settle, reports)
         self._inner = inner_optimizers(loop.optimizer)
         self._shards = shards
         self._sealed_part = sealed_part
         self._interval = interval
-        self._settle = settle
-        self._reports = reports
         self._passes = None
         if why := why_not_compared(loop):
             print(f"audits do not compare passes: {why}", flush=True)
         else:
             self._passes = PassAudit(loop, settle, reports)
             loop.around_passes = self._passes.around
-        self._hardware = hardware(current_device())
-        self._has_said_who_is_alone = False
-        self._iteration = 0
         self._previous: Generation | None = None
-        # Of this iteration's audit; None: it is not audited.
-        self._number: int | None = None
         self._weights_compared = False
-        self._updates: dict[int, _Update] = {}
+        # Of each inner update that is computed twice: sums of what this role has computed from what
+        # was sent, a row for each chunk.
+        self._computed: dict[int, Tensor] = {}
         self._seconds = 0.0
         self._bytes = 0
 
@@ -178,8 +146,7 @@ class Audit:
             self._number = audit_number(iteration, self._interval, every)
         if self._passes is not None:
             self._passes.announce(iteration, self._number)
-        self._weights_compared = False
-        self._updates = {}
+        self._weights_compared, self._computed = False, {}
         self._seconds, self._bytes = 0.0, 0
 
     def before_update(self, index: int) -> None:
@@ -192,10 +159,10 @@ class Audit:
             self._settle()
             self._compare_weights()
         if (peers := self._peers(index)) is not None:
-            audited = peers.roles[self._number % len(peers.roles)]
+            audited = self._audited(peers, self._number)
             if audited == dist.get_rank():
                 self._damage("audit.state", self._shards[index].tensors)
-            self._updates[index] = _Update(audited, self._compute_alike(index, audited, peers))
+            self._computed[index] = self._compute_alike(index, audited, peers)
         self._seconds += time.monotonic() - started
 
     def after_update(self, index: int) -> None:
@@ -203,9 +170,8 @@ class Audit:
         if self._number is None:
             return
         started = time.monotonic()
-        update, peers = self._updates.pop(index, None), self._peers(index)
-        if update is not None and peers is not None:
-            self._compare_update(index, update, peers)
+        if (peers := self._peers(index)) is not None:
+            self._compare_update(index, self._audited(peers, self._number), peers)
         self._seconds += time.monotonic() - started
         if index == len(self._inner) - 1:
             self._number = None
@@ -218,6 +184,9 @@ class Audit:
         group = self._inner[index].data_parallel_group
         return _Peers(group) if dist.get_world_size(group) > 1 else None
 
+    def _audited(self, peers: _Peers, number: int) -> int:
+        return peers.roles[number % len(peers.roles)]
+
     def _compare_weights(self) -> None:
         """Compare what the forward pass has used: equal in all data-parallel peers."""
         groups: dict[bool, _Peers] = {}
@@ -226,15 +195,11 @@ class Audit:
             if (peers := self._peers(index)) is not None:
                 groups[is_expert] = peers
         for is_expert, peers in sorted(groups.items()):
-            held = [
-                raw
-                for parameter in parameters(self._loop, expert=is_expert)
-                for raw in plain_tensors(parameter)
-            ]
+            held = plain_parameters(self._loop, expert=is_expert)
             self._damage("audit.weight", held)
             found = peers.gather(fingerprint(held, current_device()))
             what = "expert weights" if is_expert else "weights"
-            self._judge(judge_equals({r: _sums(one) for r, one in found.items()}, what))
+            self._stop_if_wrong(judge_equals({r: _sums(one) for r, one in found.items()}, what))
 
     def _compute_alike(self, index: int, audited: int, peers: _Peers) -> Tensor:
         """As :meth:`_compute`. Where no majority tells who is wrong, all compute it once more, and
@@ -245,7 +210,7 @@ class Audit:
         verdict = judge_computed(first, known, what)
         if verdict is not None and not verdict.is_certain:
             _, second = self._gather_computed(self._compute(index, audited, peers), peers)
-            self._judge(judge_repeated(first, second, what))
+            self._stop_if_wrong(judge_repeated(first, second, what))
         return sums
 
     def _gather_computed(
@@ -260,35 +225,28 @@ class Audit:
     def _compute(self, index: int, audited: int, peers: _Peers) -> Tensor:
         """The update of ``audited`` on copies; sums of each chunk, of shape (chunks, 2)."""
         inner, device, is_own = self._inner[index], current_device(), audited == dist.get_rank()
-        description = self._describe(inner, audited, peers, device)
+        payload = shipping.describe(inner) if is_own else b""
+        description = shipping.described(
+            shipping.broadcast_bytes(payload, audited, peers.group, device)
+        )
         sums = []
         for chunk in description.chunks:
             if is_own:
-                flat = pack(inner, chunk, self._state_before(index), device)
+                flat = shipping.pack(inner, chunk, self._state_before(index), device)
             else:
-                flat = torch.empty(chunk_bytes(chunk), dtype=torch.uint8, device=device)
+                flat = torch.empty(shipping.chunk_bytes(chunk), dtype=torch.uint8, device=device)
             dist.broadcast(flat, src=audited, group=peers.group)
-            copies = unpack(chunk, flat)
+            copies = shipping.unpack(chunk, flat)
             self._bytes += flat.numel()
             del flat
-            update_copies(inner, description.groups, copies)
-            self._damage("audit.update", [t for copy in copies for t in copy.tensors.values()])
-            sums.append(fingerprint((t for copy in copies for t in copy.tensors.values()), device))
+            update_replay.update_copies(inner, description.groups, copies)
+            updated = [tensor for copy in copies for tensor in copy.tensors.values()]
+            self._damage("audit.update", updated)
+            sums.append(fingerprint(updated, device))
         if is_own:
-            gradients = [p.grad for chunk in chunks(inner) for p in chunk if p.grad is not None]
+            gradients = [p.grad for p in update_replay.parameters_of(inner) if p.grad is not None]
             self._damage("audit.gradient", gradients)
         return torch.stack(sums) if sums else torch.zeros(0, _SUMS, dtype=torch.int64).to(device)
-
-    def _describe(
-        self, inner: Any, audited: int, peers: _Peers, device: torch.device
-    ) -> Description:
-        """The same for all peers, by the one whose update it is."""
-        payload = b""
-        if audited == dist.get_rank():
-            payload = codec.encode(describe(inner).to_json())
-        return Description.from_json(
-            codec.decode(broadcast_bytes(payload, audited, peers.group, device))
-        )
 
     def _state_before(self, index: int) -> Callable[[Tensor], Tensor]:
         """The tensors of a shard as they were captured; as they are, where that is not in an own
@@ -299,46 +257,20 @@ class Audit:
             return lambda tensor: tensor
         return lambda tensor: part.slice(held, tensor)
 
-    def _compare_update(self, index: int, update: _Update, peers: _Peers) -> None:
-        used = torch.zeros_like(update.sums)
-        if update.audited == dist.get_rank():
-            for number, tensors in enumerate(self._updated(index)):
-                used[number] = fingerprint(tensors, update.sums.device)
-        known, found = self._gather_computed(torch.cat([update.sums, used]), peers)
-        again = {role: sums[: used.numel()] for role, sums in found.items()}
-        used_sums = found[update.audited][used.numel() :]
+    def _compare_update(self, index: int, audited: int, peers: _Peers) -> None:
+        inner, sums = self._inner[index], self._computed.pop(index)
+        used = torch.zeros_like(sums)
+        if audited == dist.get_rank():
+            for number, chunk in enumerate(update_replay.chunks(inner)):
+                made = (t for one in chunk for _, t in update_replay.all_tensors(inner, one))
+                used[number] = fingerprint(made, sums.device)
+        known, found = self._gather_computed(torch.cat([sums, used]), peers)
+        again = {role: both[: used.numel()] for role, both in found.items()}
+        what = f"the update of role {audited}"
         if len(set(known.values())) > 1:
-            self._say_who_is_alone(alone(known), peers)
-        what = f"the update of role {update.audited}"
-        self._judge(judge_update(update.audited, used_sums, again, known, what))
-
-    def _say_who_is_alone(self, roles: list[int], peers: _Peers) -> None:
-        if not roles or self._has_said_who_is_alone:
-            return
-        self._has_said_who_is_alone = True
-        if dist.get_rank() == min(peers.roles):
-            text = (
-                f"audits cannot judge updates that roles {roles} compute: no data-parallel peer has"
-                " the same hardware, driver and libraries"
-            )
-            self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
-
-    def _updated(self, index: int) -> Iterator[list[Tensor]]:
-        """Yield what this role's own update has made, by chunk."""
-        inner = self._inner[index]
-        for chunk in chunks(inner):
-            yield [tensor for parameter in chunk for _, tensor in all_tensors(inner, parameter)]
-
-    def _judge(self, verdict: Accusation | None) -> None:
-        stop_if_wrong(self._reports, self._iteration, verdict)
-
-    def _damage(self, point: str, tensors: Sequence[Tensor]) -> None:
-        """Let a test have a bit of the first of these tensors that has any wrong."""
-        if failpoints.hit(point, iteration=self._iteration) is None:
-            return
-        chosen = next(tensor for tensor in tensors if tensor.numel() > 1)
-        value = chosen.detach().reshape(-1)[:1].view(torch.uint8)
-        value[-2] ^= 0x40  # the highest bit of its mantissa
+            self._say_who_is_alone(alone(known), "updates", min(peers.roles))
+        used_sums = found[audited][used.numel() :]
+        self._stop_if_wrong(judge_update(audited, used_sums, again, known, what))
 
 
 def _sums(values: Tensor) -> Sums:

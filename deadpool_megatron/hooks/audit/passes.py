@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,25 +30,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
 from torch import Tensor
 
-from deadpool_megatron import failpoints
-from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
 from deadpool_megatron.hooks.audit.verdict import (
     Accusation,
+    Auditor,
     Pass,
-    Sums,
     alone,
     comparable,
-    hardware,
     judge_passes,
     judge_repeated_passes,
-    stop_if_wrong,
     unrepeatable,
 )
 from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config
-from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import fingerprint
 
@@ -75,24 +71,12 @@ def why_not_compared(loop: ProtectedLoop) -> str:
     return ""
 
 
-class PassAudit:
-    """Of one role in one process. Main thread. All its communication ends with the epoch.
+class PassAudit(Auditor):
+    """Of one role in one process."""
 
-    ``settle`` waits until the newest generation is committed.
-    """
-
-    def __init__(self, loop: ProtectedLoop, settle: Callable[[], None], reports: Reports) -> None:
-        self._loop = loop
-        self._settle = settle
-        self._reports = reports
-        #: spent on the audit of this iteration
-        self.seconds = 0.0
-        self._iteration = 0
-        # Of the replica whose micro-batch it is; None: this iteration is not audited.
-        self._number: int | None = None
-        self._is_repeatable: bool | None = None
-        self._hardware = hardware(current_device())
-        self._has_said_who_is_alone = False
+    #: spent on the audit of this iteration
+    seconds = 0.0
+    _is_repeatable: bool | None = None
 
     def announce(self, iteration: int, number: int | None) -> None:
         """The iteration about to come; ``number`` of its audit, None where it is not audited."""
@@ -120,12 +104,12 @@ class PassAudit:
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_process_group_ranks(group)
         source = replicas[number % len(replicas)]
-        batches: dict[int, Any] = {}
-        if source == dist.get_rank():
-            batches = {at: next(one) for at, one in enumerate(iterators) if one is not None}
         reads_data = [one is not None for one in iterators]
-        for at, batch in batches.items():
-            iterators[at] = _put_back(batch, iterators[at])
+        batches: dict[int, Any] = {}
+        for at, one in enumerate(iterators):
+            if one is not None and source == dist.get_rank():
+                batches[at] = next(one)
+                iterators[at] = _put_back(batches[at], one)
         agreed = self._agree(batches.values())
         given = iterators if isinstance(given, list) else iterators[0]
         if agreed is None:
@@ -143,7 +127,7 @@ class PassAudit:
             verdict = self._judge(*self._gather(once, repeated=repeated), once_more)
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
-        stop_if_wrong(self._reports, self._iteration, verdict)
+        self._stop_if_wrong(verdict)
         return given
 
     def _least_micro_batches(self) -> int:
@@ -156,10 +140,8 @@ class PassAudit:
     def _agree(self, batches: Iterable[Any]) -> int | None:
         """Return whether all roles rehearse or rely on a rehearsal; None where they leave it. A
         process that came later knows less than others, and all have to do the same."""
-        state = _RELIED_ON if self._is_repeatable else _REHEARSED
-        if self._is_repeatable is False:
-            state = _LEFT
-        elif not all(_is_by_name(batch) for batch in batches):
+        state = {None: _REHEARSED, False: _LEFT, True: _RELIED_ON}[self._is_repeatable]
+        if state != _LEFT and not all(map(_is_by_name, batches)):
             state = _STRANGE
         flag = torch.tensor([state], dtype=torch.int64, device=current_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
@@ -200,7 +182,7 @@ class PassAudit:
 
         def passed_on(own: Tensor, _module: Any, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                self._damage("audit.pass", output)
+                self._damage("audit.pass", [output])
                 _add(own[0], device, output)
                 if output.requires_grad:
                     came_back = functools.partial(_add, own[1], device)
@@ -226,18 +208,16 @@ class PassAudit:
     @contextlib.contextmanager
     def _without_synchronising(self) -> Iterator[None]:
         """Gradients stay where they are, as those of any micro-batch but the last."""
-        config = model_config(self._loop)
-        kept = {name: getattr(config, name) for name in _SYNCHRONISING}
-        for name in _SYNCHRONISING:
-            setattr(config, name, None)
+        config = vars(model_config(self._loop))
+        kept = {name: config[name] for name in _SYNCHRONISING}
+        config.update(dict.fromkeys(_SYNCHRONISING))
         try:
             with contextlib.ExitStack() as stack:
                 for chunk in self._loop.model_chunks:
                     stack.enter_context(chunk.no_sync())
                 yield
         finally:
-            for name, value in kept.items():
-                setattr(config, name, value)
+            config.update(kept)
 
     def _gather(self, sums: Tensor, *, repeated: bool) -> tuple[dict[int, Pass], dict[int, bool]]:
         """The passes of all chunks of all roles (each a number, see :meth:`_roles`), and whether
@@ -257,11 +237,14 @@ class PassAudit:
         passes: dict[int, Pass] = {}
         for role, (replica, rank, peer, _, kind, *values) in enumerate(found):
             for chunk in range(chunks):
+                at = 6 * chunk
                 passes[role * chunks + chunk] = Pass(
                     replica,
                     chunk * ranks + rank,
                     peer * chunks + chunk,
-                    *_three_sums(values[6 * chunk : 6 * (chunk + 1)]),
+                    output=tuple(values[at : at + 2]),
+                    returned=tuple(values[at + 2 : at + 4]),
+                    gradient=tuple(values[at + 4 : at + 6]),
                     hardware=kind,
                 )
         return passes, {number: bool(found[number // chunks][3]) for number in passes}
@@ -289,35 +272,16 @@ class PassAudit:
             return None
         self._is_repeatable = True
         if len({one.hardware for one in passes.values()}) > 1:
-            self._say_who_is_alone(self._roles(alone(keys)))
+            self._say_who_is_alone(self._roles(alone(keys)), "the passes")
         verdict = judge_passes(passes)
         if verdict is not None and not verdict.is_certain and once_more is not None:
             again, _ = self._gather(once_more(), repeated=True)
             verdict = judge_repeated_passes(passes, again) or verdict
         return verdict and replace(verdict, roles=tuple(self._roles(verdict.roles)))
 
-    def _say_who_is_alone(self, roles: list[int]) -> None:
-        if roles and not self._has_said_who_is_alone:
-            self._has_said_who_is_alone = True
-            self._warn(
-                f"audits cannot judge the passes of roles {roles}: no data-parallel replica has the"
-                " same hardware, driver and libraries"
-            )
-
     def _give_up(self, why: str) -> None:
         self._is_repeatable = False
         self._warn(f"audits do not compare passes: {why}")
-
-    def _warn(self, text: str) -> None:
-        if dist.get_rank() == 0:
-            self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
-
-    def _damage(self, point: str, output: Tensor) -> None:
-        if failpoints.hit(point, iteration=self._iteration) is None:
-            return
-        # Not detached: autograd would see that it was changed.
-        value = output.data.reshape(-1)[:1].view(torch.uint8)
-        value[-2] ^= 0x40
 
 
 def _add(sums: Tensor, device: torch.device, tensor: Tensor) -> None:
@@ -334,19 +298,9 @@ def _times(times: int, values: Mapping[str, Any], prefix: str) -> Iterator[dict[
         }
 
 
-def _three_sums(values: Sequence[int]) -> tuple[Sums, Sums, Sums]:
-    """Of the output, of what came back, of the gradient."""
-    return tuple(values[:2]), tuple(values[2:4]), tuple(values[4:6])
-
-
 def _put_back(batch: Any, iterator: Any) -> Iterator[Any]:
     """Megatron's has ``__next__`` only."""
-    yield batch
-    while True:
-        try:
-            yield next(iterator)
-        except StopIteration:
-            return
+    return itertools.chain([batch], iter(lambda: next(iterator), object()))
 
 
 def _is_by_name(batch: Any) -> bool:

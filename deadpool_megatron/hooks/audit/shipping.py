@@ -8,61 +8,42 @@ flat tensor of bytes, on the device of the communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture.update_replay import (
-    ParameterCopy,
-    all_tensors,
-    chunks,
-    group_numbers,
-    parameters_of,
-    plain_values,
-    used_values,
-)
+from deadpool_megatron.hooks.capture import update_replay
+from deadpool_megatron.persist.filling import dtype_name, dtype_of
+from deadpool_megatron.state import extras as codec
 
 _ALIGNMENT = 16
 _GRADIENT = "gradient"
 
 
-@dataclass(frozen=True)
-class Looks:
-    """One tensor without its values. ``is_on_host``: where its optimizer keeps it."""
+class Looks(NamedTuple):
+    """One tensor without its values: its type by name, and where its optimizer keeps it."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    dtype: str
+    shape: Sequence[int]
     is_on_host: bool
 
     @property
     def nbytes(self) -> int:
         """Of its values."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return dtype_of(self.dtype).itemsize * math.prod(self.shape)
 
     @staticmethod
     def of(tensor: Tensor) -> Looks:
         """Returns how a tensor looks."""
-        return Looks(tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu")
-
-    def to_json(self) -> list[Any]:
-        """JSON form."""
-        return [str(self.dtype).removeprefix("torch."), list(self.shape), self.is_on_host]
-
-    @staticmethod
-    def from_json(values: list[Any]) -> Looks:
-        """Inverse of :meth:`to_json`. Raises ValueError for a type that torch does not know."""
-        dtype = getattr(torch, str(values[0]), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{values[0]} is no type of tensors")
-        return Looks(dtype, tuple(values[1]), bool(values[2]))
+        return Looks(dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type == "cpu")
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One of a chunk. ``tensors``: under the empty name itself, then its state, by name, and its
     gradient where it has one; ``values``: state that is no tensor."""
 
@@ -72,64 +53,40 @@ class Parameter:
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """Of one inner update: the plain values of its groups, and what is in each chunk."""
 
     groups: list[dict[str, Any]]
     chunks: list[list[Parameter]]
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "groups": self.groups,
-            "chunks": [
-                [
-                    [
-                        one.number,
-                        one.group,
-                        {name: looks.to_json() for name, looks in one.tensors.items()},
-                        dict(one.values),
-                    ]
-                    for one in chunk
-                ]
-                for chunk in self.chunks
-            ],
-        }
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Description:
-        """Inverse of :meth:`to_json`."""
-        found = [
-            [
-                Parameter(
-                    number,
-                    group,
-                    {name: Looks.from_json(looks) for name, looks in tensors.items()},
-                    plain,
-                )
-                for number, group, tensors, plain in chunk
-            ]
-            for chunk in values["chunks"]
-        ]
-        return Description(list(values["groups"]), found)
-
-
-def describe(inner: Any) -> Description:
-    """The update that ``inner`` is about to make."""
-    groups, number = group_numbers(inner), 0
+def describe(inner: Any) -> bytes:
+    """The update that ``inner`` is about to make; see :func:`described`."""
+    groups, parameters = update_replay.group_numbers(inner), itertools.count()
     found: list[list[Parameter]] = []
-    for chunk in chunks(inner):
-        described = []
+    for chunk in update_replay.chunks(inner):
+        found.append([])
         for parameter in chunk:
-            looks = {name: Looks.of(tensor) for name, tensor in all_tensors(inner, parameter)}
+            tensors = dict(update_replay.all_tensors(inner, parameter))
             if parameter.grad is not None:
-                looks[_GRADIENT] = Looks.of(parameter.grad)
-            values = plain_values(inner, parameter)
-            described.append(Parameter(number, groups[number], looks, values))
-            number += 1
-        found.append(described)
-    return Description(used_values(inner), found)
+                tensors[_GRADIENT] = parameter.grad
+            looks = {name: Looks.of(tensor) for name, tensor in tensors.items()}
+            number, values = next(parameters), update_replay.plain_values(inner, parameter)
+            found[-1].append(Parameter(number, groups[number], looks, values))
+    return codec.encode({"groups": update_replay.used_values(inner), "chunks": found})
+
+
+def described(payload: bytes) -> Description:
+    """Inverse of :func:`describe`."""
+    values = codec.decode(payload)
+    chunks = [
+        [
+            Parameter(number, group, {name: Looks(*one) for name, one in looks.items()}, plain)
+            for number, group, looks, plain in chunk
+        ]
+        for chunk in values["chunks"]
+    ]
+    return Description(values["groups"], chunks)
 
 
 def chunk_bytes(chunk: list[Parameter]) -> int:
@@ -142,26 +99,26 @@ def pack(
 ) -> Tensor:
     """The bytes of a chunk: gradients as they are, all else as ``before`` gives it."""
     flat = torch.zeros(chunk_bytes(chunk), dtype=torch.uint8, device=device)
-    parameters = parameters_of(inner)
+    parameters = update_replay.parameters_of(inner)
     for one, places in _places(chunk, flat):
         parameter = parameters[one.number]
-        for name, tensor in all_tensors(inner, parameter):
+        for name, tensor in update_replay.all_tensors(inner, parameter):
             places[name].copy_(_as_bytes(before(tensor)))
         if _GRADIENT in places:
             places[_GRADIENT].copy_(_as_bytes(parameter.grad))
     return flat
 
 
-def unpack(chunk: list[Parameter], flat: Tensor) -> list[ParameterCopy]:
+def unpack(chunk: list[Parameter], flat: Tensor) -> list[update_replay.ParameterCopy]:
     """Inverse of :func:`pack`, on memory of its own, with the gradients in place."""
     copies = []
     for one, places in _places(chunk, flat):
         tensors = {}
         for name, looks in one.tensors.items():
             own = places[name].to("cpu" if looks.is_on_host else flat.device, copy=True)
-            tensors[name] = own.view(looks.dtype).view(looks.shape)
+            tensors[name] = own.view(dtype_of(looks.dtype)).view(tuple(looks.shape))
         gradient = tensors.pop(_GRADIENT, None)
-        copy = ParameterCopy(one.number, one.group, tensors, one.values)
+        copy = update_replay.ParameterCopy(one.number, one.group, tensors, one.values)
         copy.parameter.grad = gradient
         copies.append(copy)
     return copies

@@ -11,17 +11,24 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from deadpool_megatron import failpoints
+from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.dimensions import current_device
+from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.reports import Reports
 
 # The words of a fingerprint (deadpool_megatron.state.packing), of one or of several blocks.
 Sums = tuple[int, ...]
 _PASS = "a forward and backward pass"
+_RESULTS = ("output", "returned", "gradient")
 _CPU_FACTS = Path("/proc/cpuinfo")
 _GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -166,21 +173,12 @@ def judge_passes(passes: Mapping[int, Pass]) -> Accusation | None:
     of them, though it is certain that their replica is wrong: none of them can be relied on.
     """
     keys = comparable(passes)
-    outputs = _odd({role: (keys[role], one.output) for role, one in passes.items()})
-    returned = _odd({role: (keys[role], one.returned) for role, one in passes.items()})
-    gradients = _odd({role: (keys[role], one.gradient) for role, one in passes.items()})
-    if not (outputs.roles or returned.roles or gradients.roles):
-        return None
-    wrong: set[int] = set()
-    is_certain = outputs.is_certain and returned.is_certain and gradients.is_certain
-    for replica in {passes[r].replica for r in {*outputs.roles, *returned.roles, *gradients.roles}}:
-        wrong |= _first_wrong(
-            {role: one.stage for role, one in passes.items() if one.replica == replica},
-            set(outputs.roles),
-            set(returned.roles),
-            set(gradients.roles),
-        )
-    return Accusation(tuple(sorted(wrong)), is_certain, _PASS)
+    odd = [
+        _odd({role: (keys[role], getattr(one, name)) for role, one in passes.items()})
+        for name in _RESULTS
+    ]
+    wrong = _origins(passes, [set(one.roles) for one in odd])
+    return Accusation(wrong, all(one.is_certain for one in odd), _PASS) if wrong else None
 
 
 def judge_repeated_passes(
@@ -189,30 +187,63 @@ def judge_repeated_passes(
     """Judge replicas that have no majority by the same micro-batch once more: what came to
     something else than before was computed wrong in one of the two. Returns None where that
     happened in all replicas or in none."""
-    wrong: set[int] = set()
-    replicas = {one.replica for one in first.values()}
-    changed: set[int] = set()
-    for replica in replicas:
-        own = {role: one for role, one in first.items() if one.replica == replica}
-        outputs = {role for role, one in own.items() if one.output != second[role].output}
-        returned = {role for role, one in own.items() if one.returned != second[role].returned}
-        gradients = {role for role, one in own.items() if one.gradient != second[role].gradient}
-        if outputs or returned or gradients:
-            changed.add(replica)
-            stages = {role: one.stage for role, one in own.items()}
-            wrong |= _first_wrong(stages, outputs, returned, gradients)
-    is_told = 0 < len(changed) < len(replicas)
-    return Accusation(tuple(sorted(wrong)), True, _PASS) if is_told else None
+    changed = [
+        {role for role, one in first.items() if getattr(one, name) != getattr(second[role], name)}
+        for name in _RESULTS
+    ]
+    replicas = {first[role].replica for some in changed for role in some}
+    is_told = 0 < len(replicas) < len({one.replica for one in first.values()})
+    return Accusation(_origins(first, changed), True, _PASS) if is_told else None
 
 
-def stop_if_wrong(reports: Reports, iteration: int, verdict: Accusation | None) -> None:
-    """Tell the coordinator, and go no further: this iteration has no generation. Then it ends by
-    what ends the epoch; without a verdict it returns."""
-    if verdict is None:
-        return
-    roles, what, certain = list(verdict.roles), verdict.what, verdict.is_certain
-    reports.say("audit-failed", iteration=iteration, roles=roles, certain=certain, what=what)
-    reports.stand_still(f"{what} in iteration {iteration} differ, roles {roles}")
+class Auditor:
+    """The word of a role in an audit. Main thread. All its communication ends with the epoch.
+
+    ``settle`` waits until the newest generation is committed.
+    """
+
+    def __init__(self, loop: ProtectedLoop, settle: Callable[[], None], reports: Reports) -> None:
+        self._loop = loop
+        self._settle = settle
+        self._reports = reports
+        self._hardware = hardware(current_device())
+        self._iteration = 0
+        # Of this iteration's audit; None: it is not audited.
+        self._number: int | None = None
+        self._has_said_who_is_alone = False
+
+    def _stop_if_wrong(self, verdict: Accusation | None) -> None:
+        """Tell the coordinator, and go no further: this iteration has no generation. Then it ends
+        by what ends the epoch; without a verdict it returns."""
+        if verdict is None:
+            return
+        roles, what, certain = list(verdict.roles), verdict.what, verdict.is_certain
+        facts = {"iteration": self._iteration, "roles": roles, "certain": certain, "what": what}
+        self._reports.say("audit-failed", **facts)
+        self._reports.stand_still(f"{what} in iteration {self._iteration} differ, roles {roles}")
+
+    def _say_who_is_alone(self, roles: list[int], what: str, reporter: int = 0) -> None:
+        """Once: nobody can judge ``what`` these roles compute."""
+        if roles and not self._has_said_who_is_alone:
+            self._has_said_who_is_alone = True
+            self._warn(
+                f"audits cannot judge {what} of roles {roles}: no data-parallel peer has the same"
+                " hardware, driver and libraries",
+                reporter,
+            )
+
+    def _warn(self, text: str, reporter: int = 0) -> None:
+        if dist.get_rank() == reporter:
+            self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
+
+    def _damage(self, point: str, tensors: Iterable[Tensor]) -> None:
+        """Let a test have a bit of the first of these tensors that has any wrong."""
+        if failpoints.hit(point, iteration=self._iteration) is None:
+            return
+        chosen = next(tensor for tensor in tensors if tensor.numel() > 1)
+        # Not detached: autograd would see that it was changed.
+        value = chosen.data.reshape(-1)[:1].view(torch.uint8)
+        value[-2] ^= 0x40  # the highest bit of its mantissa
 
 
 def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Accusation:
@@ -228,20 +259,28 @@ def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Accusation:
     return Accusation(tuple(roles), is_certain, "")
 
 
+def _origins(passes: Mapping[int, Pass], odd: Sequence[set[int]]) -> tuple[int, ...]:
+    """The roles among which the error began, in each replica that has one. ``odd``: those whose
+    output, whose gradient that came back and whose own gradient differ."""
+    wrong: set[int] = set()
+    for replica in {passes[role].replica for some in odd for role in some}:
+        stages = {role: one.stage for role, one in passes.items() if one.replica == replica}
+        wrong |= _first_wrong(stages, *(some & stages.keys() for some in odd))
+    return tuple(sorted(wrong))
+
+
 def _first_wrong(
     stages: Mapping[int, int], outputs: set[int], returned: set[int], gradients: set[int]
 ) -> set[int]:
     """Of one replica (role -> stage) the roles among which the error began."""
-    forward = outputs & stages.keys()
-    if forward:
-        first = min(stages[role] for role in forward)
-        return {role for role in forward if stages[role] == first}
-    backward = {role for role in gradients & stages.keys() if role not in returned}
-    if backward:
+    if outputs:
+        first = min(stages[role] for role in outputs)
+        return {role for role in outputs if stages[role] == first}
+    if backward := gradients - returned:
         last = max(stages[role] for role in backward)
         return {role for role in backward if stages[role] == last}
     # What came back was wrong, though all behind it is right: lost between two stages.
-    last = max(stages[role] for role in stages if role in returned or role in gradients)
+    last = max(stages[role] for role in returned | gradients)
     return {role for role, stage in stages.items() if stage in (last, last + 1)}
 
 

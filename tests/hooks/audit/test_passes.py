@@ -134,7 +134,7 @@ def test_the_generation_before_is_committed_by_all_before_anybody_is_accused(
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Accusation | None]:
     found: list[Accusation | None] = []
-    monkeypatch.setattr(passes, "stop_if_wrong", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr(PassAudit, "_stop_if_wrong", lambda _, one: found.append(one))
     return found
 
 
@@ -160,7 +160,7 @@ def test_other_bytes_of_other_hardware_accuse_nobody(
         rig.iteration(number)
     named = None if other else Accusation((2,), True, "a forward and backward pass")
     assert verdicts == [named, named]
-    said = "audits cannot judge the passes of roles [2]: no data-parallel replica has"
+    said = "audits cannot judge the passes of roles [2]: no data-parallel peer has"
     assert [text.startswith(said) for text in rig.told] == [True] * other, "once"
 
 
