@@ -17,7 +17,7 @@ import mmap
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -36,9 +36,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.persist import frozen_file
-from deadpool_megatron.persist.filling import FillingError, dtype_name, dtype_of, fill
 from deadpool_megatron.persist.frozen_file import FROZEN
-from deadpool_megatron.persist.skeleton import ZEROS, Piece, Skeleton
+from deadpool_megatron.persist.skeleton import (
+    ZEROS,
+    Piece,
+    Skeleton,
+    dtype_name,
+    dtype_of,
+    fill,
+)
 from deadpool_megatron.state.extras import ExtrasError, decode
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.shm.segment import checksum
@@ -160,8 +166,7 @@ def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str,
     path = directory / file_name(skeleton.role)
     tensors: list[list[Any]] = []
     objects: list[list[Any]] = []
-    with open(path, "wb") as file:
-        counted = _Counted(file)
+    with _checked(path) as counted:
         for piece in skeleton.pieces:
             start, value = counted.count, source.tensor(piece)
             is_judged = not piece.is_extra and value.is_floating_point() and value.itemsize > 1
@@ -175,9 +180,6 @@ def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str,
             start = counted.count
             _save([filled(template, source)], counted)
             objects.append([key, start, counted.count - start])
-        file.flush()
-        os.fsync(file.fileno())
-    read_back(path, counted.count, counted.digest.intdigest())
     return {
         "role": skeleton.role,
         "file": path.name,
@@ -188,37 +190,28 @@ def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str,
 
 
 def filled(template: Any, source: Source) -> Any:
-    """A value of the checkpoint as it is in the generation. Raises WritingError."""
-    try:
-        return fill(template, source.extras, source.number)
-    except FillingError as error:
-        raise WritingError(str(error)) from error
+    """A value of the checkpoint as it is in the generation. Raises SkeletonError."""
+    return fill(template, source.extras, source.number)
 
 
-def read_back(path: Path, nbytes: int, digest: int) -> None:
-    """Compare a file with what was written, from the disk where the system lets go of its pages.
-
-    Raises WritingError.
-    """
-    found, count = xxhash.xxh3_64(), 0
-    with open(path, "rb", buffering=0) as file:
-        with contextlib.suppress(OSError):  # a hint, which some file systems do not know
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while piece := file.read(_READ_BYTES):
-            found.update(piece)
-            count += len(piece)
-    if (count, found.intdigest()) != (nbytes, digest):
-        raise WritingError(f"{path} does not hold what was written to it")
-
-
-def write_checked(path: Path, value: Any) -> None:
-    """``torch.save`` into a new file, on the disk and read back. Raises WritingError, OSError."""
+@contextlib.contextmanager
+def _checked(path: Path) -> Iterator[_Counted]:
+    """A new file to write in the block; on the disk, and compared with what was written, at its
+    end: from the disk, where the system lets go of its pages. Raises WritingError, OSError."""
     with open(path, "wb") as file:
         counted = _Counted(file)
-        _save(value, counted)
+        yield counted
         file.flush()
         os.fsync(file.fileno())
-    read_back(path, counted.count, counted.digest.intdigest())
+    found, count = xxhash.xxh3_64(), 0
+    with open(path, "rb", buffering=0) as written:
+        with contextlib.suppress(OSError):  # a hint, which some file systems do not know
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while piece := written.read(_READ_BYTES):
+            found.update(piece)
+            count += len(piece)
+    if (count, found.intdigest()) != (counted.count, counted.digest.intdigest()):
+        raise WritingError(f"{path} does not hold what was written to it")
 
 
 def check_cover(key: str, shape: Sequence[int], found: Iterable[_Box]) -> None:
@@ -285,7 +278,8 @@ def join(directory: Path, told: Sequence[Mapping[str, Any]], common: Any) -> Non
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     if version is not None:
         metadata.version = version
-    write_checked(directory / "common.pt", common)
+    with _checked(directory / "common.pt") as counted:
+        _save(common, counted)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     (directory / "metadata.json").write_text(json.dumps(_CONFIGURATION))
     read = filesystem.FileSystemReader(directory).read_metadata()

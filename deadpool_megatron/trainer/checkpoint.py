@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from deadpool_megatron.cluster.run_directory.directory import write_text
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
-from deadpool_megatron.persist.filling import FromExtras, HexFloats, Joined, RandomStates
+from deadpool_megatron.persist.skeleton import FromExtras, HexFloats, Joined, RandomStates
 from deadpool_megatron.platform.saving import write_files
 from deadpool_megatron.trainer.megatron_api import (
     AsyncRequest,

@@ -28,22 +28,19 @@ from deadpool_megatron.cluster.coordinator.durable import (
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.persist.filling import (
+from deadpool_megatron.persist.skeleton import (
     Attributes,
-    FillingError,
     FromExtras,
     HexFloats,
     Joined,
-    RandomStates,
-    StepNumber,
-    fill,
-    has_marks,
-)
-from deadpool_megatron.persist.skeleton import (
     Piece,
+    RandomStates,
     Skeleton,
     SkeletonError,
+    StepNumber,
     boxes,
+    fill,
+    has_marks,
     read_skeleton,
     share_skeleton,
     skeleton_path,
@@ -152,7 +149,7 @@ def test_marks_are_filled() -> None:
     assert template["args"].whole.seen == 0, "a skeleton is used more than once"
     zero = fill({"common_step": StepNumber(*step, False)}, {}, lambda *_: torch.tensor(0.0))
     assert zero == {}, "Megatron does not write it then"
-    with pytest.raises(FillingError, match=r"do not hold g\.0\.1"):
+    with pytest.raises(SkeletonError, match=r"do not hold g\.0\.1"):
         fill(FromExtras(("g", 0, 1)), extras, read)
 
 

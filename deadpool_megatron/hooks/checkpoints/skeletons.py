@@ -16,7 +16,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,17 @@ from deadpool_megatron.hooks.capture.optimizer import (
 )
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.layout.records import RoleLayout
-from deadpool_megatron.persist.filling import FromExtras, StepNumber, dtype_name, has_marks
 from deadpool_megatron.persist.frozen_file import FROZEN
 from deadpool_megatron.persist.skeleton import (
     ZEROS,
+    FromExtras,
     Piece,
     Skeleton,
     SkeletonError,
+    StepNumber,
     boxes,
+    dtype_name,
+    has_marks,
     share_skeleton,
     write_skeleton,
 )
@@ -87,12 +90,19 @@ def leave_skeleton(skeleton: Skeleton, settings: Settings) -> None:
     """
     if skeleton.refusal and settings.persist_interval:
         raise SkeletonError(f"--deadpool-persist-interval: {skeleton.refusal}")
-    directory = Path(os.environ["DEADPOOL_SEGMENT_DIR"])
+    directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), skeleton.role
     write_skeleton(directory, skeleton)
+
+    def share() -> None:
+        try:
+            shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).skeletons
+            share_skeleton(directory, role, shared)
+        except OSError as error:
+            text = f"role {role} could not be exported if its node were lost: {error}"
+            print(text, file=sys.stderr, flush=True)
+
     if settings.exports:
-        shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).skeletons
-        place = (directory, skeleton.role, shared)
-        threading.Thread(target=_share, args=place, name="skeleton", daemon=True).start()
+        threading.Thread(target=share, name="skeleton", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,9 @@ class _Origin:
     @property
     def end(self) -> int:
         return self.address + self.count * self.itemsize
+
+    def offset_of(self, element: int) -> int:
+        return self.offset_bytes + element * self.stored.itemsize
 
 
 class _Maker:
@@ -181,21 +194,12 @@ class _Maker:
             run = parameter.detach().view(-1)[start : start + master.numel()]
             if master.data_ptr() == run.data_ptr():
                 continue  # it is the parameter that is updated
-            found = self._find(master)
-            if len(found) != 1 or found[0][1] != master.numel():
-                raise SkeletonError("master weights do not lie in one piece of a shard part")
-            _, _, origin, first = found[0]
+            origin, offset = self._one_piece(master, "master weights do")
             if not torch.equal(master.detach().view(-1).to(run.dtype), run):
                 raise SkeletonError("a parameter is not what its master weights round to")
-            offset = origin.offset_bytes + first * origin.stored.itemsize
             self._add(run, origin.part, offset, origin.stored)
         if is_distributed(inner):
-            first_instance = inner.distributed_optimizer_instance_id == 0
-            for buffer in inner.buffers:
-                for parameter in buffer.params:
-                    end = parameter.data_ptr() + parameter.numel() * parameter.element_size()
-                    self._shared.append((parameter.data_ptr(), end, first_instance))
-            self._shared.sort()
+            self._share(inner, (one for buffer in inner.buffers for one in buffer.params))
 
     @contextlib.contextmanager
     def _without_gathering(self) -> Iterator[None]:
@@ -234,23 +238,32 @@ class _Maker:
                     for name, tensor in whole.items():
                         self._stand_for(tensor, start, kept[name])
                 before += bucket.numel_unpadded
-            for tensor in whole.values():
-                end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-                first_instance = inner.distributed_optimizer_instance_id == 0
-                self._shared.append((tensor.data_ptr(), end, first_instance))
-                self._kept_alive.append(tensor)
+            self._share(inner, whole.values())
+            self._kept_alive += whole.values()
             answer[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
-        self._shared.sort()
         return answer
 
     def _stand_for(self, whole: Tensor, start: int, kept: Tensor) -> None:
         """From element ``start`` on, ``whole`` stands for a tensor of a shard part."""
-        found = self._find(kept)
-        if len(found) != 1 or found[0][1] != kept.numel() or kept.dtype != whole.dtype:
-            raise SkeletonError("the optimizer's state does not lie in one piece of a shard part")
-        _, _, origin, first = found[0]
-        offset = origin.offset_bytes + first * origin.stored.itemsize
+        origin, offset = self._one_piece(kept, "the optimizer's state does")
+        if kept.dtype != whole.dtype:
+            raise SkeletonError(f"the optimizer keeps its state as {kept.dtype}")
         self._add(whole[start : start + kept.numel()], origin.part, offset, origin.stored)
+
+    def _share(self, inner: Any, tensors: Iterable[Tensor]) -> None:
+        """Of these each data-parallel peer of a distributed optimizer has a run."""
+        for tensor in tensors:
+            end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+            first_instance = inner.distributed_optimizer_instance_id == 0
+            bisect.insort(self._shared, (tensor.data_ptr(), end, first_instance))
+
+    def _one_piece(self, tensor: Tensor, what: str) -> tuple[_Origin, int]:
+        """The origin of a whole tensor, and the offset of its first byte in the part."""
+        found = self._find(tensor)
+        if len(found) != 1 or found[0][1] != tensor.numel():
+            raise SkeletonError(f"{what} not lie in one piece of a shard part")
+        _, _, origin, first = found[0]
+        return origin, origin.offset_of(first)
 
     def _find(self, tensor: Tensor) -> list[tuple[int, int, _Origin, int]]:
         """Runs of a contiguous tensor that are known: first and last element, its origin, and the
@@ -304,7 +317,7 @@ class _Maker:
         prepended = leaf.prepend_axis_num
         for box in boxes(tuple(leaf.data.shape), start, stop):
             local = (*([0] * prepended), *box.offsets)
-            offset = origin.offset_bytes + (first + box.start - start) * origin.stored.itemsize
+            offset = origin.offset_of(first + box.start - start)
             yield Piece(
                 key=leaf.key,
                 shape=tuple(leaf.global_shape),
@@ -330,18 +343,13 @@ class _Maker:
     # Other values.
 
     def _checked(self, leaf: ShardedObject) -> Any:
-        constant = leaf.key.endswith(_CONSTANT_OBJECTS)
-        if constant and "_extra_state" in leaf.key and self._has_fp8():
-            constant = False
-        if not constant and not has_marks(leaf.data):
+        is_constant = leaf.key.endswith(_CONSTANT_OBJECTS)
+        if is_constant and "_extra_state" in leaf.key:
+            configs = [getattr(chunk, "config", None) for chunk in self._loop.model_chunks]
+            is_constant = not any(getattr(config, "fp8", None) for config in configs)
+        if not is_constant and not has_marks(leaf.data):
             raise SkeletonError(f"{leaf.key}: nobody knows how an iteration changes it")
         return leaf.data
-
-    def _has_fp8(self) -> bool:
-        return any(
-            getattr(getattr(chunk, "config", None), "fp8", None)
-            for chunk in self._loop.model_chunks
-        )
 
     def _marked_optimizer(self, node: Any) -> Any:
         chained = getattr(self._loop.optimizer, "chained_optimizers", [self._loop.optimizer])
@@ -407,8 +415,8 @@ class _Maker:
             step = state.get("step")
             if isinstance(step, Tensor) and (found := self._find(step.view(-1))):
                 _, _, origin, first = found[0]
-                offset = origin.offset_bytes + first * origin.stored.itemsize
-                return StepNumber(origin.part, offset, dtype_name(origin.stored), as_number)
+                stored = dtype_name(origin.stored)
+                return StepNumber(origin.part, origin.offset_of(first), stored, as_number)
         return None
 
 
@@ -436,11 +444,3 @@ def _padding(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     elif isinstance(node, list):
         for one in node:
             yield from _padding(one)
-
-
-def _share(directory: Path, role: int, shared: Path) -> None:
-    try:
-        share_skeleton(directory, role, shared)
-    except OSError as error:
-        text = f"role {role} could not be exported if its node were lost: {error}"
-        print(text, file=sys.stderr, flush=True)

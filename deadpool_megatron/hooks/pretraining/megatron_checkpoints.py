@@ -21,8 +21,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.storage_faults import StorageFaults
-from deadpool_megatron.persist.filling import Attributes, FromExtras, RandomStates
-from deadpool_megatron.persist.skeleton import SkeletonError
+from deadpool_megatron.persist.skeleton import Attributes, FromExtras, RandomStates, SkeletonError
 
 # Of Megatron's arguments, which are part of a checkpoint: counted by every iteration.
 _COUNTED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
