@@ -46,7 +46,6 @@ from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk.sources import dump_differs
@@ -80,10 +79,10 @@ class EpochEntry:
         self,
         program: Program,
         link: MemberLink,
-        settings: Settings,
         communicators: Communicators,
         reports: Reports,
     ) -> None:
+        settings = link.settings
         self.program = program
         self.role = -1
         self.generation = Generation(0, 0)

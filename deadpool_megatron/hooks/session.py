@@ -18,6 +18,7 @@ What ends an epoch for this process, and how that is told from a failure of its 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -57,9 +58,9 @@ _NCCL_SHARE = 0.45
 class Session:
     """See the module text. All methods but the link's handlers run on the main thread."""
 
-    def __init__(self, link: MemberLink, settings: Settings, run_directory: Path) -> None:
-        self._link = link
-        self._settings = settings
+    def __init__(self, link: MemberLink, run_directory: Path) -> None:
+        settings = link.settings
+        self._link, self._settings = link, settings
         self._run_directory = run_directory
         self._world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
         # What the coordinator expects this process to be needed for.
@@ -105,8 +106,7 @@ class Session:
 
         Raises RuntimeError outside of ``deadpool run`` or ``deadpool agent``.
         """
-        link = MemberLink.from_environment()
-        return Session(link, link.settings, Path(os.environ["DEADPOOL_RUN_DIR"]))
+        return Session(MemberLink.from_environment(), Path(os.environ["DEADPOOL_RUN_DIR"]))
 
     def run(self, program: Program) -> None:
         """Play whatever role the records give this process, until the run is over.
@@ -114,17 +114,11 @@ class Session:
         Ends the process, with one line and status 2, where the program cannot be protected.
         """
         failpoints.load()
-        failpoints.set_context(run_dir=str(self._run_directory), node=self._link.seat.node)
-        failpoints.set_context(slot=self._link.seat.slot)
+        seat = self._link.seat
+        failpoints.set_context(run_dir=str(self._run_directory), node=seat.node, slot=seat.slot)
         select_platform().install()
         self._communicators.install()
-        self._entry = EpochEntry(
-            program=program,
-            link=self._link,
-            settings=self._settings,
-            communicators=self._communicators,
-            reports=self._reports,
-        )
+        self._entry = EpochEntry(program, self._link, self._communicators, self._reports)
         self._link.start(
             Handlers(
                 on_close=self._on_close,
@@ -282,50 +276,9 @@ class Session:
         ):
             self._stage(phase, stage, record, role)
         self._reports.say("restored", generation=entry.generation.to_list())
-        self._train(record)
-        self._finish(record, role)
-
-    def _await_close(self, epoch: int, error: BaseException) -> None:
-        """Return when ``epoch`` is closed, having done what leads to it; see the module text.
-
-        Raises ``error`` when it turns out to be the program's own, StopOrder at the end of the run.
-        """
-        if self._link.closed_epoch < epoch and not self._link.stopped:
-            if isinstance(error, RestoreFailed):
-                self._reports.say("restore-failed", part=error.part, text=str(error))
-            elif isinstance(error, PeerMismatch):
-                self._reports.say("restore-failed", part="", text=str(error))
-            elif isinstance(error, CommunicatorFault):
-                self._on_fault(error.group, error.operation, error.cause)
-            elif isinstance(error, NoRoom):
-                print(error, file=sys.stderr, flush=True)
-                sys.exit(ExitStatus.BAD_INPUT)  # another process would find no more memory
-            elif isinstance(error, ExtrasOutgrown):
-                # Another process would come to the same: the state is saved, and the run ends.
-                print(error, file=sys.stderr, flush=True)
-                sys.exit(ExitStatus.EXTRAS_OUTGROWN)
-            elif isinstance(error, SkeletonError | UnsupportedOptimizer):
-                raise error  # that this program cannot be protected is no consequence of anything
-            elif isinstance(error, VaultError):
-                self._on_fault("vault", self._reports.section, str(error))
-            elif isinstance(error, EpochClosed):
-                self._on_fault("member", error.operation, "interrupted without a close")
-            elif not self._ends_within(epoch, self._settings.close_seconds):
-                raise error  # else the first word of a peer's death was an exception of our own
-        try:
-            self._wait_closed(epoch)
-        except EpochClosed:
-            pass
-        if not isinstance(error, EpochClosed):
-            # For whoever reads the log; nothing of the interrupted step is used.
-            text = "".join(traceback.format_exception_only(error)).strip()
-            print(f"epoch {epoch} ends here with {text}", file=sys.stderr, flush=True)
-
-    def _train(self, record: EpochRecord) -> None:
-        built = self._built
         course = EpochRunner(
             record,
-            built,
+            entry,
             self._communicators,
             self._reports,
             self._pause,
@@ -334,9 +287,41 @@ class Session:
             self._settings,
         )
         course.hash_restored()
-        built.loop.train(course)
+        entry.loop.train(course)
         self._reports.section = "finish"
-        built.protection.end()
+        entry.protection.end()
+        self._finish(record, role)
+
+    def _await_close(self, epoch: int, error: BaseException) -> None:
+        """Return when ``epoch`` is closed, having done what leads to it; see the module text.
+
+        Raises ``error`` when it turns out to be the program's own, StopOrder at the end of the run.
+        """
+        if self._link.closed_epoch < epoch and not self._link.stopped:
+            if isinstance(error, RestoreFailed | PeerMismatch):
+                part = getattr(error, "part", "")
+                self._reports.say("restore-failed", part=part, text=str(error))
+            elif isinstance(error, CommunicatorFault):
+                self._on_fault(error.group, error.operation, error.cause)
+            elif isinstance(error, NoRoom | ExtrasOutgrown):
+                # Another process would come to the same.
+                print(error, file=sys.stderr, flush=True)
+                bad = isinstance(error, NoRoom)
+                sys.exit(ExitStatus.BAD_INPUT if bad else ExitStatus.EXTRAS_OUTGROWN)
+            elif isinstance(error, SkeletonError | UnsupportedOptimizer):
+                raise error  # that this program cannot be protected is no consequence of anything
+            elif isinstance(error, VaultError):
+                self._on_fault("vault", self._reports.section, str(error))
+            elif isinstance(error, EpochClosed):
+                self._on_fault("member", error.operation, "interrupted without a close")
+            elif not self._ends_within(epoch, self._settings.close_seconds):
+                raise error  # else the first word of a peer's death was an exception of our own
+        with contextlib.suppress(EpochClosed):
+            self._wait_closed(epoch)
+        if not isinstance(error, EpochClosed):
+            # For whoever reads the log; nothing of the interrupted step is used.
+            text = "".join(traceback.format_exception_only(error)).strip()
+            print(f"epoch {epoch} ends here with {text}", file=sys.stderr, flush=True)
 
     def _finish(self, record: EpochRecord, role: int) -> NoReturn:
         """Report the end and stay available: a late failure may need this role again."""
@@ -358,8 +343,8 @@ class Session:
 
     def _leave(self, epoch: int, ended: BaseException) -> None:
         """After a close: nothing may still read or write this process's state; then say so."""
-        self._reports.section = "drain"
         started = time.monotonic()
+        self._reports.section = "drain"
         failpoints.set_context(section="drain")
         failpoints.hit("recovery.drain")
         # The watcher may not have come to it yet; a drain of an open epoch would do nothing.

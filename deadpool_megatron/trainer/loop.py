@@ -29,7 +29,6 @@ from deadpool_megatron.trainer.model import (
     build_optimizer,
     build_scheduler,
     initialize_parallel_state,
-    inner_optimizers,
     seed_generators,
 )
 
@@ -79,7 +78,6 @@ class TrainingLoop(SteppedLoop):
         self._log_started = time.monotonic()
         self._microbatch = 0
         self._has_reported = False
-        self._register_failpoints()
         self.reset_after_interrupt()
 
     @property
@@ -227,11 +225,6 @@ class TrainingLoop(SteppedLoop):
         if self.config.num_experts is not None:
             clear_aux_losses_tracker()
 
-    def _register_failpoints(self) -> None:
-        for number, inner in enumerate(inner_optimizers(self.optimizer)):
-            inner.register_step_pre_hook(functools.partial(_hit, "optimizer.inside", number))
-            inner.register_step_post_hook(functools.partial(_hit, "optimizer.updated", number))
-
     def _forward_backward(
         self, iterators: list[Iterator[Batch]], forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
@@ -357,10 +350,6 @@ def _loss(
 def _finalize(*args: Any, **options: Any) -> None:
     finalize_model_grads(*args, **options)
     failpoints.hit("grads.final")
-
-
-def _hit(point: str, number: int, *_unused: object) -> None:
-    failpoints.hit(point, optimizer=number)
 
 
 def _hit_backward(number: int) -> None:

@@ -228,15 +228,15 @@ class Rig:
         self.socket, member = socket.socketpair()
         self.socket.settimeout(SECONDS)
         self.link = MemberLink(member, SEAT, "run", QUICK)
-        self.session = Session(self.link, QUICK, folder)
+        self.session = Session(self.link, folder)
         self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.heard: list[dict[str, Any]] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         self.expect("hello")
 
-    def _make_entry(self, **options: Any) -> FakeEntry:
-        self.emit = options["reports"].emit
+    def _make_entry(self, *given: Any) -> FakeEntry:
+        self.emit = given[-1].emit
         return self.entry
 
     def _exit(self, code: int) -> None:

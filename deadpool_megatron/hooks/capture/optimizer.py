@@ -29,6 +29,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.state.packing import Part, move_into_arenas
 
 _UNKNOWN_CLASSES = frozenset(
@@ -515,9 +516,9 @@ class StepHooks:
 
         optimizer.step = gated_step
         for index, inner in enumerate(inner_optimizers(optimizer)):
-            for call in before:
+            for call in (_inside, *before):
                 inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
-            for call in after:
+            for call in (_updated, *after):
                 inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
 
 
@@ -530,6 +531,14 @@ def largest_value(parts: Sequence[Part]) -> float:
         if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
     ]
     return float(torch.stack(largest).max()) if largest else 0.0
+
+
+def _inside(index: int) -> None:
+    failpoints.hit("optimizer.inside", optimizer=index)
+
+
+def _updated(index: int) -> None:
+    failpoints.hit("optimizer.updated", optimizer=index)
 
 
 def _call(call: Callable[[int], None], index: int, *_: object) -> None:

@@ -28,7 +28,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.capture import hashing
-from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
@@ -83,7 +82,6 @@ class PretrainLoop(ProtectedLoop):
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
         self._to_replay = 0
-        _faults_in_optimizer(self.optimizer)
         arguments = build.train_arguments
         arguments["forward_step_func"] = _faults_in_forward(arguments["forward_step_func"])
 
@@ -147,7 +145,7 @@ class PretrainLoop(ProtectedLoop):
         # What the user said is about the start of the run; this one is to be loaded whole.
         whole = {
             "load": str(directory.parent),
-            "ckpt_step": _iteration_of(directory),
+            "ckpt_step": int(directory.name.removeprefix("iter_")),
             "exit_on_missing_checkpoint": True,
             "pretrained_checkpoint": None,
             "finetune": False,
@@ -223,6 +221,8 @@ class PretrainLoop(ProtectedLoop):
     def _go_to_start(self) -> None:
         """Megatron's arguments as train() has to find them: before the newest iteration, whose
         answer is replayed, or after it where there is no answer."""
+        from megatron.training import get_timers
+
         args, iteration = self._args, self.counters["iteration"]
         self._to_replay = iteration if self._newest.known else 0
         args.iteration = iteration - (1 if self._to_replay else 0)
@@ -231,7 +231,7 @@ class PretrainLoop(ProtectedLoop):
         args.num_floating_point_operations_so_far = self._newest.operations_before
         self._sums = None
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        self.build.train_arguments["config"].timers = _timers()
+        self.build.train_arguments["config"].timers = get_timers()
 
     def _follow_up(self, result: Any) -> None:
         """Do what pretrain() does when train() has returned ``result``: last save, evaluations.
@@ -268,7 +268,7 @@ class PretrainLoop(ProtectedLoop):
             "train_step": self._train_step,
             "training_log": self._log,
             "evaluate": self._evaluate_once,
-            "evaluate_and_print_results": self._evaluate,
+            "evaluate_and_print_results": functools.partial(self._evaluate, "evaluation"),
             "save_checkpoint": self._save,
             "checkpoint_and_decide_exit": self._decide_exit,
         }
@@ -348,27 +348,26 @@ class PretrainLoop(ProtectedLoop):
         failpoints.set_context(section="between")
         return answer
 
-    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._in_segment("evaluation", "evaluation", original, args, kwargs)
-
     def _evaluate_at_the_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         prefix = str(self._arguments(original, args, kwargs)["prefix"])
-        kind = "test" if prefix.endswith("test set") else "validation"
-        self._in_segment(kind, kind, original, args, kwargs)
+        boundary = "test" if prefix.endswith("test set") else "validation"
+        self._evaluate(boundary, original, *args, **kwargs)
 
-    def _in_segment(
-        self, boundary: str, lines: str, original: Callable[..., Any], args: Any, kwargs: Any
+    def _evaluate(
+        self, boundary: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
+        course = self._running
+
         def run() -> None:
             failpoints.hit("evaluation.begin")
-            iteration = self.counters["iteration"]
-            course = self._running
-            with self._logbook.lines(lines, iteration, course.check, course.epoch):
+            with self._logbook.lines(
+                boundary, self.counters["iteration"], course.check, course.epoch
+            ):
                 original(*args, **kwargs)
             self.counters["consumed_valid_samples"] = self._args.consumed_valid_samples
             failpoints.hit("evaluation.end")
 
-        self._running.segment(boundary, run)
+        course.segment(boundary, run)
 
     def _evaluate_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = original(*args, **kwargs)
@@ -435,31 +434,8 @@ class PretrainLoop(ProtectedLoop):
         return dict(bound.arguments)
 
 
-def _timers() -> Any:
-    from megatron.training import get_timers
-
-    return get_timers()
-
-
-def _iteration_of(directory: Path) -> int:
-    """``iter_0000123`` -> 123."""
-    return int(directory.name.removeprefix("iter_"))
-
-
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
-
-
-def _faults_in_optimizer(optimizer: Any) -> None:
-    """Let tests fail before and after each inner update: points ``optimizer.inside`` and
-    ``optimizer.updated``."""
-    if not failpoints.ACTIVE:
-        return
-    for number, inner in enumerate(inner_optimizers(optimizer)):
-        before = functools.partial(_fail, "optimizer.inside", number)
-        after = functools.partial(_fail, "optimizer.updated", number)
-        inner.optimizer.register_step_pre_hook(before)
-        inner.optimizer.register_step_post_hook(after)
 
 
 def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -474,7 +450,3 @@ def _faults_in_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
         return forward_step(iterator, model, *args, **kwargs)
 
     return wrapper
-
-
-def _fail(point: str, number: int, *_unused: object) -> None:
-    failpoints.hit(point, optimizer=number)
