@@ -154,9 +154,9 @@ def test_the_device_is_set_before_anything_asks_for_the_current_one(
     taken, seen = machine(1), list[list[int]]()
     made = session_rig.Rig._make_entry
 
-    def make(rig: session_rig.Rig, **options: object) -> session_rig.FakeEntry:
+    def make(rig: session_rig.Rig, *given: object) -> session_rig.FakeEntry:
         seen.append(list(taken))
-        return made(rig, **options)
+        return made(rig, *given)
 
     monkeypatch.setattr(session_rig.Rig, "_make_entry", make)
     # The platform of a process is chosen once, and these are not the calls to choose it by.

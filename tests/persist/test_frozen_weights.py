@@ -156,11 +156,12 @@ def test_roles_with_equal_weights_write_one_file(tmp_path: Path) -> None:
 def test_a_writer_that_died_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anything of it left."""
+    """Nor is anything of it left, not even a file that was cut."""
     monkeypatch.setattr(frozen_file, "_PATIENCE_SECONDS", 0.2)
     name = name_of(weights())
     (tmp_path / f".{name}").write_bytes(b".")
     (tmp_path / f".{name}.0123abcd").write_bytes(b"half of it")
+    (tmp_path / name).write_bytes(b"half of it")
     frozen_file.write(tmp_path, name, weights(), never)
     frozen_file.read(tmp_path, name, weights(2), never)
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -181,13 +182,6 @@ def test_a_writer_that_only_stood_still_does_no_harm(
     assert not thread.is_alive()
     frozen_file.read(tmp_path, name, weights(2), never)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_a_file_that_was_cut_is_written_anew(tmp_path: Path) -> None:
-    name = name_of(weights())
-    (tmp_path / name).write_bytes(b"half of it")
-    frozen_file.write(tmp_path, name, weights(), never)
-    frozen_file.read(tmp_path, name, weights(2), never)
 
 
 def test_who_is_stopped_leaves_no_half_file(tmp_path: Path) -> None:
@@ -319,18 +313,6 @@ def test_lost_roles_get_them_back(tmp_path: Path) -> None:
     outcome = run_program(run, program, plan, spares=2, refill=2)
     assert_unnoticed(outcome, undisturbed(program), plan)
     assert len(list((run / "frozen").iterdir())) == 2, "one for each stage"
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_the_first_writer_dies_at_it(tmp_path: Path) -> None:
-    """No generation names a file that is not there; so it begins again with the whole run."""
-    plan = [fault("writer", "frozen.write", target="node")]
-    program = frozen_program()
-    outcome = run_program(tmp_path / "run", program, plan, spares=1)
-    assert_unnoticed(outcome, undisturbed(program), plan)
-    names = [path.name for path in (tmp_path / "run" / "frozen").iterdir()]
-    assert len(names) == 2, "nothing half is left"
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.coordinator.durable import (
     publish_export,
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.hooks.pretraining.storage_faults import StorageFaults
+from deadpool_megatron.hooks.pretraining.megatron_checkpoints import StorageFaults
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint, make_private
 from tests.security.users import ATTACKER, needs_root

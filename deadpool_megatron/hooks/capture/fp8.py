@@ -163,14 +163,15 @@ def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) 
 
     Raises UnsupportedOptimizer for what would be lost or could not be compared.
     """
-    if not _is_known(_manager()):
+    if not all(isinstance(getattr(_manager(), name, None), dict) for name in _REGISTERS):
         raise UnsupportedOptimizer(
             "this version of Transformer Engine keeps FP8 state in a place that is not known;"
             " 2.8 to 2.12 were read"
         )
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
-            _refuse_quantised(name, parameter)
+            if raw_tensors(parameter) and not parameter.requires_grad:
+                raise UnsupportedOptimizer(f"{name} is frozen and in FP8: it cannot be cast anew")
         for name, module in chunk.named_modules():
             if hasattr(module, "_fused_impl"):  # Megatron's TEFusedMLP
                 raise UnsupportedOptimizer(f"{name}: fused operations keep FP8 state of their own")
@@ -179,13 +180,6 @@ def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) 
         for name, module in waiting:
             module.init_fp8_metadata(num_gemms=_products(name, module))
             _completed.add(module)
-
-
-def _refuse_quantised(name: str, parameter: Tensor) -> None:
-    if not raw_tensors(parameter):
-        return
-    if not parameter.requires_grad:
-        raise UnsupportedOptimizer(f"{name} is frozen and in FP8: it cannot be cast anew")
 
 
 def _products(name: str, module: Any) -> int:
@@ -202,10 +196,6 @@ def _manager() -> Any:
     # The name that Megatron imports it by, in all versions.
     module = sys.modules.get("transformer_engine.pytorch.fp8")
     return getattr(module, "FP8GlobalStateManager", None)
-
-
-def _is_known(manager: Any) -> bool:
-    return all(isinstance(getattr(manager, name, None), dict) for name in _REGISTERS)
 
 
 def _order(modules: _Modules) -> list[int]:

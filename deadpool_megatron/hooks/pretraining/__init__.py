@@ -9,6 +9,5 @@ stages                which roles can use each other's model objects
 loop                  train() and what follows it, as a loop that a session protects
 iteration             the newest one, as far as train() has to know it
 logbook               TensorBoard, W&B, the lines of training_log(): each step once
-megatron_checkpoints  Megatron-LM's own: when one counts, what one would hold
-storage_faults        errors of the file system while it saves
+megatron_checkpoints  Megatron-LM's own: when one counts, what costs one, what one would hold
 """

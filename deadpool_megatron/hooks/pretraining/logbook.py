@@ -108,6 +108,7 @@ class Logbook:
         They are written at its end, when ``check`` has not raised EpochClosed.
         """
         repeated = iteration <= self._written.get(kind, 0)
+        is_shown = not repeated
         printed = io.StringIO()
         try:
             with self.silence(), self._held() as held, contextlib.redirect_stdout(printed):
@@ -116,11 +117,11 @@ class Logbook:
                 yield
             check()
         except EpochClosed:
+            is_shown = False
             raise
-        except BaseException:
-            self._print(printed, repeated)
-            raise
-        self._print(printed, repeated)
+        finally:
+            if is_shown:
+                print(printed.getvalue(), end="", flush=True)
         if repeated:
             return
         if self._wandb is not None:
@@ -159,10 +160,6 @@ class Logbook:
             if wandb is not None:
                 wandb.log({tag: value}, iteration)
         self._marks = {}
-
-    def _print(self, printed: io.StringIO, repeated: bool) -> None:
-        if not repeated:
-            print(printed.getvalue(), end="", flush=True)
 
     @contextmanager
     def _held(self) -> Iterator[list[functools.partial[None]]]:
@@ -325,24 +322,19 @@ class Reporter:
         self._emit = emit
         self._has_begun = False
 
-    def _begin(self) -> None:
-        """Say what is going to be trained, once."""
-        from megatron.training import get_args
-
-        args = get_args()
-        if args.train_iters:
-            facts = {"iterations": args.train_iters, "sequence_length": args.seq_length}
-            self._emit("training", facts)
-        self._has_begun = True
-
     def step(
         self, iteration: int, answer: tuple[Any, ...], optimizer: Any, counters: Mapping[str, int]
     ) -> None:
         """An iteration was trained; ``answer`` is what train_step() answered."""
+        from megatron.training import get_args
+
         if not _speaks() or not answer[LOSSES]:
             return
-        if not self._has_begun:
-            self._begin()
+        args = get_args()
+        if args.train_iters and not self._has_begun:
+            facts = {"iterations": args.train_iters, "sequence_length": args.seq_length}
+            self._emit("training", facts)
+        self._has_begun = True
         skipped, norm = bool(answer[SKIPPED]), answer[GRAD_NORM]
         rate = get_canonical_lr_for_logging(optimizer.param_groups)
         self._emit(
