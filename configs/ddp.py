@@ -6,12 +6,10 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.distributed as dist
-from deadpool_megatron.hooks import Program, Session
-from deadpool_megatron.hooks.loop import SteppedLoop
+from deadpool_megatron.hooks import Program, Session, SteppedLoop, state_hash
 from deadpool_megatron.platform import select_platform
 
 select_platform().install()  # without a GPU: CPU stand-ins, before Megatron is imported
-from deadpool_megatron.hooks.capture.hashing import state_hash
 from megatron.core import parallel_state
 
 ITERATIONS, BATCH = 12, 8

@@ -1,7 +1,7 @@
 """The only package that touches Megatron: what it registers with the groups and the loop.
 
 ``Session`` is what a training program uses; ``Program`` and ``ProtectedLoop`` (most simply a
-``SteppedLoop``) are what it provides.
+``SteppedLoop``) are what it provides, ``state_hash`` is what that answers for its state.
 
 loop               what a training program provides
 session            one process: takes roles, trains, leaves closed epochs, takes roles again
@@ -18,7 +18,8 @@ audit/             the search for silent corruption, every so many iterations
 pretraining/       Megatron-LM's own scripts under protection
 """
 
+from deadpool_megatron.hooks.capture.hashing import state_hash
 from deadpool_megatron.hooks.loop import Course, Emit, Program, ProtectedLoop, SteppedLoop
 from deadpool_megatron.hooks.session import Session
 
-__all__ = ["Course", "Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop"]
+__all__ = ["Course", "Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop", "state_hash"]

@@ -71,7 +71,8 @@ def _carry_out(job: Mapping[str, Any]) -> None:
         told = write_role(skeleton, source, directory)
         if taken.role == 0:
             common = filled(skeleton.common, source)
-        _tell(directory, told)
+        # It appears whole.
+        write_text(_told_path(directory, taken.role), json.dumps(told))
     failpoints.hit("persist.written", iteration=job["iteration"])
     if job["joins"]:
         told_by_all = _await_all(directory, int(job["world_size"]), float(job["deadline_seconds"]))
@@ -91,11 +92,6 @@ def _sources(job: Mapping[str, Any]) -> Iterator[Taken]:
 
 def _told_path(directory: Path, role: int) -> Path:
     return directory / f".role-{role}.json"
-
-
-def _tell(directory: Path, told: Mapping[str, Any]) -> None:
-    """Leave word of what was written; it appears whole."""
-    write_text(_told_path(directory, int(told["role"])), json.dumps(told))
 
 
 def _await_all(

@@ -20,7 +20,6 @@ import copy
 import io
 import math
 import os
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +31,12 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron import ownership
+from deadpool_megatron.cluster.run_directory.directory import write_text
 
 # (part, offset in bytes, dtype by name) -> the number there, a tensor without axes
 ReadNumber = Callable[[str, int, str], Tensor]
 
+_OWN = 0o600
 # In place of a part's name: bytes that nobody reads, such as the padding between parameters.
 ZEROS = ""
 
@@ -87,7 +88,7 @@ def write_skeleton(directory: Path, skeleton: Skeleton) -> None:
     """Replace the role's skeleton; readers see the old or the new one, other users none."""
     content = io.BytesIO()
     torch.save(skeleton, content)
-    _replace(skeleton_path(directory, skeleton.role), content.getbuffer())
+    write_text(skeleton_path(directory, skeleton.role), content.getvalue(), mode=_OWN)
 
 
 def share_skeleton(directory: Path, role: int, shared: Path) -> None:
@@ -97,20 +98,7 @@ def share_skeleton(directory: Path, role: int, shared: Path) -> None:
     """
     content = skeleton_path(directory, role).read_bytes()
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _replace(skeleton_path(shared, role), content)
-
-
-def _replace(path: Path, content: bytes | memoryview) -> None:
-    # Another name on each host: a process of the same number may write there.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_text(skeleton_path(shared, role), content, mode=_OWN)
 
 
 def read_skeleton(directory: Path, role: int, layout_hash: str) -> Skeleton:
@@ -147,11 +135,6 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

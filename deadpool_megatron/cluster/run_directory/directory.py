@@ -295,14 +295,16 @@ def write_json(
     write_text(path, json.dumps(values, indent=1) + "\n", lasting=lasting, mode=mode)
 
 
-def write_text(path: Path, text: str, *, lasting: bool = False, mode: int = _FILE_MODE) -> None:
+def write_text(
+    path: Path, text: str | bytes, *, lasting: bool = False, mode: int = _FILE_MODE
+) -> None:
     """Replace ``path`` as :func:`write_json` does, through a name that nobody can have made."""
     # Of each call its own: several threads may be at it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
             if lasting:
                 file.flush()
                 os.fsync(file.fileno())

@@ -95,10 +95,6 @@ class UpdateCapture:
     def begin(self, *, wanted: bool) -> None:
         """A new epoch, whose plan wants it or does not."""
 
-    def keeps(self) -> bool:
-        """True where :meth:`capture` is to be called."""
-        return False
-
     def capture(self, index: int, writer: SlotWriter) -> None:
         """Inner optimizer ``index`` is about to update: start copying what it will use."""
 
@@ -257,8 +253,8 @@ class Protection:
         if index in self._copies:  # of an update before, in this iteration: it is copied again
             self._await_copy(self._copies[index], "the copy of an update into its slot")
             del self._copies[index]
-        if self._epoch and self._updates.keeps():
-            self._updates.capture(index, self._slot())
+        if self._writer is not None:
+            self._updates.capture(index, self._writer)
 
     def updated(self, index: int) -> None:
         """Inner update ``index`` is done: start copying its part into the idle slot."""
