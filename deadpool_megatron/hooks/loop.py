@@ -33,10 +33,6 @@ _OF_THE_MODEL = (
 )
 
 
-def _as_it_is(forward_backward: ForwardBackward) -> ForwardBackward:
-    return forward_backward
-
-
 class Course(Protocol):
     """The things that an open epoch lets a loop do: one iteration or segment at a time, under
     protection.
@@ -82,7 +78,9 @@ class ProtectedLoop(ABC):
     function ``f`` that runs the passes of an iteration.
     """
 
-    around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(_as_it_is)
+    around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(
+        lambda passes: passes
+    )
     model_chunks: list[Any]
     optimizer: Any
     scheduler: Any

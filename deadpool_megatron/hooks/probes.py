@@ -8,10 +8,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
-from deadpool_megatron.comms import StreamWaits
-from deadpool_megatron.comms.inner import Begun, Position
+from deadpool_megatron.comms import Communicators, StreamWaits
 
 # What a mark in a stream costs the host, generously, and the part of training that marks may take.
 _MARK_SECONDS = 5e-6
@@ -102,15 +101,6 @@ class DeviceMeter(OwnTimeMeter):
             self._stalled_seconds = self._stalled() - self._stalled_before
 
 
-class Watched(Protocol):
-    """The communicators of the process."""
-
-    def progress(self) -> int: ...
-    def look(self) -> None: ...
-    def positions(self) -> Mapping[str, Position] | None: ...
-    def begun(self) -> Mapping[str, Begun]: ...
-
-
 class Standstill:
     """Says of its groups, in the beats of a member that makes no progress, what helps to find the
     culprit. Used by the watcher thread alone, which makes the beats."""
@@ -121,7 +111,7 @@ class Standstill:
         self._since = 0.0
         self._told: dict[str, Any] = {}
 
-    def look(self, communicators: Watched) -> Mapping[str, Any]:
+    def look(self, communicators: Communicators) -> Mapping[str, Any]:
         """Return what a beat says besides, once the process has stood still for a while:
         ``begun``, a group and the numbers of its collectives and messages that the host has begun,
         for each group in which the host itself waits; and ``device``, where operations run on one:

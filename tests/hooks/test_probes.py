@@ -148,25 +148,20 @@ def test_the_recorder_is_asked_once_a_second_of_a_standstill() -> None:
     assert standstill.look(communicators) == {}, "it goes on"
 
 
-def test_where_the_host_waits_nothing_is_said_of_a_device() -> None:
-    now = 0.0
-    communicators = Communicators(None)
-    standstill = Standstill(lambda: now)
-    for later in (0.0, 1.0, 2.0):
-        now = later
-        assert "device" not in standstill.look(communicators)
+class Silent(Communicators):
+    def positions(self) -> Mapping[str, Position] | None:
+        raise ValueError("another form")
 
 
-def test_what_the_recorder_cannot_say_costs_no_beat() -> None:
-    class Silent(Communicators):
-        def positions(self) -> Mapping[str, Position] | None:
-            raise ValueError("another form")
-
+@pytest.mark.parametrize("communicators", [Communicators(None), Silent({})])
+def test_where_the_host_waits_or_the_recorder_is_mute_nothing_is_said_of_a_device(
+    communicators: Communicators,
+) -> None:
     now = 0.0
     standstill = Standstill(lambda: now)
     for later in (0.0, 1.0, 2.0):
         now = later
-        assert "device" not in standstill.look(Silent({}))
+        assert "device" not in standstill.look(communicators)  # type: ignore[arg-type]
 
 
 def test_what_the_host_has_begun_is_told_where_it_waits_itself() -> None:

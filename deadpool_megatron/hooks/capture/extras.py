@@ -155,8 +155,14 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(values: dict[str, Any]) -> None:
-    """Inverse of :func:`random_states`."""
-    _restore_tracked(_named(values, "random.tracker."))
+    """Inverse of :func:`random_states`. A tracker's generators stay: others refer to them."""
+    states, tracker = _named(values, "random.tracker."), tensor_parallel.get_cuda_rng_tracker()
+    for name, live in tracker.get_states().items():
+        if isinstance(live, torch.Generator) and name in states:
+            live.set_state(states[name])
+            states[name] = live
+    if states:
+        tracker.set_states(states)
     restore_random_states(values)
 
 
@@ -174,17 +180,6 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
     """
     is_megatrons = hasattr(scheduler, "use_checkpoint_opt_param_scheduler")
     return scheduler.state_dict() if is_megatrons else {}
-
-
-def _restore_tracked(states: dict[str, Any]) -> None:
-    """Set the tracker's states. Its generators stay: a generator refers to one of them."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    for name, live in tracker.get_states().items():
-        if isinstance(live, torch.Generator) and name in states:
-            live.set_state(states[name])
-            states[name] = live
-    if states:
-        tracker.set_states(states)
 
 
 def _named(values: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -323,15 +318,12 @@ def restore_loss_sums(values: dict[str, Any]) -> None:
             entry[key] = sums.to(device, copy=True)
         entry.update(_groups_of(values.get(f"{_GROUPS}{name}", {})))
     for name, entry in _logged_losses().items():
-        left = {key: one for key, one in _sums_of(entry).items() if _place(name, key) not in kept}
+        own = _sums_of(entry)
+        left = {key: one for key, one in own.items() if f"{_SUMS}{name}/{key}" not in kept}
         for tensor in left.values():
             tensor.zero_()
-        if left and len(left) == len(_sums_of(entry)):
+        if left and len(left) == len(own):
             entry.update(dict.fromkeys(_SUM_GROUPS))
-
-
-def _place(name: str, key: str) -> str:
-    return f"{_SUMS}{name}/{key}"
 
 
 def _logged_losses() -> dict[str, _LoggedLoss]:

@@ -475,11 +475,8 @@ def restore_param_group_values(
                 if isinstance(live := group.get(key), Tensor):
                     live.copy_(tensor)
                 else:
-                    group[key] = tensor.to(_device(group), copy=True)
-
-
-def _device(group: Mapping[str, Any]) -> torch.device:
-    return next((p.device for p in group["params"]), torch.device("cpu"))
+                    device = next((p.device for p in group["params"]), torch.device("cpu"))
+                    group[key] = tensor.to(device, copy=True)
 
 
 class StepHooks:
