@@ -49,7 +49,7 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk.sources import dump_differs
-from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import Interrupted, NoRoom, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.wire.framing import readable
 
@@ -197,7 +197,11 @@ class EpochEntry:
                 f"the state in {restore.path} is of another model or other flags: role {role}:"
                 f" {why}; resume it with the command that wrote it"
             )
-        self._admit(record)
+        if restore.kind != "memory" and not self._vault.has_segment(self.role):
+            # Before any is taken. A run that continues from memory has its slots, and lives with
+            # fewer copies rather than end.
+            for text in self._find_room(len(record.nodes), pinned=self._platform.is_cuda):
+                self._warn(text)
         # First: whether the state in memory is of this model is for the coordinator to judge; the
         # vault may have made slots for that state already, and has none of another layout.
         self._link.send({"t": "registered", "layout": layout.to_dict()})
@@ -313,10 +317,8 @@ class EpochEntry:
             )
         except Interrupted as error:
             raise EpochClosed(record.epoch, "restore") from error
-        except RestoreUnavailable as error:
-            raise RestoreFailed(error.part, str(error)) from error
         except VaultError as error:
-            raise RestoreFailed("", str(error)) from error
+            raise RestoreFailed(getattr(error, "part", ""), str(error)) from error
         part = extras_part(self.boundary)
         try:
             values = extras_codec.decode(restored.part(part))
@@ -342,14 +344,6 @@ class EpochEntry:
                 raise EpochClosed(epoch, operation)
 
         return wait
-
-    def _admit(self, record: EpochRecord) -> None:
-        """Look for memory before any is taken. Raises NoRoom. A run that continues from memory has
-        its slots, and lives with fewer copies rather than end."""
-        if record.restore.kind == "memory" or self._vault.has_segment(self.role):
-            return
-        for text in self._find_room(len(record.nodes), pinned=self._platform.is_cuda):
-            self._warn(text)
 
     def _find_room(self, nodes: int, *, pinned: bool) -> list[str]:
         """Look for memory before the first slot is made, in a run of so many nodes; returns
