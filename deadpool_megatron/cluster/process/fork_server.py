@@ -342,14 +342,17 @@ class Starter:
 
     def close(self) -> None:
         """End what was prepared, and members that are left."""
-        for watch, connection in self._parked.values():
-            connection.close()
-            watch.kill()
-        self._parked.clear()
+        self._drop_parked()
         if self._server is not None:
             asyncio.get_running_loop().remove_reader(self._server.fileno())
             with contextlib.suppress(OSError):
                 _send(self._server, _KILL_ALL)
+
+    def _drop_parked(self) -> None:
+        for watch, connection in self._parked.values():
+            connection.close()
+            watch.kill()
+        self._parked.clear()
 
     async def _fork(self, request: Message, handle: int) -> _Forked:
         assert self._server is not None
@@ -370,6 +373,7 @@ class Starter:
             self._lose_server()
         elif "why" in said:
             self._forks = True
+            self._drop_parked()
         elif "ended" in said:
             ended = self._forked.pop(int(said["ended"]), None)
             if ended is not None:
