@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import re
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -204,47 +202,15 @@ def term_file(path: Path, term: int, part: int = 1) -> Path:
     return path if term == 1 else path.with_name(f"{path.stem}-{term:04d}{path.suffix}")
 
 
-def event_files(path: Path) -> list[Path]:
-    """The event files of all terms so far, in order; ``path``: the first one of the first term."""
-    return [file for _, file in _files_by_term(path)]
-
-
-def _files_by_term(path: Path) -> list[tuple[int, Path]]:
+def event_files(path: Path, before_term: int | None = None) -> list[Path]:
+    """The event files so far, in order, of all terms or of those before one; ``path``: the first
+    one of the first term."""
     found = {}
     for file in path.parent.glob(f"{path.stem}*{path.suffix}"):
         match = _FILE.fullmatch(file.stem.removeprefix(path.stem))
         if match is not None:
             found[int(match["term"] or 1), int(match["part"] or 1)] = file
-    return [(term, file) for (term, _), file in sorted(found.items())]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place in the events of a run: behind so many bytes of a term's lines, in all its files."""
-
-    term: int = 1
-    nbytes: int = 0
-
-
-def files_behind(path: Path, place: Place, before_term: int) -> list[tuple[Path, int, int]]:
-    """Return what there is behind a place, in order: files, where to begin in each, and how much
-    there is of it; ``path``: the first one of the first term, ``before_term``: only of earlier
-    terms. None of them is opened, and those before the place are not named. Raises OSError.
-    """
-    found, passed = [], 0
-    for term, file in _files_by_term(path):
-        if not place.term <= term < before_term:
-            continue
-        info = file.stat()
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "is no file", str(file))
-        begin = 0
-        if term == place.term:
-            begin = min(info.st_size, max(0, place.nbytes - passed))
-            passed += info.st_size
-        if begin < info.st_size:
-            found.append((file, begin, info.st_size - begin))
-    return found
+    return [file for (term, _), file in sorted(found.items()) if term < (before_term or term + 1)]
 
 
 def parse_line(line: str | bytes) -> Event:

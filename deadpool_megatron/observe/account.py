@@ -10,16 +10,25 @@ The seconds of a node between its last event and a restart of the whole run are 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import ownership
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import DAMAGE, Event, Kind, event_files, parse_line
 
 # What lies between the close and a decision, and is neither, is a wait where it is longer.
 _LONGEST_DECISION_SECONDS = 1.0
+# Of earlier terms so many events, which takes some milliseconds, are read between two pauses.
+_AT_ONCE = 200
+_PAUSE_SECONDS = 0.02
+# So many new events are kept while earlier ones are read; above that there is no account.
+_MOST_WAITING = 20_000
 
 
 class Use(StrEnum):
@@ -94,27 +103,6 @@ class Account:
     is_replaying: bool = False
     # Whether the first step since the opening was new; None before there was one.
     first_is_new: bool | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form of all there is to know of the events so far; it grows with the nodes alone."""
-        # Not by asdict(): the loop makes it, of thousands of nodes.
-        stays = {str(node): dict(vars(stay)) for node, stay in self.stays.items()}
-        left = [dict(vars(stay)) for stay in self.left]
-        return {**vars(self), "seconds": dict(self.seconds), "stays": stays, "left": left}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Account:
-        """Inverse of :meth:`to_dict`. Raises LookupError, TypeError, ValueError or AttributeError
-        for anything else, a use of a newer version included.
-        """
-        account = Account(**values)
-        account.now = Use(values["now"])
-        account.seconds = dict.fromkeys(Use, 0.0)
-        account.seconds |= {Use(use): float(spent) for use, spent in values["seconds"].items()}
-        account.stays = {int(node): _Stay(**stay) for node, stay in values["stays"].items()}
-        account.left = [_Stay(**stay) for stay in values["left"]]
-        account.uses()  # what is no stay fails here, not later
-        return account
 
     def take(self, event: Event) -> None:
         """Take in one event. Raises LookupError, TypeError or ValueError for a damaged one."""
@@ -247,3 +235,71 @@ class Account:
         for _old, seat in event.data.get("seats_changed", {}).values():
             if int(seat[0]) in self.stays:
                 self.stays[int(seat[0])].is_spare = False
+
+
+class LiveAccount:
+    """The account as a coordinator keeps it, for the result: of the events that are written, and of
+    those of earlier terms. It is output like the events, which no decision looks at.
+
+    The earlier ones are read in a thread of their own, which takes a small part of the processor: a
+    coordinator that has just taken over has more urgent things to do, and the run directory may
+    hang. Without them it is no account. ``events``: the first event file of the run.
+    """
+
+    def __init__(self, events: Path, term: int) -> None:
+        self._account, self._is_whole = Account(), True
+        self._waiting: list[Event] = []
+        self._changing = threading.Lock()
+        self._hurry, self._is_read = threading.Event(), threading.Event()
+        if term == 1:
+            self._is_read.set()
+            return
+        reading = (events, term)
+        threading.Thread(target=self._read, args=reading, name="account", daemon=True).start()
+
+    def add(self, event: Event) -> None:
+        """Take in one event, in the order of the file, in any thread."""
+        with self._changing:
+            if self._is_read.is_set():
+                self._take(event)
+            elif len(self._waiting) < _MOST_WAITING:
+                self._waiting.append(event)
+            else:
+                self._is_whole = False
+
+    def finish(self, limit_seconds: float) -> None:
+        """Read what is left of earlier terms without pauses, for so long at most. Blocks."""
+        self._hurry.set()
+        self._is_read.wait(limit_seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``deadpool report --json`` says of the same events: ``goodput`` and
+        ``node_seconds``; both are None where it is not complete: those of earlier terms could not
+        be read, or not in time.
+        """
+        with self._changing:
+            if not self._is_whole or not self._is_read.is_set():
+                return {"goodput": None, "node_seconds": None}
+            seconds = {use.value: spent for use, spent in self._account.uses().items()}
+            return {"goodput": self._account.goodput(), "node_seconds": seconds}
+
+    def _read(self, events: Path, term: int) -> None:
+        try:
+            for path in event_files(events, before_term=term):
+                with open(ownership.open_regular(path), "rb") as lines:
+                    for number, line in enumerate(lines, 1):
+                        with contextlib.suppress(*DAMAGE):
+                            self._account.take(parse_line(line))
+                        if number % _AT_ONCE == 0:
+                            self._hurry.wait(_PAUSE_SECONDS)
+        except OSError:
+            self._is_whole = False
+        with self._changing:
+            for event in self._waiting:
+                self._take(event)
+            self._waiting.clear()
+            self._is_read.set()
+
+    def _take(self, event: Event) -> None:
+        with contextlib.suppress(*DAMAGE):  # a damaged event costs itself alone, as in the report
+            self._account.take(event)

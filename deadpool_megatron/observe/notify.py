@@ -18,11 +18,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind, in_words
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe.narration import count
 from deadpool_megatron.preflight.health import run_by_shell
 
 _MOST_WAITING = 64
@@ -44,7 +46,6 @@ class Outlet:
         self._name, self._deliver, self._warn = name, deliver, warn
         self._changed = threading.Condition()
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MOST_WAITING)
-        self._is_busy, self._is_failing = False, False
         threading.Thread(target=self._work, name="notices", daemon=True).start()
 
     def put(self, notice: Mapping[str, Any]) -> None:
@@ -56,65 +57,56 @@ class Outlet:
     def flush(self, until: float) -> None:
         """Wait for what is left until then (monotonic seconds), then leave it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: not self._waiting and not self._is_busy, max(0.0, until - time.monotonic())
-            )
+            self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
+        is_failing = False
         while True:
             with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting)
-                notice, self._is_busy = self._waiting.popleft(), True
+                notice, why = self._waiting[0], ""
             try:
                 self._deliver(notice)
             except OSError as error:
-                self._fail(notice, str(error))
+                why = str(error)
             except Exception as error:
                 # Of a library, or a mistake of ours: with this thread its outlet would be gone, and
                 # the end of the run wait for it. The text may have the URL, which may be a secret.
-                self._fail(notice, type(error).__name__)
-            else:
-                self._is_failing = False
-
-    def _fail(self, notice: Mapping[str, Any], why: str) -> None:
-        if not self._is_failing:
-            self._warn(f"{self._name} was not told of '{notice['text']}': {why}")
-        self._is_failing = True
+                why = type(error).__name__
+            if why and not is_failing:
+                self._warn(f"{self._name} was not told of '{notice['text']}': {why}")
+            is_failing = bool(why)
+            with self._changed:
+                if self._waiting[0] is notice:  # else newer ones have taken its place
+                    self._waiting.popleft()
+                self._changed.notify_all()
 
 
 class Notices:
-    """Makes notices of events, for all outlets."""
+    """Makes notices of events, for this URL and this command, each empty for none."""
 
-    def __init__(self, run_id: str, outlets: Sequence[Outlet]) -> None:
-        self._run_id, self._outlets = run_id, outlets
+    def __init__(self, run_id: str, url: str, command: str, warn: Callable[[str], None]) -> None:
+        self._run_id, self._outlets = run_id, list[Outlet]()
+        if url:
+            told = partial(post if is_web_address(url) else tell_by_apprise, url)
+            self._outlets.append(Outlet("--deadpool-notify", told, warn))
+        if command:
+            told = partial(_tell, command)
+            self._outlets.append(Outlet("--deadpool-on-event", told, warn))
 
     def note(self, event: Event) -> None:
         """Tell of an event that somebody elsewhere should hear of. Does not block."""
         text = ""
         with contextlib.suppress(LookupError, TypeError, ValueError):  # of a damaged event
             text = notice_text(event) if self._outlets else ""
-        if text:
-            told = f"{self._run_id}: {text}"
-            for outlet in self._outlets:
-                outlet.put({"text": told, "run": self._run_id, "event": event.to_dict()})
+        told = {"text": f"{self._run_id}: {text}", "run": self._run_id, "event": event.to_dict()}
+        for outlet in self._outlets if text else ():
+            outlet.put(told)
 
     def flush(self, until: float) -> None:
         """Let the outlets tell what is left until then (monotonic seconds)."""
         for outlet in self._outlets:
             outlet.flush(until)
-
-
-def notices(run_id: str, url: str, command: str, warn: Callable[[str], None]) -> Notices:
-    """Return the notices to this URL and this command, each empty for none."""
-    outlets = []
-    if url:
-        tell = post if is_web_address(url) else tell_by_apprise
-        outlets.append(Outlet("--deadpool-notify", lambda notice: tell(url, notice), warn))
-    if command:
-        outlets.append(Outlet("--deadpool-on-event", lambda notice: _tell(command, notice), warn))
-    return Notices(run_id, outlets)
 
 
 def notice_text(event: Event) -> str:
@@ -124,8 +116,7 @@ def notice_text(event: Event) -> str:
         case Kind.EPOCH_CLOSED if data.get("kind") not in _PLANNED:
             return f"{in_words(str(data.get('kind')))}: {data.get('cause')}"
         case Kind.RECOVERED if data.get("kind") not in _PLANNED:
-            steps = int(data["steps_recomputed"])
-            again = f"{steps} iteration{'' if steps == 1 else 's'} computed again"
+            again = f"{count(int(data['steps_recomputed']), 'iteration')} computed again"
             return f"recovered in {float(data['seconds']):.1f} s, {again} ({data.get('cause')})"
         case Kind.WAITING_FOR_SPARE:
             return f"waits for a node: {data.get('text')}"
@@ -138,20 +129,20 @@ def notice_text(event: Event) -> str:
 
 def post(url: str, notice: Mapping[str, Any]) -> None:
     """POST a notice. Raises OSError; the URL, which may be a secret, is not in its text."""
-    body = json.dumps(notice).encode()
-    kind = {"Content-Type": "application/json"}
+    kind, why = {"Content-Type": "application/json"}, ""
     try:
-        request = urllib.request.Request(url, body, kind)
+        request = urllib.request.Request(url, json.dumps(notice).encode(), kind)
         with urllib.request.urlopen(request, timeout=_POST_SECONDS):
-            pass
+            return
     except urllib.error.HTTPError as error:
-        raise OSError(f"the server answered {error.code}") from error
-    except TimeoutError as error:
-        raise OSError(f"no answer within {_POST_SECONDS:g} s") from error
+        why = f"the server answered {error.code}"
+    except TimeoutError:
+        why = f"no answer within {_POST_SECONDS:g} s"
     except urllib.error.URLError as error:
-        raise OSError(str(error.reason)) from error
+        why = str(error.reason)
     except (ValueError, http.client.HTTPException) as error:
-        raise OSError(type(error).__name__) from error
+        why = type(error).__name__
+    raise OSError(why)
 
 
 def is_web_address(url: str) -> bool:
@@ -184,9 +175,10 @@ def tell_by_apprise(url: str, notice: Mapping[str, Any]) -> None:
         raise OSError("apprise could not deliver it")
 
 
-def call(command: str, notice: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+def call(command: str, notice: Mapping[str, Any], variables: Mapping[str, str]) -> None:
     """Run the command with a notice as its input. Raises OSError."""
-    end = run_by_shell(command, _COMMAND_SECONDS, json.dumps(notice).encode(), environment)
+    body = json.dumps(notice).encode()
+    end = run_by_shell(command, _COMMAND_SECONDS, body, {**os.environ, **variables})
     if end.status is None:
         raise OSError(f"it did not end within {_COMMAND_SECONDS:g} s")
     if end.status != 0:
@@ -194,5 +186,5 @@ def call(command: str, notice: Mapping[str, Any], environment: Mapping[str, str]
 
 
 def _tell(command: str, notice: Mapping[str, Any]) -> None:
-    told = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
-    call(command, notice, {**os.environ, **told})
+    kind, text = str(notice["event"]["kind"]), str(notice["text"])
+    call(command, notice, {KIND_VARIABLE: kind, TEXT_VARIABLE: text})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.observe.account import Account, Use
+from deadpool_megatron.events import Event, EventTail, Kind, term_file, to_line
+from deadpool_megatron.observe import account as account_module
+from deadpool_megatron.observe.account import Account, LiveAccount, Use
+from deadpool_megatron.observe.story import Story
+from tests.common.waiting import PATIENCE_SECONDS
 
 PHASES = {"close": 1.0, "decide": 0.5, "rebuild": 2.0, "restore": 1.0, "sync": 0.5, "verify": 1.0}
 KINDS = st.sampled_from(
@@ -195,14 +196,56 @@ def test_nodes_that_stay_away_were_not_there_meanwhile() -> None:
     assert spent(found) == {"start": 20.0 + 6.0, "training": 4.0, "spare": 12.0}
 
 
-def test_an_account_comes_back_wherever_it_stands() -> None:
-    whole, parts = Account(), Account()
-    away = [
-        event(Kind.NODE_JOINED, 1000.0, node=0),
-        event(Kind.EPOCH_CLOSED, 1003.0, kind="restart"),
-    ]
-    for one in [*started(), *recovery(15.0, again=1), event(Kind.NODE_LOST, 40.0, node=0), *away]:
-        whole.take(one)
-        parts.take(one)
-        parts = Account.from_dict(json.loads(json.dumps(parts.to_dict())))
-        assert parts == whole
+def history() -> list[Event]:
+    more = [event(Kind.STEP, 30.0 + k / 6, iteration=2 + k) for k in range(1, 500)]
+    return [*started(), *recovery(15.0, again=1), *more, event(Kind.RUN_ENDED, 200.0)]
+
+
+def told(path: Path, term: int, events: list[Event]) -> LiveAccount:
+    """The account of a term's coordinator, which writes these events."""
+    live = LiveAccount(path, term)
+    for one in events[:5]:
+        live.add(one)
+    live.finish(PATIENCE_SECONDS)
+    for one in events[5:]:
+        live.add(one)
+    term_file(path, term).write_bytes(b"".join(map(to_line, events)))
+    return live
+
+
+@pytest.mark.parametrize("where", [4, 6, 7, 300])
+def test_that_of_a_coordinator_is_that_of_the_report_after_takeovers(
+    tmp_path: Path, where: int
+) -> None:
+    """Also where they come in the middle of a recovery; a damaged event costs itself alone."""
+    path, events = tmp_path / "events.jsonl", [*history(), event(Kind.EPOCH_OPENED, 1.0, phases=3)]
+    told(path, 1, events[:where])
+    told(path, 2, events[where : where + 2])
+    live = told(path, 3, events[where + 2 :])
+    story = Story()
+    EventTail(path).feed(story.take)
+    found = {use.value: seconds for use, seconds in story.account.uses().items()}
+    assert found["training"] > 0
+    assert live.to_dict() == {"goodput": story.account.goodput(), "node_seconds": found}
+
+
+def test_without_the_events_of_earlier_terms_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.mkdir()  # cannot be read
+    assert told(path, 2, history()).to_dict() == NOTHING
+
+
+def test_a_directory_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(account_module, "event_files", lambda *_, **__: goes_on.wait() and [])
+    monkeypatch.setattr(account_module, "_MOST_WAITING", 10)
+    live = LiveAccount(tmp_path / "events.jsonl", 2)
+    for one in history()[:11]:
+        live.add(one)
+    live.finish(0.01)
+    assert live.to_dict() == NOTHING
+    goes_on.set()
+    live.finish(PATIENCE_SECONDS)
+    assert live.to_dict() == NOTHING, "there were too many to be kept"

@@ -1,5 +1,4 @@
-"""The files in which a run tells what happened: events, ``final.json``, ``latest.json`` and
-``account.json``.
+"""The files in which a run tells what happened: events, ``final.json`` and ``latest.json``.
 
 Belongs to the coordinator, which writes them and decides nothing from what is in them. Each term
 has an event file of its own: an old coordinator that wakes up once more cannot write into that of
@@ -21,9 +20,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes
-from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
-from deadpool_megatron.cluster.coordinator.reporting.live_account import LiveAccount
-from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
+from deadpool_megatron.cluster.coordinator.reporting.digests import KINDS, CommitDigest, WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -37,14 +34,13 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.file_systems import HeldName
-from deadpool_megatron.observe.notify import notices
+from deadpool_megatron.observe.account import LiveAccount
+from deadpool_megatron.observe.notify import Notices
 from deadpool_megatron.ownership import OwnershipError
 
 _PAUSE_SECONDS = 1.0
 # So long the end of a run waits for whoever is to be told of it.
 _NOTICE_SECONDS = 5.0
-# So long for a file of some kilobytes, which the next coordinator can do without.
-_ACCOUNT_SECONDS = 1.0
 # For who looks for the cause of a slow commit: "all" has each role's seals, commits and waits
 # written.
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
@@ -62,7 +58,7 @@ class RunFiles:
         self.account = LiveAccount(run.events, term)
         self.writer = EventWriter(EventLog(run.events, term))
         notify, on_event = info.settings.notify, info.settings.on_event
-        self._notices = notices(info.run_id, notify, on_event, self._warn)
+        self._notices = Notices(info.run_id, notify, on_event, self._warn)
         bad_node_command = info.settings.bad_node_command
         self._bad_nodes = BadNodes(run, info.run_id, bad_node_command, self._warn)
 
@@ -145,7 +141,6 @@ class RunFiles:
             self.writer.write(event)
             self._notices.note(event)
             self._bad_nodes.note(event)
-        self.account.keep(self.writer.accepted_bytes)
 
     def _warn(self, text: str) -> None:
         """A line for people; in any thread."""
@@ -154,7 +149,6 @@ class RunFiles:
     def hand_over(self) -> None:
         """Another coordinator tells from here on: what was collected is left unsaid."""
         self._take_digests()
-        self.account.hand_over()
 
     def _take_digests(self) -> list[Event]:
         """Return what was collected and not written yet."""
@@ -164,11 +158,9 @@ class RunFiles:
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
         self._write_all(self._take_digests())
-        self.account.keep(self.writer.accepted_bytes, at_once=True)
         until = time.monotonic() + min(limit_seconds, _NOTICE_SECONDS)
         self._bad_nodes.flush(until)
         self._notices.flush(until)
-        self.account.close(_ACCOUNT_SECONDS)
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)
 
@@ -189,7 +181,7 @@ class EventWriter:
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
-        self._bytes = self._accepted_bytes = 0
+        self._bytes = 0
         self._in_hand = 0
         self._dropped = 0
         self._told = 0  # of those that were dropped
@@ -213,13 +205,6 @@ class EventWriter:
     def _append(self, line: bytes) -> None:
         self._lines.append(line)
         self._bytes += len(line)
-        self._accepted_bytes += len(line)
-
-    @property
-    def accepted_bytes(self) -> int:
-        """Of all lines so far: where the next one will stand in the files of this term."""
-        with self._changed:
-            return self._accepted_bytes
 
     def describe(self) -> dict[str, Any]:
         """For the status: ``waiting`` and ``dropped`` events, and what is wrong (``trouble``)."""

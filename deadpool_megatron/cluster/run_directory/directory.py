@@ -3,7 +3,7 @@ the next start continues from, and which names an order may have written and rem
 
 Layout (contract between all processes of a run)::
 
-    run.json  secret  coordinator.json  journal/  events.jsonl  account.json  final.json
+    run.json  secret  coordinator.json  journal/  events.jsonl  final.json
     latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     saves.json  skeletons/  frozen/  launcher.lock
 

@@ -5,7 +5,6 @@ Like notices: nothing waits for it, and no decision of this run looks at it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -93,4 +92,4 @@ class BadNodes:
     def _tell(self, notice: Mapping[str, Any]) -> None:
         host, kind, text = (str(notice[name]) for name in ("host", "kind", "text"))
         told = {HOST_VARIABLE: host, KIND_VARIABLE: kind, TEXT_VARIABLE: text}
-        call(self._command, notice, {**os.environ, **told})
+        call(self._command, notice, told)

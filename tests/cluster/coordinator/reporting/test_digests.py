@@ -6,11 +6,11 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.progress import Progress
-from deadpool_megatron.cluster.coordinator.reporting.commit_digest import (
+from deadpool_megatron.cluster.coordinator.reporting.digests import (
     PERIOD_SECONDS,
     CommitDigest,
+    WaitDigest,
 )
-from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line
 from deadpool_megatron.observe.story import Story
