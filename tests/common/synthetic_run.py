@@ -1,18 +1,9 @@
-"""A made-up run: the files that a real one leaves, and a program that writes them like one.
-
-As a program it takes the place of ``deadpool run`` in tests of what watches a run. Environment:
-``SYNTHETIC_STEP_SECONDS`` (default 0.01) and ``SYNTHETIC_TROUBLE``: ``diverge`` (other numbers
-after the fault), ``fail`` (exit status 1 with a last line) or ``hang`` (no more events).
-"""
+"""A made-up run: the files that a real one leaves."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -158,46 +149,3 @@ def write_run(
     log.close()
     (directory / "final.json").write_text(json.dumps(final))
     return directory
-
-
-def main(argv: list[str]) -> int:
-    directory = Path(argv[argv.index("--run-dir") + 1])
-    iterations = int(argv[argv.index("--train-iters") + 1])
-    trouble = os.environ.get("SYNTHETIC_TROUBLE", "")
-    scale = float(os.environ.get("SYNTHETIC_STEP_SECONDS", "0.01")) / 0.4
-    plan_name, strike, marker = os.environ.get("DEADPOOL_FAULTS"), None, None
-    if plan_name:
-        (fault,) = json.loads(Path(plan_name).read_text())
-        strike = fault["match"]["iteration"]
-        marker = Path(plan_name + ".fired") / fault["id"]
-        marker.parent.mkdir()
-    shift = 1e-9 if trouble == "diverge" and strike is not None else 0.0
-    directory.mkdir(parents=True)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    (directory / "visible.json").write_text(json.dumps(visible))
-    log, began = EventLog(directory / "events.jsonl"), time.time()
-    for event in events_of(iterations, strike, shift, began):
-        due = began + (event.wall_seconds - began) * scale
-        if trouble and event.kind is Kind.STEP and event.iteration == 3:
-            if trouble == "fail":
-                print("the last thing it said", flush=True)
-                return 1
-            if trouble == "hang":
-                signal.sigtimedwait({signal.SIGTERM}, 60)
-                (directory / "interrupted").touch()
-                return 130
-        if event.kind is Kind.NODE_LOST and marker is not None:
-            # By the clock of the events, however late this process is.
-            struck_at = due - PHASES["detect"] * scale
-            marker.with_suffix(".aside").touch()
-            os.utime(marker.with_suffix(".aside"), (struck_at, struck_at))
-            marker.with_suffix(".aside").rename(marker)
-        time.sleep(max(0.0, due - time.time()))
-        log.append(to_line(replace(event, wall_seconds=due)))
-    (directory / "final.json").write_text(json.dumps(final_of(iterations, strike, shift)))
-    return 0
-
-
-if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    sys.exit(main(sys.argv[1:]))

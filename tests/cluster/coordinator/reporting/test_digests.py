@@ -50,17 +50,6 @@ def test_a_day_of_512_roles_is_a_few_megabytes() -> None:
     assert len(lines) <= seconds / PERIOD_SECONDS + 1
 
 
-def test_commits_of_all_roles_are_one_line(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    files = RunFiles(run, info(), 1, Progress())
-    for role in range(4):
-        files.write(Event(Kind.SEALED, 1, 0, role, 1, data={"lineage": 1}))
-        files.write(committed(role, 1))
-    files.close(10.0)
-    (line,) = read_events(run.events)
-    assert (line.role, line.data["roles"], line.data["bytes"]) == (None, 4, 4000)
-
-
 def waited(role: int, iteration: int, seconds: float = 0.5, *, over: bool = True) -> Event:
     data = {"seconds": seconds, "over": over, "lineage": 1}
     return Event(Kind.GATE_WAIT, 1, role // 8, role, iteration, data=data)
@@ -90,15 +79,18 @@ def test_a_wait_that_lasts_is_told_at_once_and_once_for_all_who_wait_beside_it()
     assert digest.add(other, PERIOD_SECONDS + 0.1) == [other]
 
 
-def test_who_watches_hears_of_every_wait_and_the_report_of_all_seconds(tmp_path: Path) -> None:
+def test_who_watches_hears_of_every_event_and_the_report_of_all_seconds(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     files = RunFiles(run, info(), 1, Progress())
     for role in range(4):
-        files.write(waited(role, 1, 1.0 + role))
+        sealed = Event(Kind.SEALED, 1, 0, role, 1, data={"lineage": 1})
+        for event in (sealed, committed(role, 1), waited(role, 1, 1.0 + role)):
+            files.write(event)
     files.close(10.0)
-    (line,) = read_events(run.events)
+    commits, waits = read_events(run.events)
+    assert (commits.role, commits.data["roles"], commits.data["bytes"]) == (None, 4, 4000)
     story = Story()
-    for event in (waited(3, 1, 3.0, over=False), line):
+    for event in (waited(3, 1, 3.0, over=False), waits):
         story.take(event)
     assert story.gate_waits == {(1, 1): 10.0}
     assert story.longest_wait == (4.0, 3, 1)
