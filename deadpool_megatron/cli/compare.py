@@ -1,4 +1,8 @@
-"""``deadpool compare DIR DIR``: did two runs end bit-identical, and where do they first differ."""
+"""Compares the final states of all roles of two runs, and every step's loss, gradient norm and
+learning rate, exactly: did they end bit-identical, and where do they first differ?
+
+Exit status: 0 identical, 1 different, 2 bad input.
+"""
 
 from __future__ import annotations
 
@@ -169,16 +173,14 @@ def _shown(text: str) -> str:
     return text
 
 
-def command_note(first: Path, second: Path) -> str | None:
+def command_note(first: Path, second: Path) -> str:
     """A line when the runs were started with different commands: that explains differences."""
     try:
         infos = [RunDirectory(path).read_run(only_to_show=True) for path in (first, second)]
     except RunDirectoryError:
-        return None
-    commands = [" ".join(info.command) for info in infos]
-    if commands[0] == commands[1]:
-        return None
-    return f"the commands differ:\n  {commands[0]}\n  {commands[1]}"
+        return ""
+    one, other = (" ".join(info.command) for info in infos)
+    return "" if one == other else f"the commands differ:\n  {one}\n  {other}"
 
 
 def describe(comparison: Comparison) -> list[str]:
@@ -190,27 +192,17 @@ def describe(comparison: Comparison) -> list[str]:
     if counts["hashes"]:
         extent += f", {count(counts['hashes'], 'state')} on the way"
     lines = [f"bit-identical: {'yes' if comparison.identical else 'no'}   (compared: {extent})"]
-    if comparison.identical:
-        return lines
-    lines.append(f"first difference: {comparison.differences[0]}")
-    rest = comparison.differences[1:]
-    lines += [f"  then {entry}" for entry in rest[: _SHOWN - 1]]
-    more = max(0, len(rest) - _SHOWN + 1) + comparison.more
-    if more:
+    for number, entry in enumerate(comparison.differences[:_SHOWN]):
+        lines.append(f"  then {entry}" if number else f"first difference: {entry}")
+    if more := max(0, len(comparison.differences) - _SHOWN) + comparison.more:
         lines.append(f"  and {more} more")
     return lines
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``compare`` to the commands."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="say whether two runs ended bit-identical, and where they first differ",
-        description=(
-            "Compares the final states of all roles, and every step's loss, gradient norm and"
-            " learning rate, exactly. Exit status: 0 identical, 1 different, 2 bad input."
-        ),
-    )
+    text = "say whether two runs ended bit-identical, and where they first differ"
+    parser = subparsers.add_parser("compare", help=text, description=__doc__)
     parser.add_argument("first", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("second", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -227,7 +219,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(comparison.to_dict(), indent=1))
     else:
         print(shown("\n".join(describe(comparison))))
-        note = None if comparison.identical else command_note(args.first, args.second)
-        if note is not None:
+        if not comparison.identical and (note := command_note(args.first, args.second)):
             print(shown(note))
     return 0 if comparison.identical else 1

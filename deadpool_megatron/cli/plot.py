@@ -117,26 +117,20 @@ def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
     """Lanes of bars, top one first: the whole run, what runs beside it, then each role."""
     if not failure.is_over:
         return []
-    whole: list[Bar] = []
-    beside: list[Bar] = []
-    cursor = decided = 0.0
+    whole, decided = list[Bar](), 0.0
+    lanes = [("whole run", whole)]
     for phase, length in failure.phases.items():
-        if phase == "reprotect":
-            # It runs beside the others, from the decision on.
-            beside.append((phase, decided, decided + length))
+        if phase == "reprotect":  # it runs beside the others, from the decision on
+            lanes.append(("vaults", [(phase, decided, decided + length)]))
             continue
-        whole.append((phase, cursor, cursor + length))
-        cursor += length
-        if phase == "decide":
-            decided = cursor
-    lanes = [("whole run", whole)] + ([("vaults", beside)] if beside else [])
-    roles = sorted({part.role for part in failure.parts if part.role is not None})
-    for role in roles:
-        parts = [p for p in failure.parts if p.role == role]
+        began = whole[-1][2] if whole else 0.0
+        whole.append((phase, began, began + length))
+        decided = began + length if phase == "decide" else decided
+    for role in sorted({part.role for part in failure.parts if part.role is not None}):
+        parts = [part for part in failure.parts if part.role == role]
         bars = [(p.phase, p.start - failure.began, p.end - failure.began) for p in parts]
-        nodes = [part.node for part in parts if part.node is not None]
-        place = f" (node {nodes[-1]})" if nodes else ""
-        lanes.append((f"role {role}{place}", bars))
+        nodes = [f" (node {part.node})" for part in parts if part.node is not None]
+        lanes.append((f"role {role}{''.join(nodes[-1:])}", bars))
     return lanes
 
 

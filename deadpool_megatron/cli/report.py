@@ -1,5 +1,5 @@
-"""``deadpool report DIR``: the story of a run and of each failure, also while it still
-continues."""
+"""Tells the story of a run and of each failure in it, from its events and final.json, also while it
+still continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import in_short
 from deadpool_megatron.observe.narration import (
-    advice_for,
+    ADVICE,
+    Advice,
     count,
     describe_cause,
     describe_coordinator,
@@ -88,14 +89,14 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
 def describe_failure(failure: Interruption, story: Story) -> list[str]:
     """About a dozen lines about one failure."""
     began = story.started.wall_seconds if story.started is not None else failure.began
-    advice = advice_for(failure.kind)
+    advice = ADVICE.get(failure.kind, Advice(""))
     facts: list[tuple[str, str]] = [
         (
             "when",
             f"after iteration {failure.last_iteration},"
             f" {failure.began - began:.1f} s into the run, epoch {failure.closed_epoch} closed",
         ),
-        ("why", "" if advice is None else advice.noticed),
+        ("why", advice.noticed),
         # What is ended on purpose loses nothing.
         ("ended" if failure.planned else "lost", _joined(map(describe_loss, failure.losses))),
         *(("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
@@ -119,7 +120,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         ]
     else:
         facts.append(("now", _describe_progress(failure, story)))
-    facts.append(("to do", "" if advice is None else advice.to_do))
+    facts.append(("to do", advice.to_do))
     cause, what = failure.cause, "Planned swap"
     if not failure.planned:
         cause, what = describe_cause({"kind": failure.kind, "cause": cause}), "Failure"
@@ -170,18 +171,12 @@ def _cut(text: str) -> str:
 def _describe_steps(story: Story) -> list[str]:
     if not story.steps:
         return ["  no step finished yet"]
-    last = story.steps[-1]
-    loss = decimal(last.loss)
+    last, times = story.steps[-1], summary(story.step_seconds())
     text = f"  {count(len(story.steps), 'step')} finished, the last is iteration {last.iteration}"
-    if loss is not None:
-        text += f" with loss {loss:.4f}"
-    lines = [text]
-    times = summary(story.step_seconds())
+    lines = [text if last.loss is None else f"{text} with loss {decimal(last.loss):.4f}"]
     if times["count"]:
-        lines.append(
-            f"  seconds per step: mean {times['mean']:.3f}, p50 {times['p50']:.3f},"
-            f" p95 {times['p95']:.3f}, p99 {times['p99']:.3f}"
-        )
+        told = ", ".join(f"{name} {times[name]:.3f}" for name in ("mean", "p50", "p95", "p99"))
+        lines.append(f"  seconds per step: {told}")
     return lines
 
 
@@ -295,11 +290,8 @@ def _failure_to_dict(failure: Interruption) -> dict[str, Any]:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``report`` to the commands."""
-    parser = subparsers.add_parser(
-        "report",
-        help="tell the story of a run and of each failure in it",
-        description="Reads events.jsonl and final.json of a run, which may still be going.",
-    )
+    text = "tell the story of a run and of each failure in it"
+    parser = subparsers.add_parser("report", help=text, description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

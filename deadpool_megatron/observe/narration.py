@@ -94,18 +94,15 @@ def describe_cause(data: Mapping[str, Any]) -> str:
 
 def describe_loss(event: Event) -> str:
     """``node 0 (agent gone)``, ``node 2 slot 1 (signal 9)``: what was lost and how."""
-    what = f"node {event.node}"
+    data, what = event.data, f"node {event.node}"
     if event.kind is Kind.VAULT_LOST:
-        what = f"vault of node {event.node}"
+        what = f"vault of {what}"
     elif event.kind is Kind.MEMBER_LOST:
-        what = f"node {event.node} slot {event.data.get('slot', '?')}"
-        if event.role is not None:
-            what += f" with role {event.role}"
-    how = [str(event.data["cause"])] if event.data.get("cause") else []
-    if event.data.get("signal") is not None:
-        how.append(f"signal {event.data['signal']}")
-    elif event.data.get("exit_code") is not None:
-        how.append(f"exit status {event.data['exit_code']}")
+        role = "" if event.role is None else f" with role {event.role}"
+        what += f" slot {data.get('slot', '?')}{role}"
+    how = [str(data["cause"])] if data.get("cause") else []
+    ends = {"signal": data.get("signal"), "exit status": data.get("exit_code")}
+    how += [f"{name} {number}" for name, number in ends.items() if number is not None][:1]
     return f"{what} ({', '.join(how)})" if how else what
 
 
@@ -116,9 +113,8 @@ def describe_stack(event: Event) -> str:
     if event.data.get("missing"):
         return f"{who}: none, {event.data['missing']}"
     frames = [str(frame) for frame in event.data.get("frames", ())]
-    more = " < ..." if len(frames) > _SHOWN_FRAMES else ""
-    shown = " < ".join(frames[:_SHOWN_FRAMES])
-    return f"{who}: {shown}{more} (all threads in logs/{event.data.get('log')})"
+    shown = " < ".join([*frames[:_SHOWN_FRAMES], *["..."] * (len(frames) > _SHOWN_FRAMES)])
+    return f"{who}: {shown} (all threads in logs/{event.data.get('log')})"
 
 
 def describe_slowness(event: Event) -> str:
@@ -159,7 +155,8 @@ class Advice:
     to_do: str = ""
 
 
-ADVICE: dict[FailureKind, Advice] = {
+# By kind of failure; one of a newer version has none.
+ADVICE: Mapping[str, Advice] = {
     FailureKind.PROCESS_CRASH: Advice("its agent saw it end, and read its log", _LOG),
     FailureKind.DEVICE_ERROR: Advice(
         "its process ended with an error of the device",
@@ -218,14 +215,6 @@ ADVICE: dict[FailureKind, Advice] = {
     FailureKind.COORDINATOR: Advice("the new one found the epoch closed"),
     FailureKind.RESTART: Advice("no process of the run was left"),
 }
-
-
-def advice_for(kind: str) -> Advice | None:
-    """None for a kind of a newer version."""
-    try:
-        return ADVICE[FailureKind(kind)]
-    except ValueError:
-        return None
 
 
 def _of_protection(event: Event) -> Line | None:

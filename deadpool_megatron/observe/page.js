@@ -7,6 +7,7 @@ const COLOURS = {
   sync: "#4c8a3f", verify: "#7c6bb0", reprotect: "#6fbfa0", replay: "#56b4e9", abandoned: "#999999",
 };
 const AT = (id) => document.getElementById(id);
+const time = (at) => new Date(at * 1000).toLocaleTimeString();
 const seconds = (s) => s >= 5400 ? `${(s / 3600).toFixed(1)} h` : s >= 90 ? `${(s / 60).toFixed(1)} min` : `${s.toFixed(s < 10 ? 2 : 1)} s`;
 
 function element(name, text, ...classes) {
@@ -17,41 +18,38 @@ function element(name, text, ...classes) {
 }
 
 function drawPhase(state) {
-  const at = AT("phase");
-  at.className = "";
-  if (state.ended) {
-    at.textContent = `ended with status ${state.ended.exit_status}${state.ended.reason ? ": " + state.ended.reason : ""}`;
-    at.classList.add(state.ended.exit_status === 0 ? "good" : "bad");
-  } else if (!state.status) {
-    at.textContent = "nobody answers";
-    at.classList.add("bad");
-  } else {
-    const s = state.status;
-    at.textContent = s.phase + (s.waiting_for ? `, waits for ${s.waiting_for}` : "") + (s.failing.cause ? `: ${s.failing.cause}` : "");
-    at.classList.add(s.phase === "running" ? "good" : "wait");
+  const { status, ended } = state;
+  let text = "nobody answers", look = "bad";
+  if (ended) {
+    text = `ended with status ${ended.exit_status}${ended.reason ? ": " + ended.reason : ""}`;
+    look = ended.exit_status === 0 ? "good" : "bad";
+  } else if (status) {
+    text = status.phase + (status.waiting_for ? `, waits for ${status.waiting_for}` : "") + (status.failing.cause ? `: ${status.failing.cause}` : "");
+    look = status.phase === "running" ? "good" : "wait";
   }
+  AT("phase").textContent = text;
+  AT("phase").className = look;
 }
 
 const stateOf = (status, node) => status.aside.includes(Number(node)) ? "aside" : status.nodes[node].spare ? "spare" : "training";
 
 function drawNumbers(state) {
-  const spares = state.status ? Object.keys(state.status.nodes).filter((n) => stateOf(state.status, n) === "spare").length : null;
-  const far = state.progress;
-  const last = state.loss.length ? state.loss[state.loss.length - 1][1] : null;
+  const { status, progress: far } = state, last = state.loss.at(-1)?.[1] ?? null;
+  const known = (value, text) => value === null ? "–" : text(value);
   const shown = [
     [far.iterations === null ? "iteration" : `iteration of ${far.iterations}`, state.iteration],
-    ["loss", last === null ? "–" : last.toPrecision(5)],
-    ["per iteration", state.step_seconds ? seconds(state.step_seconds) : "–"],
-    ...(far.samples_per_second === null ? [] : [["samples/s", far.samples_per_second.toPrecision(3)]]),
-    ...(far.tokens_per_second === null ? [] : [["tokens/s", Math.round(far.tokens_per_second).toLocaleString("en")]]),
-    ...(state.ended || far.seconds_left === null ? [] : [["time left", seconds(far.seconds_left)]]),
-    ["goodput", state.goodput === null ? "–" : (100 * state.goodput).toFixed(1) + " %"],
+    ["loss", known(last, (loss) => loss.toPrecision(5))],
+    ["per iteration", known(state.step_seconds, seconds)],
+    ["samples/s", far.samples_per_second?.toPrecision(3)],
+    ["tokens/s", far.tokens_per_second === null ? undefined : Math.round(far.tokens_per_second).toLocaleString("en")],
+    ["time left", state.ended || far.seconds_left === null ? undefined : seconds(far.seconds_left)],
+    ["goodput", known(state.goodput, (part) => (100 * part).toFixed(1) + " %")],
     ["recoveries", state.recovery_count],
-    ["spares", spares ?? "–"],
-    ["iterations at stake", state.status ? state.status.rpo.most_lost : "–"],
+    ["spares", status ? Object.keys(status.nodes).filter((n) => stateOf(status, n) === "spare").length : "–"],
+    ["iterations at stake", status ? status.rpo.most_lost : "–"],
     ["epoch", state.epoch],
   ];
-  AT("numbers").replaceChildren(...shown.map(([title, value]) => {
+  AT("numbers").replaceChildren(...shown.filter(([, value]) => value !== undefined).map(([title, value]) => {
     const cell = element("div");
     cell.append(element("b", String(value)), element("span", title));
     return cell;
@@ -63,7 +61,7 @@ function drawLoss(state) {
   const points = state.loss.filter(([, y]) => Number.isFinite(y));
   if (points.length < 2) { svg.replaceChildren(); return; }
   const width = svg.clientWidth || 800, height = 180, left = 44, bottom = 18;
-  const ys = points.map(([, y]) => y), lowest = Math.min(...ys), highest = Math.max(...ys), first = points[0][0], last = points[points.length - 1][0];
+  const ys = points.map(([, y]) => y), lowest = Math.min(...ys), highest = Math.max(...ys), first = points[0][0], last = points.at(-1)[0];
   const x = (k) => left + (width - left - 6) * (k - first) / Math.max(1, last - first);
   const y = (v) => 6 + (height - bottom - 6) * (highest - v) / Math.max(1e-12, highest - lowest);
   const made = (name, attributes, text) => {
@@ -110,15 +108,19 @@ function drawNodes(state) {
 }
 
 function drawRecoveries(state) {
-  const at = AT("recoveries");
-  if (!state.recoveries.length) { at.replaceChildren(element("p", "none", "none")); return; }
+  if (!state.recoveries.length) { AT("recoveries").replaceChildren(element("p", "none", "none")); return; }
   const longest = Math.max(...state.recoveries.map((r) => r.seconds ?? 0), 1e-9);
-  at.replaceChildren(...[...state.recoveries].reverse().map((one) => {
-    const box = element("div", undefined, "recovery");
+  const keys = element("p", undefined, "none");
+  for (const name of Object.keys(state.phases).filter((n) => n !== "abandoned" && n !== "reprotect")) {
+    const key = element("span", undefined, "key");
+    key.style.background = COLOURS[name];
+    keys.append(key, `${name}  `);
+  }
+  AT("recoveries").replaceChildren(...[...state.recoveries].reverse().map((one) => {
+    const box = element("div", undefined, "recovery"), bar = element("div", undefined, "bar");
     const title = element("p", `${one.planned ? "planned swap" : "failure"} ${one.number}: ${one.cause} `);
     const took = one.seconds === null ? "not over yet" : `${seconds(one.seconds)}, ${one.recomputed} iterations again`;
-    title.append(element("small", `after iteration ${one.after_iteration}, ${new Date(one.at * 1000).toLocaleTimeString()}; ${took}; ${one.exposed_seconds.toFixed(2)} s without all copies`));
-    const bar = element("div", undefined, "bar");
+    title.append(element("small", `after iteration ${one.after_iteration}, ${time(one.at)}; ${took}; ${one.exposed_seconds.toFixed(2)} s without all copies`));
     bar.style.width = `${Math.max(4, 100 * (one.seconds ?? longest) / longest)}%`;
     const parts = Object.entries(one.phases).filter(([name]) => name !== "reprotect"), whole = parts.reduce((sum, [, s]) => sum + s, 0) || 1;
     for (const [name, spent] of parts) {
@@ -130,14 +132,7 @@ function drawRecoveries(state) {
     }
     box.append(title, bar);
     return box;
-  }));
-  const keys = element("p", undefined, "none");
-  for (const name of Object.keys(state.phases).filter((n) => n !== "abandoned" && n !== "reprotect")) {
-    const key = element("span", undefined, "key");
-    key.style.background = COLOURS[name];
-    keys.append(key, `${name}  `);
-  }
-  at.append(keys);
+  }), keys);
 }
 
 function drawUses(state) {
@@ -158,7 +153,7 @@ function drawUses(state) {
 function drawLines(state) {
   AT("lines").replaceChildren(...[...state.lines].reverse().map(([at, text, style]) => {
     const line = element("li", undefined, ["red", "green", "yellow"].find((colour) => style.includes(colour)));
-    line.append(element("time", new Date(at * 1000).toLocaleTimeString()), text);
+    line.append(element("time", time(at)), text);
     return line;
   }));
 }
