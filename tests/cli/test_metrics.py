@@ -95,27 +95,18 @@ def test_what_the_dashboard_and_the_alerts_ask_for_is_there() -> None:
 def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
     silent_run: RunDirectory,
 ) -> None:
-    """Two coordinators are named, and neither answers: the run is seen to be away, and its other
-    numbers are there."""
+    """Two coordinators are named, and neither answers."""
     create_secret(silent_run.path)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as told,
-        socket.create_server(("127.0.0.1", 0)) as named,
-    ):
-        place = {"host": "127.0.0.1", "port": told.getsockname()[1], "pid": 1}
+    first, second = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    with first, second:
+        place = {"host": "127.0.0.1", "port": first.getsockname()[1], "pid": 1}
         write_json(silent_run.coordinator, place)
-        claim_term(DirectoryJournal(silent_run.journal), 1, *named.getsockname(), None)
+        claim_term(DirectoryJournal(silent_run.journal), 1, *second.getsockname(), None)
         began = time.monotonic()
         found = {metric.name: metric.samples[0].value for metric in Watched(silent_run).collect()}
-        took = time.monotonic() - began
-        shown = json.loads(serve.Watched(silent_run).answer())
-        page_took = time.monotonic() - began - took
+        assert time.monotonic() - began < PROMETHEUS_SECONDS
     assert found["deadpool_up"] == 0.0
-    assert "deadpool_iteration" in found
-    assert took < PROMETHEUS_SECONDS
-    # Whoever looks at the page waits for whoever looked before.
-    assert shown["status"] is None
-    assert page_took < PROMETHEUS_SECONDS
+    assert found["deadpool_iteration"] == 5
 
 
 @pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
@@ -139,12 +130,13 @@ def step(iteration: int, at: float) -> Event:
 
 def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
     page = Page("run")
-    assert told(trained(10), None, 1e6)["deadpool_goodput_ratio"][0].value == pytest.approx(0.5)
     for event in trained(10):
         page.take(event)
     shown = page.to_dict(None, 1e6)
     assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
-    assert shown["goodput"] == 0.5
+    assert (
+        shown["goodput"] == told(trained(10), None, 1e6)["deadpool_goodput_ratio"][0].value == 0.5
+    )
 
 
 @pytest.fixture
@@ -196,13 +188,6 @@ def test_a_disk_that_is_full_for_a_moment_does_not_end_the_textfile(
     assert cli.main(["metrics", str(silent_run.path), *words]) == 0
     assert len(tries) > 1
     assert capsys.readouterr().err.count("No space left") == 1
-
-
-def test_a_textfile_that_cannot_be_written_at_all(
-    silent_run: RunDirectory, complain: Complain
-) -> None:
-    textfile = silent_run.path / "none" / "deadpool.prom"
-    complain("metrics", silent_run.path, "--textfile", textfile)
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -46,53 +46,68 @@ def spent(found: Account) -> dict[str, float]:
     return {use.value: s for use, s in found.uses().items() if s > 1e-9}
 
 
-def test_a_run_without_a_failure() -> None:
-    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k) for k in range(1, 6)]
-    save = event(Kind.SEGMENT, 23.0, boundary="save", seconds=3.0)
-    check = event(Kind.SEGMENT, 24.0, boundary="evaluation", seconds=1.0)
-    found = account([*started(), *steps, save, check, event(Kind.RUN_ENDED, 25.0, exit_status=0)])
-    assert spent(found) == {
-        "start": 20.0,
-        "training": 20.0,
-        "saving": 6.0,
-        "evaluation": 2.0,
-        "ending": 2.0,
-        "spare": 25.0,
-    }
-    assert found.goodput() == 20.0 / 50.0
+def joined(at: float, *nodes: int) -> list[Event]:
+    return [event(Kind.NODE_JOINED, at, node=node, spare=node == 2) for node in nodes]
 
 
-def test_nodes_are_there_while_a_coordinator_takes_over() -> None:
-    step = event(Kind.STEP, 12.0, iteration=1)
-    joined = [event(Kind.NODE_JOINED, 20.0, node=n, spare=n == 2) for n in range(3)]
-    opened = event(Kind.EPOCH_OPENED, 21.0, epoch=1, phases={})
-    more = [event(Kind.STEP, at, iteration=k) for k, at in ((1, 12.0), (2, 14.0), (3, 22.0))]
-    found = account([*started(), step, *joined, opened, *more])
-    assert spent(found) == {"start": 20.0, "training": 24.0, "spare": 22.0}
+def opened(at: float, epoch: int = 1, **phases: float) -> Event:
+    return event(Kind.EPOCH_OPENED, at, epoch=epoch, phases=phases)
 
 
-def test_a_run_that_was_away_as_a_whole() -> None:
-    step = event(Kind.STEP, 12.0, iteration=1)
-    joined = [event(Kind.NODE_JOINED, 1000.0, node=n, spare=n == 2) for n in range(3)]
-    closed = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
-    found = account([*started(), step, *joined, closed])
-    assert spent(found) == {"start": 26.0, "training": 4.0, "spare": 15.0}
+def steps(*at: float) -> list[Event]:
+    return [event(Kind.STEP, one, iteration=k) for k, one in enumerate(at, 1)]
 
 
-def test_a_run_that_ended_and_goes_on() -> None:
-    first = [*started(1, 0), event(Kind.STEP, 12.0, iteration=1)]
-    ended = event(Kind.RUN_ENDED, 13.0, exit_status=75)
-    joined = event(Kind.NODE_JOINED, 100.0, node=0)
-    closed = event(Kind.EPOCH_CLOSED, 101.0, kind="restart")
-    opened = event(Kind.EPOCH_OPENED, 103.0, epoch=2, phases={"restore": 2.0})
-    more = event(Kind.STEP, 104.0, iteration=2)
-    found = account([*first, ended, joined, closed, opened, more])
-    assert spent(found) == {
-        "start": 11.0,
-        "training": 3.0,
-        "recovery-restore": 2.0,
-        "ending": 1.0,
-    }
+RESTART = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
+STORIES: dict[str, tuple[list[Event], dict[str, float]]] = {
+    "a run without a failure": (
+        [
+            *started(),
+            *steps(12.0, 14.0, 16.0, 18.0, 20.0),
+            event(Kind.SEGMENT, 23.0, boundary="save", seconds=3.0),
+            event(Kind.SEGMENT, 24.0, boundary="evaluation", seconds=1.0),
+            event(Kind.RUN_ENDED, 25.0, exit_status=0),
+        ],
+        {
+            "start": 20.0,
+            "training": 20.0,
+            "saving": 6.0,
+            "evaluation": 2.0,
+            "ending": 2.0,
+            "spare": 25.0,
+        },
+    ),
+    "nodes are there while a coordinator takes over": (
+        [*started(), *steps(12.0), *joined(20.0, 0, 1, 2), opened(21.0), *steps(12.0, 14.0, 22.0)],
+        {"start": 20.0, "training": 24.0, "spare": 22.0},
+    ),
+    "a run that was away as a whole": (
+        [*started(), *steps(12.0), *joined(1000.0, 0, 1, 2), RESTART],
+        {"start": 26.0, "training": 4.0, "spare": 15.0},
+    ),
+    "and comes back on other nodes": (
+        [
+            *(*started(), *steps(12.0), *joined(1000.0, 3, 4)),
+            *(event(Kind.NODE_LOST, 1002.0, node=node) for node in range(3)),
+            RESTART,
+        ],
+        {"start": 26.0, "training": 4.0, "spare": 12.0},
+    ),
+    "a run that ended and goes on": (
+        [
+            *(*started(1, 0), *steps(12.0), event(Kind.RUN_ENDED, 13.0, exit_status=75)),
+            *(*joined(100.0, 0), event(Kind.EPOCH_CLOSED, 101.0, kind="restart")),
+            *(opened(103.0, 2, restore=2.0), event(Kind.STEP, 104.0, iteration=2)),
+        ],
+        {"start": 11.0, "training": 3.0, "recovery-restore": 2.0, "ending": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_each_second_has_its_use(name: str) -> None:
+    events, uses = STORIES[name]
+    assert spent(account(events)) == uses
 
 
 def recovery(at: float, again: int, kind: str = "node-lost", wait: float = 0.0) -> list[Event]:
@@ -187,16 +202,6 @@ def test_steps_of_long_ago_are_no_new_ones() -> None:
     found = account([*started(), *steps, closed, opened, again[0], told, *again[1:]]).uses()
     assert found[Use.RECOMPUTED] == pytest.approx(80 * 4.0, abs=0.1)
     assert found[Use.TRAINING] == pytest.approx((100 + 10) * 4.0, abs=0.1)
-
-
-def test_nodes_that_stay_away_were_not_there_meanwhile() -> None:
-    """The run was away as a whole, and is started again on other nodes."""
-    step = event(Kind.STEP, 12.0, iteration=1)
-    joined = [event(Kind.NODE_JOINED, 1000.0, node=n) for n in (3, 4)]
-    lost = [event(Kind.NODE_LOST, 1002.0, node=n) for n in (0, 1, 2)]
-    closed = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
-    found = account([*started(), step, *joined, *lost, closed])
-    assert spent(found) == {"start": 20.0 + 6.0, "training": 4.0, "spare": 12.0}
 
 
 def history() -> list[Event]:
