@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import sys
@@ -21,17 +22,14 @@ class Heard(Display):
     """Lines that stay, without their times, and statuses."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.statuses: list[str] = []
+        super().__init__()
+        self.lines, self.statuses = list[str](), list[str]()
 
     def line(self, text: str, style: str = "") -> None:
         self.lines.append(text.split(" s  ", 1)[1])
 
     def status(self, text: str) -> None:
         self.statuses.append(text.split(" s  ", 1)[1])
-
-    def close(self) -> None:
-        pass
 
 
 def followed(directory: Path, events: Iterable[Event]) -> Heard:
@@ -136,19 +134,13 @@ def test_a_terminal_has_lines_above_one_status() -> None:
         os.environ["TERM"] = "xterm"
         os.execv(sys.executable, [sys.executable, "-c", program])
     shown = b""
-    while True:
-        try:
-            found = os.read(terminal, 4096)
-        except OSError:  # Linux answers EIO when the other side is closed
-            break
-        if not found:
-            break
-        shown += found
+    with contextlib.suppress(OSError):  # Linux answers EIO when the other side is closed
+        while found := os.read(terminal, 4096):
+            shown += found
     os.close(terminal)
     assert os.waitpid(pid, 0)[1] == 0
     lines = shown.decode().replace("\r\n", "\n").split("\n")
     seen = [line.rpartition("\x1b[K")[2] for line in lines]
     red = "\x1b[1;31"
-    found = [line[:6] for line in seen]
-    assert found == [red, "step 1", "behind", red, "step 2", "behind", ""]
+    assert [line[:6] for line in seen] == [red, "step 1", "behind", red, "step 2", "behind", ""]
     assert max(map(len, seen)) < 80, "a status is one line, or it could not be taken back"

@@ -211,3 +211,9 @@ def test_files_longer_than_a_piece_are_followed_one_after_the_other(
         found.append([event.iteration for event in read])
     assert [k for piece in found for k in piece] == list(range(1, 101))
     assert max(map(len, found)) < 20
+    with open(path.with_name("events-0002.jsonl"), "ab") as file:  # in the middle of a line
+        file.write(to_line(step(101))[:-9])
+        file.flush()
+        assert tail.poll() == []
+        file.write(to_line(step(101))[-9:])
+    assert [event.iteration for event in tail.poll()] == [101]

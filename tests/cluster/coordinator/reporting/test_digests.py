@@ -17,7 +17,6 @@ from deadpool_megatron.observe.story import Story
 from tests.cluster.coordinator.test_files import info
 
 _ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
-_ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
 
 
 def committed(role: int, iteration: int, ship_seconds: float = 0.5) -> Event:
