@@ -25,8 +25,9 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _LARGEST = 1e18
 # What divides something is looked for among the smaller numbers.
 _MOST_SHARES = 1_000_000
-# Sections that plans of earlier versions have: of failures, which are not simulated any more.
-_FORMER_SECTIONS = {"faults", "goal"}
+# Of plans of earlier versions: failures are not simulated any more, and the order of nodes in racks
+# made no difference.
+_FORMER = {"faults", "goal", "protection.spare_timeout_seconds", "cluster.node_order"}
 
 
 class PlanError(ValueError):
@@ -135,19 +136,15 @@ class Cluster:
     racks: int | None = _key(
         "failure domains of equal size; default: each node is one", None, least=1
     )
-    node_order: str = _key(
-        "by-rack: consecutive node ids share a rack; across-racks: they are in different ones",
-        "by-rack",
-        choices=("by-rack", "across-racks"),
-    )
     host_memory_gb: float = _key("host memory of a node", above=0)
     host_memory_reserved_gb: float = _key(
         "what training, loaders and system need of it", 0.0, least=0
     )
-    nic_gb_s: float = _key("gigabytes (not bits) per second of one network card", above=0)
-    nics: int = _key("cards that carry copies; a vault listens on one address", 1, least=1)
+    nic_gb_s: float = _key(
+        "gigabytes (not bits) per second of the network card, or of all that are bonded", above=0
+    )
     nic_fraction: float = _key(
-        "share of them that copies get while training goes on", 1.0, above=0, most=1
+        "share of it that copies get while training goes on", 1.0, above=0, most=1
     )
     pcie_gb_s: float = _key("gigabytes per second from one GPU to host memory", above=0)
     checksum_gb_s: float = _key("gigabytes per second that one thread checksums (xxh3)", above=0)
@@ -208,7 +205,7 @@ def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
 def make_plan(values: Mapping[Any, Any]) -> Plan:
     """A plan from nested mappings, every key and value checked. Raises PlanError."""
     for name in values:
-        if name not in SECTIONS and name not in _FORMER_SECTIONS:
+        if name not in SECTIONS and name not in _FORMER:
             raise PlanError(f"{name}: unknown section, there are {', '.join(SECTIONS)}")
     plan = Plan(**{name: _section(name, cls, values.get(name)) for name, cls in SECTIONS.items()})
     _check_model(plan.model)
@@ -241,7 +238,7 @@ def _section(name: str, cls: type[Any], given: Any) -> Any:
         raise PlanError(f"{name}: expected keys with values, got {given!r}")
     fields = {entry.name: entry for entry in dataclasses.fields(cls)}
     for key in given:
-        if key not in fields:
+        if key not in fields and f"{name}.{key}" not in _FORMER:
             raise PlanError(f"{name}.{key}: unknown key, there are {', '.join(fields)}")
     hints = get_type_hints(cls)
     found = {}

@@ -188,8 +188,6 @@ def _rack(node: int, cluster: Cluster) -> str:
         return f"node{node}"
     if node >= cluster.nodes:
         return f"rack{(node - cluster.nodes) % cluster.racks}"
-    if cluster.node_order == "across-racks":
-        return f"rack{node % cluster.racks}"
     return f"rack{node * cluster.racks // cluster.nodes}"
 
 

@@ -3,8 +3,8 @@
     copy        shard of a role / pcie                       each GPU has a link of its own
     checksum    shard of a role / checksum                   a thread per role; with local-twice
                                                               the second copy is hashed as well
-    ship        the larger of bytes out and bytes in of a node / (nics · nic · nic_fraction)
-    paced ship  the same bytes / (nics · nic · link_share), or 0.7 of what copy and checksum
+    ship        the larger of bytes out and bytes in of a node / (nic · nic_fraction)
+    paced ship  the same bytes / (nic · link_share), or 0.7 of what copy and checksum
                 leave of the window where that is shorter; never shorter than ship. It is what
                 they take while training sends all the time; in its gaps they are as fast as ship
     commit      copy + checksum + paced ship                 one after another, as the vault does it
@@ -180,7 +180,7 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
     cluster = plan.cluster
     shard = max(role.shard_bytes for role in placement.roles.values())
     forward_backward = step * cluster.forward_backward_fraction
-    link = cluster.nics * cluster.nic_gb_s * GIGA
+    link = cluster.nic_gb_s * GIGA
     shipped = max(load.ship_bytes for load in loads.values())
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     window = forward_backward + more_steps * step

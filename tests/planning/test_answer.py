@@ -157,16 +157,15 @@ def test_more_lag_means_a_longer_window_but_no_faster_links() -> None:
 
 @given(
     racks=st.sampled_from([None, 2, 4, 8]),
-    order=st.sampled_from(["by-rack", "across-racks"]),
     lag=st.integers(0, 4),
     replicas=st.integers(1, 3),
 )
 def test_what_is_sent_arrives_and_memory_grows_with_lag_and_copies(
-    racks: int | None, order: str, lag: int, replicas: int
+    racks: int | None, lag: int, replicas: int
 ) -> None:
     def loads(lag: int, replicas: int) -> list[NodeLoad]:
         protection = {"max_lag": lag, "replicas": replicas}
-        cluster = {"racks": racks, "node_order": order}
+        cluster = {"racks": racks}
         return list(loads_of(make(cluster=cluster, protection=protection)).values())
 
     def memory(lag: int, replicas: int) -> int:

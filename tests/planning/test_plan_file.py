@@ -32,7 +32,7 @@ FILE_SHAPE = {"layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
         ("parallel", {"distributed_optimizer": 1}, "must be true or false, got 1"),
         ("cluster", {"pcie_gb_s": 0}, "cluster.pcie_gb_s: must be above 0"),
         ("cluster", {"pcie_gb_s": float("nan")}, "cluster.pcie_gb_s: must be a number"),
-        ("cluster", {"node_order": "random"}, "must be one of by-rack, across-racks, got random"),
+        ("protection", {"scheme": "none"}, "must be one of buddy, parity, local"),
         ("cluster", {"step_seconds": None}, "cluster.tflops_per_gpu: missing"),
         ("cluster", {"efficiency": 0.5}, "cluster.step_seconds: give it or"),
         ("cluster", {"racks": 9}, "cluster.racks: must be at most cluster.nodes (8)"),
@@ -66,6 +66,7 @@ def test_sections_are_checked_and_those_of_former_versions_passed_over() -> None
     with pytest.raises(PlanError, match=r"^model: expected keys with values, got 3"):
         make_plan({**BASE, "model": 3})
     assert make_plan({**BASE, "faults": {"repair_hours": 1}, "goal": {}}) == make()
+    assert make(cluster={"node_order": "by-rack"}) == make()
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,16 @@ def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, etp: int | Non
 @given(
     replicas=st.integers(1, 4),
     racks=st.sampled_from([None, 1, 3, 8]),
-    order=st.sampled_from(["by-rack", "across-racks"]),
     spares=st.integers(0, 3),
     tp=st.sampled_from([1, 2, 4]),
 )
 def test_copies_lie_in_other_domains_where_there_are_enough(
-    replicas: int, racks: int | None, order: str, spares: int, tp: int
+    replicas: int, racks: int | None, spares: int, tp: int
 ) -> None:
     plan = make(
         parallel={"tp": tp, "pp": 2, "dp": 8 // tp},
         protection={"replicas": replicas},
-        cluster={"racks": racks, "node_order": order, "spares": spares},
+        cluster={"racks": racks, "spares": spares},
     )
     placement = place(plan)
     if len(set(placement.scene.domains.values())) > replicas:
@@ -108,8 +107,6 @@ def test_racks() -> None:
     assert [domains[node] for node in (0, 1, 2, 7, 8, 9)] == [
         "rack0", "rack0", "rack1", "rack3", "rack0", "rack1"
     ]  # fmt: skip
-    across = scene_of(make(cluster={**rows, "node_order": "across-racks"})).domains
-    assert [across[node] for node in (0, 1, 4, 7)] == ["rack0", "rack1", "rack0", "rack3"]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("7b", 6.74), ("65b", 65.2), ("175b", 175.0)])

@@ -63,12 +63,6 @@ def add_parser(subparsers: Any) -> None:
         default=RECENT_HOURS,
         help=f"leave older ones out (default: {RECENT_HOURS:g}, as runs do)",
     )
-    bad_nodes.add_argument(
-        "--at-most",
-        type=int,
-        default=MOST_LEFT_OUT,
-        help=f"so many hosts, the newest (default: {MOST_LEFT_OUT}, as runs do)",
-    )
     what = bad_nodes.add_mutually_exclusive_group()
     what.add_argument("--names", action="store_true", help="only their names, with commas")
     what.add_argument("--forget", metavar="HOST", help="it was repaired: remove its entries")
@@ -117,7 +111,7 @@ def _bad_nodes(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
     since = time.time() - args.hours * 3600
-    hosts = recent_hosts(known, since, args.at_most)
+    hosts = recent_hosts(known, since, MOST_LEFT_OUT)
     if args.names:
         print(",".join(hosts))
         return 0

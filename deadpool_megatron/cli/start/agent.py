@@ -35,20 +35,7 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
-from deadpool_megatron.cli.start import scripts
-from deadpool_megatron.cli.start.checks import (
-    check_address,
-    check_agreed,
-    check_can_be_made,
-    check_command,
-    check_journal,
-    check_notify,
-    check_shared_memory,
-    check_sizes,
-    check_vault_cpus,
-    decided,
-    read_domains,
-)
+from deadpool_megatron.cli.start import checks, scripts
 from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
@@ -240,7 +227,7 @@ def _settle(args: argparse.Namespace) -> _Settled:
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     check_port(args.coordinator_port, _PORT_FLAG)
     if args.host is not None:
-        check_address(run, args.host)
+        checks.check_address(run, args.host)
         _check_listening(run, args, args.host)  # before anything is made
     if not (run.path / "run.json").exists():
         if fixed is not None:
@@ -251,24 +238,24 @@ def _settle(args: argparse.Namespace) -> _Settled:
         write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
     if not info.check_only:  # which says by itself what its nodes lack
-        check_agreed(info, os.environ)
+        checks.check_agreed(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
-    check_journal(run, info)
+    checks.check_journal(run, info)
     if not nodes_with_slots(info):  # what they take is not free, and is this node's again
-        check_shared_memory(info, 1)
-    check_vault_cpus(info)
+        checks.check_shared_memory(info, 1)
+    checks.check_vault_cpus(info)
     if not args.domain:
-        read_domains(info.settings)  # it may be there on the host that made the run only
+        checks.read_domains(info.settings)  # it may be there on the host that made the run only
     place = _place(args, node, slurm, info.settings)
-    check_address(run, place.host)
+    checks.check_address(run, place.host)
     _check_listening(run, args, place.host)
     warn_in_the_clear(place.host, info.settings)
     warn_of_danger_above(run.path, info)
     if fixed is not None:
         _probe(fixed, secret, info)
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
-        check_command([script])  # this may be another host than the one that made the run
+        checks.check_command([script])  # this may be another host than the one that made the run
     return _Settled(run, info, place, secret, fixed)
 
 
@@ -349,15 +336,15 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
             " --coordinator HOST:PORT"
         )
-    check_can_be_made(run.path)
+    checks.check_can_be_made(run.path)
     if not args.check_only:
         if waits_for_forks(args.deadpool_start_method):
             keep_single_threaded()  # even looking for the user's module may import its packages
-        check_command(args.command)
+        checks.check_command(args.command)
         scripts.adopt(args)
     communicator, restore = arguments.communicator_in(args), None
     if not args.check_only:
-        communicator = decided(communicator, 1, args.nproc_per_node, os.environ)
+        communicator = checks.decided(communicator, 1, args.nproc_per_node, os.environ)
     settings = arguments.settings_from(args, communicator=communicator)
     if args.resume is not None:
         # Spares, too: they have nothing to write and are the first that have looked.
@@ -366,10 +353,10 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         restore = resume_point(RunDirectory(args.resume), args, others)
     info = replace(make_info(args, settings, restore), check_only=args.check_only)
     tls.contexts(info.settings)
-    check_notify(settings)
-    check_sizes(info)
-    read_domains(settings)
-    check_journal(run, info)
+    checks.check_notify(settings)
+    checks.check_sizes(info)
+    checks.read_domains(settings)
+    checks.check_journal(run, info)
     run.make()
     bring_frozen_weights(args.resume, run, info.restore)
     auth.create_secret(run.path)  # before run.json, which says that everything is there

@@ -30,8 +30,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
 )
 from deadpool_megatron.layout.placement import parse_domains
-from deadpool_megatron.layout.schemes import Kind, first_plan, losses_survived
-from deadpool_megatron.layout.sizing import largest_group, refusal
+from deadpool_megatron.layout.schemes import first_plan, losses_survived
+from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.observe.notify import complaint_of_apprise, is_web_address
 from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
 from deadpool_megatron.preflight.host import available_memory
@@ -178,14 +178,8 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
     if not SEGMENT_ROOT.is_dir() or not os.access(SEGMENT_ROOT, os.W_OK):
         raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: generations live there")
     free = shutil.disk_usage(SEGMENT_ROOT).free
-    copies: float = losses_survived(info.settings)
-    if info.settings.protection == Kind.PARITY:
-        copies /= info.settings.parity_group
-    elif info.settings.protection == Kind.LOCAL_TWICE:
-        copies = 1.0
-    elif info.settings.protection == "mixed":
-        copies /= max(1, largest_group(info.nodes + info.spares, info.settings.replicas))
-    needed = int(info.nproc_per_node * nodes_here * (1 + copies) * COPY_BYTES)
+    copies = 1 + losses_survived(info.settings)
+    needed = info.nproc_per_node * nodes_here * copies * COPY_BYTES
     _check_limit(info, nodes_here, needed, free)
     if free < needed:
         raise CommandError(
