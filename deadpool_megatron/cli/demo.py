@@ -76,17 +76,6 @@ class Shape:
     spares: int = 1
     pipeline: int = 2
 
-    @property
-    def text(self) -> str:
-        """One sentence on it."""
-        processes = self.nodes * self.nproc_per_node
-        data = processes // (self.tensor * self.pipeline)
-        return (
-            f"A small GPT in {processes} processes, tensor {self.tensor} x pipeline {self.pipeline}"
-            f" x data {data}, on {self.nodes} nodes of {self.nproc_per_node} and {self.spares}"
-            " spare node."
-        )
-
 
 #: Without a GPU to be seen, so that the numbers of both runs can be held against each other.
 ON_CPUS = Shape(2, 2, "gloo", {VISIBLE: ""})
@@ -275,7 +264,11 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
 
 def _both_runs(display: Display, base: Path, iterations: int, shape: Shape) -> Outcome:
     strike = iterations // 2 + 1
-    display.line(f"{shape.text}\n\n1. Undisturbed, {iterations} steps")
+    processes = shape.nodes * shape.nproc_per_node
+    display.line(
+        f"A small GPT in {processes} processes on {shape.nodes} nodes, and {shape.spares} spare"
+        f" node.\n\n1. Undisturbed, {iterations} steps"
+    )
     undisturbed = run_once(display, base, "undisturbed", iterations, shape=shape)
     display.line(
         "\n2. The same again, but the node of role 0 is killed in the backward pass of step"
@@ -322,5 +315,5 @@ def _write_files(outcome: Outcome, args: argparse.Namespace) -> None:
         if args.plot is not None:
             stories = outcome.undisturbed.result.story, outcome.struck.result.story
             plot.draw(args.plot, *stories, identical=outcome.comparison.identical)
-    except (OSError, plot.PlotError) as error:
+    except (OSError, CommandError) as error:
         raise DemoError(str(error), 2) from error

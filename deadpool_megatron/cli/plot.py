@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.observe.story import PHASES, Interruption, Step, Story
 
 if TYPE_CHECKING:
@@ -29,12 +30,8 @@ _OTHER = "#999999"
 _CALM, _STRUCK, _ALARM = "#B8C4CE", "#0B5394", "#C0392B"
 
 
-class PlotError(Exception):
-    """The picture cannot be drawn; one clear line."""
-
-
 def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> None:
-    """Write the picture to ``path`` (the suffix names the format). Raises PlotError.
+    """Write the picture to ``path`` (the suffix names the format). Raises CommandError.
 
     ``identical``: whether the runs ended bit-identical, for the title. Only the first failure of
     ``struck`` is drawn.
@@ -45,9 +42,9 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise PlotError(f"a plot needs matplotlib: pip install matplotlib ({error})") from error
+        raise CommandError(f"a plot needs matplotlib: pip install matplotlib ({error})") from error
     if not undisturbed.steps or not struck.steps:
-        raise PlotError("there are no steps to draw")
+        raise CommandError("there are no steps to draw")
     failure = struck.failures[0] if struck.failures else None
     lanes = _lanes(failure) if failure is not None else []
     heights = [3.6, 0.9 + 0.24 * max(4, len(lanes))]
@@ -67,7 +64,7 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
         try:
             figure.savefig(path, dpi=150)
         except (OSError, ValueError) as error:
-            raise PlotError(f"cannot write {path}: {error}") from error
+            raise CommandError(f"cannot write {path}: {error}") from error
         finally:
             pyplot.close(figure)
 
