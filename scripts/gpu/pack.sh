@@ -39,7 +39,7 @@ platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 "$python" -m pip install -q --disable-pip-version-check --no-deps --only-binary=:all: --no-compile \
     --python-version "$version" --implementation cp "${platforms[@]}" \
     --target "$tree/scripts/gpu/site" -c "$root/scripts/constraints.txt" \
-    megatron-core xxhash immutables zfec PyYAML einops packaging
+    megatron-core xxhash zfec PyYAML einops packaging
 compiler=$(command -v "${PROOF_PYTHON:-python$version}" || true)
 [ -z "$compiler" ] ||
     "$compiler" -m compileall -q -j 0 "$tree/deadpool_megatron" "$tree/scripts/gpu" || true

@@ -28,7 +28,7 @@ PACKAGES = Path(sysconfig.get_path("purelib"))
 #: what is in the checkout and in no distribution
 _OURS_ALONE = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
 #: what `pip install deadpool-megatron` brings, and what `deadpool plan` reads its files with
-_LIGHT = ("numpy", "numpy.libs", "xxhash", "immutables", "yaml", "_yaml")
+_LIGHT = ("numpy", "numpy.libs", "xxhash", "yaml", "_yaml")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_torch_and_megatron_are_left_to_the_machine(wheel: Path) -> None:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
     needs = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert {re.split(r"\W", line)[0] for line in needs} == {"numpy", "xxhash", "immutables"}
+    assert {re.split(r"\W", line)[0] for line in needs} == {"numpy", "xxhash"}
 
 
 _TORCH_AND_MEGATRON = """

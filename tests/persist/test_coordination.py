@@ -14,7 +14,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator import checkpoints, durable
 from deadpool_megatron.cluster.machine.actions import BeginExport
 from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,

@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.machine.inputs import (
     DurableValid,
     Exported,
 )
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room, overwritten

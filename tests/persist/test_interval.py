@@ -9,7 +9,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine.actions import BeginExport
 from deadpool_megatron.cluster.machine.inputs import Exported
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from tests.persist.harness.world import DROP, TAKE, World, no_room, overwritten
 
 

@@ -44,7 +44,7 @@ def test_the_walks_of_a_run_are_counted_in_all_its_processes(tmp_path: Path) -> 
     assert not lost & iteration
     # Of the coordinator; of a member; of a vault.
     assert lost >= {
-        "cluster/machine/epoch/closing.py",
+        "cluster/machine/membership.py",
         "comms/builders.py",
         "vault/role/restore.py",
     }

@@ -37,8 +37,7 @@ from deadpool_megatron.cluster.coordinator.durable import (
 )
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State
 from deadpool_megatron.cluster.run_directory.directory import (
     point_at,
     still_valid,

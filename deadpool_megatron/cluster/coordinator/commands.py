@@ -28,8 +28,7 @@ from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.protection import memory_refusal
 from deadpool_megatron.cluster.machine.requests import not_connected, refusal
-from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.schemes import in_words
 from deadpool_megatron.layout.sizing import refusal as plan_refusal
@@ -372,8 +371,8 @@ def _ignore(_: str) -> None:
 
 
 class PacedStatus:
-    """The description of a run, made in a thread, as it goes over all roles; in a large one it is
-    made again only after a while. For the coordinator's loop.
+    """The description of a run, which goes over all roles; in a large one it is made again only
+    after a while. For the coordinator's loop.
     """
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
@@ -387,7 +386,7 @@ class PacedStatus:
         async with self._making:
             began = time.monotonic()
             if began >= self._good_until:
-                self._made = await asyncio.to_thread(self._make)
+                self._made = self._make()
                 ended = time.monotonic()
                 self._good_until = ended + (ended - began) / _SHARE_OF_TIME
             return self._made
@@ -433,9 +432,7 @@ def describe(state: State, peers: Peers, progress: Progress) -> dict[str, Any]:
         "spares": sorted(set(state.fleet.nodes) - training),
         "members": {
             f"{node}.{slot}.{member.incarnation}": str(member.status)
-            # Each sort holds up all threads, so there is none over all members.
-            for node, slots in sorted(state.fleet.members.by_node.items())
-            for slot, member in sorted(slots.items())
+            for (node, slot), member in sorted(state.fleet.members.items())
         },
         "recoveries": state.recoveries.count,
         "steps_recomputed": state.recoveries.steps_recomputed,

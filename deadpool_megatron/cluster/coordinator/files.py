@@ -22,7 +22,7 @@ from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes
 from deadpool_megatron.cluster.coordinator.reporting.digests import KINDS, CommitDigest, WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.cluster.run_directory.directory import (
     RUN_FILE,
     RunDirectory,

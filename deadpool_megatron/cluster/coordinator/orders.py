@@ -11,8 +11,7 @@ from deadpool_megatron.cluster.link.pacing import beat_seconds, repeat_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.record_delta import RecordTeller
 from deadpool_megatron.cluster.machine import actions
-from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout.records import EpochRecord
 
 

@@ -31,7 +31,7 @@ from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
 from deadpool_megatron.cluster.coordinator.succession import (
     CoordinatorOptions,
     SignOfLife,
-    first_state,
+    begin,
     valid_checkpoints,
 )
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
@@ -50,7 +50,7 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.state import INITIAL, Config, State
+from deadpool_megatron.cluster.machine.state import INITIAL, Config
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.liveness import run_to_end
 from deadpool_megatron.cluster.run_directory.directory import paths_gone, valid_in
@@ -79,11 +79,13 @@ class Coordinator:
         self.options, self._run = options, options.run
         self._settings, term = options.info.settings, options.term.number
         self._journal = options.journal
-        machine, now = Machine(_machine_config(options)), time.monotonic()
+        now = time.monotonic()
+        machine = Machine(_machine_config(options), now)
         self._not_understood: list[str] = []
-        state = first_state(
-            machine, self._journal, options.estate, now, self._not_understood.append
-        )
+        begin(machine, self._journal, options.estate, self._not_understood.append)
+        # The machine's, which changes it with each input.
+        self.state = state = machine.state
+        self._requests = state.requests
         self._progress = Progress(divergence_is_fatal(self._settings), state.line.newest)
         self.files = RunFiles(options.run, options.info, term, self._progress)
         self.peers = Peers(self._settings, self, term)
@@ -98,10 +100,11 @@ class Coordinator:
         )
         self._garbage = GarbageSearch(now)
         self._is_watching = False
+        self._longest_stand = 0.0  # of the loop, in which nobody was answered
         self._exit_status: int | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[object]] = set()
-        self._stepper = Stepper(machine, state, self.peers, self._took, self.spawn)
+        self._stepper = Stepper(machine, self.peers, self._took, self.spawn)
         self.orders = Orders(options, self.peers)
         self._watchdog = Watchdog(self._settings, self.peers)
         self._store = CoordinatorStore(
@@ -111,19 +114,15 @@ class Coordinator:
         self._run_end = RunEnd(self)
         self._commands = Commands(self)
 
-    @property
-    def state(self) -> State:
-        """The machine's present state."""
-        return self._stepper.state
-
     def describe(self) -> dict[str, Any]:
-        """For people; in any thread."""
+        """For people."""
         state = self.state
         return {
             **describe(state, self.peers, self._progress),
             **self._watchdog.describe(state),
             "export": self.checkpoints.status(),
             "events": self.files.writer.describe(),
+            "longest_stand_seconds": self._longest_stand,
         }
 
     async def run(self) -> int:
@@ -139,7 +138,7 @@ class Coordinator:
         door = Door(options.listener, lock, self.peers)
         port = options.listener.getsockname()[1]
         if (record := self.state.record) is not None:
-            await self._stepper.aside(self.orders.prepare, record)
+            await asyncio.to_thread(self.orders.prepare, record)
         self.spawn(door.run())
         pid, hostname = os.getpid(), socket.gethostname()
         started = {str(pid): posix.start_time(pid)}
@@ -172,7 +171,6 @@ class Coordinator:
             over.cancel()
             living.cancel()
             self.sign.close()
-            self._stepper.close()
             for spawned in self._tasks:
                 spawned.cancel()
             door.close()
@@ -186,10 +184,11 @@ class Coordinator:
         """See stepping.Stepper."""
         self._stepper.feed(item)
 
-    def _took(self, before: State, produced: list[actions.Action]) -> None:
+    def _took(self, produced: list[actions.Action]) -> None:
         for action in produced:
             self._carry_out(action)
-        if self.state.requests is not before.requests:
+        if self.state.requests is not self._requests:
+            self._requests = self.state.requests
             self._commands.requests.note()
 
     def _carry_out(self, action: actions.Action) -> None:
@@ -236,7 +235,7 @@ class Coordinator:
             await write_patiently(
                 self._journal,
                 ("epoch", record.epoch),
-                await self._stepper.aside(record.to_dict),
+                await asyncio.to_thread(record.to_dict),
                 patience,
                 on_trouble=lambda text: self.warn(f"{text}; tried again for {patience:g} s"),
             )
@@ -245,7 +244,7 @@ class Coordinator:
         except JournalError as error:
             self.feed(inputs.JournalFailed(record.epoch, str(error)))
         else:
-            await self._stepper.aside(self.orders.prepare, record)
+            await asyncio.to_thread(self.orders.prepare, record)
             self.feed(inputs.JournalWritten(record.epoch))
 
     # Connections (see PeerEvents).
@@ -353,6 +352,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
+            self._longest_stand = max(self._longest_stand, now - last - interval)
             if now - last > 3 * interval:
                 self.peers.forgive(now)
             last = now
@@ -367,11 +367,8 @@ class Coordinator:
 
     async def _watch(self) -> None:
         """Look at the progress of all roles, once."""
-        look = self._watchdog.at_progress
         try:
-            events, found = await self._stepper.aside(
-                look, self.state, self._epoch, time.monotonic()
-            )
+            events, found = self._watchdog.at_progress(self.state, self._epoch, time.monotonic())
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self.peers.refuse_broken("members", "their beats", error)
             return

@@ -17,7 +17,6 @@ from deadpool_megatron.cluster.journal.journal import (
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm, Term, has_begun_after, newest_term, sign
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -83,25 +82,21 @@ def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRe
     return EpochRecord.from_dict(journal.read("epoch", numbers[-1]))
 
 
-def first_state(
-    machine: Machine,
-    journal: Journal,
-    estate: Estate,
-    now: float,
-    on_trouble: Callable[[str], None],
-) -> State:
-    """``now``: monotonic seconds. The term is claimed: no record is written any more but by a
-    coordinator that had begun before, whose record is found here. What is read takes the same time
-    however old the run is. ``on_trouble(text)``: for each note on a node that is not understood.
-    Raises JournalError for a journal that does not work.
+def begin(
+    machine: Machine, journal: Journal, estate: Estate, on_trouble: Callable[[str], None]
+) -> None:
+    """Have the machine take over what the journal says. The term is claimed: no record is written
+    any more but by a coordinator that had begun before, whose record is found here. What is read
+    takes the same time however old the run is. ``on_trouble(text)``: for each note on a node that
+    is not understood. Raises JournalError for a journal that does not work.
     """
     record = newest_record(journal, estate.record)
     if record is None:
-        return machine.start(now)
+        return
     gone, wrong = record.history.gone, record.history.wrong
     lost = gone_since(journal, gone, on_trouble)
     found = wrong_since(journal, wrong, on_trouble)
-    return machine.resume(record, estate.valid, now, gone=lost, wrong=found)
+    machine.take_over(record, estate.valid, gone=lost, wrong=found)
 
 
 def valid_checkpoints(run: RunDirectory) -> Valid:

@@ -15,8 +15,7 @@ from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.protection import most_lost_by
-from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.cluster.watch.cadence_rule import StretchMeter, in_words
 from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang
 from deadpool_megatron.cluster.watch.hang_table import table_of

@@ -2,7 +2,7 @@
 
 A plan changes only with an epoch. A wanted one waits in the state, goes into the next record for
 whatever reason that is made, and if nothing else happens members pause for it at the next boundary
-that is protected (epoch/pausing), so that nothing is computed again.
+that is protected (pauses), so that nothing is computed again.
 
 With ``mixed`` there is one choice at the start, none afterwards. How the members lay out their
 state is known when all have built it, in the first epoch, or from the slots of a run that continues
@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
-from deadpool_megatron.cluster.machine.state.state import State
-from deadpool_megatron.cluster.machine.turn import Turn
+from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import most_lost
 from deadpool_megatron.layout.records import NodeAddress, Restore, RoleLayout, Seat
@@ -33,6 +32,7 @@ from deadpool_megatron.settings import Settings
 
 ASKED_FOR = "asked for by 'deadpool protect'"
 _MIXED = "mixed"
+_NONE: Mapping[int, RoleLayout] = {}
 
 
 def scene_of(
@@ -40,23 +40,27 @@ def scene_of(
     settings: Settings,
     seats: Mapping[int, Seat] | None = None,
     nodes: Mapping[int, NodeAddress] | None = None,
+    inherited: Mapping[int, RoleLayout] = _NONE,
 ) -> Scene | None:
     """Return seats, layouts and nodes as they are, or as the next record will say; None before all
-    members have registered."""
+    members have registered. ``inherited``: layouts that only memory tells."""
     chosen = state.seats if seats is None else seats
-    if len(state.memory.layouts) < len(chosen):
+    layouts = {**state.memory.layouts, **inherited}
+    if len(layouts) < len(chosen):
         return None
     seated = {role: seat.node for role, seat in chosen.items()}
-    live = state.fleet.nodes if nodes is None else nodes
+    live = dict(state.fleet.nodes) if nodes is None else nodes  # others ask in a thread
     domains = {node: known.domain for node, known in live.items()}
     training = set(seated.values())
     spares = [node for node in domains if node not in training]
-    return Scene(dict(state.memory.layouts), seated, domains, spares, settings.replicas)
+    return Scene(layouts, seated, domains, spares, settings.replicas)
 
 
 def budgets_of(state: State) -> dict[int, int]:
     """Return the bytes for generations on each node that has said how many it has."""
-    return {n: known.memory_bytes for n, known in state.fleet.nodes.items() if known.memory_bytes}
+    return {
+        n: known.memory_bytes for n, known in dict(state.fleet.nodes).items() if known.memory_bytes
+    }
 
 
 def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> str:
@@ -70,28 +74,28 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
     return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"
 
 
-def take_request(turn: Turn, event: ProtectionRequested) -> str:
+def take_request(core: Core, event: ProtectionRequested) -> str:
     """Note the wanted plan; returns why it cannot be."""
-    state = turn.state
-    settings = turn.config.settings
+    state = core.state
+    settings = core.config.settings
     why = refusal(event.plan, len(state.fleet.nodes), settings, state.protection.plan)
     why = why or memory_refusal(event.plan, state, settings)
     if state.phase in LAST_PHASES:
         why = "the run is ending"
     if not why and event.plan != state.protection.plan:
-        turn.state = state._replace(protection=state.protection.changed(event.plan, event.why))
+        state.protection.plan, state.protection.why = event.plan, event.why
     return why
 
 
-def tell_plan(turn: Turn) -> None:
+def tell_plan(core: Core) -> None:
     """Say what protects the epoch that was just opened, if that is new."""
-    state, record = turn.state, turn.state.record
+    state, record = core.state, core.state.record
     if record is None or record.protection == state.protection.told:
         return
     old, plan = state.protection.told, record.protection
-    settings = turn.config.settings
-    turn.state = state._replace(protection=replace(state.protection, told=plan))
-    turn.emit(
+    settings = core.config.settings
+    state.protection.told = plan
+    core.emit(
         Kind.PROTECTION,
         old="" if old is None else plan_in_words(old),
         new=plan_in_words(plan),
@@ -113,51 +117,50 @@ def pause_cause(state: State) -> str:
     return f"protection becomes {plan_in_words(state.protection.plan)}: {state.protection.why}"
 
 
-def unfit(turn: Turn) -> str:
+def unfit(core: Core) -> str:
     """Return why the first epoch must be left for another plan, which is in the state then; empty
     when it need not. To be asked once, when the last member has said how it lays out its state."""
-    state, record = turn.state, turn.state.record
+    state, record = core.state, core.state.record
     if state.phase is not Phase.OPENING or record is None or record.restore.kind == "memory":
         return ""
-    if turn.config.settings.protection != _MIXED or state.protection.plan != record.protection:
+    if core.config.settings.protection != _MIXED or state.protection.plan != record.protection:
         return ""
-    if why := _choose(turn, scene_of(state, turn.config.settings)):
+    if why := _choose(core, scene_of(state, core.config.settings)):
         return why
-    changed = turn.state.protection.plan != record.protection
+    changed = core.state.protection.plan != record.protection
     return f"{plan_in_words(record.protection)} needs more memory than there is" if changed else ""
 
 
 def settle(
-    turn: Turn, seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], restore: Restore
+    core: Core, seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], restore: Restore
 ) -> str:
     """Return why these nodes cannot keep what is to be restored; empty when they can.
 
     Where training begins, the state has a plan then that fits.
     """
-    settings = turn.config.settings
+    settings = core.config.settings
     if settings.protection != _MIXED:
         return ""
     # A coordinator that took over may have the layouts from the slots only.
-    state = turn.state
-    state = state._replace(memory=state.memory.with_inherited(turn.config.world_size))
-    scene = scene_of(state, settings, seats, nodes)
+    state, inherited = core.state, core.state.memory.in_slots(core.config.world_size)
+    scene = scene_of(state, settings, seats, nodes, inherited)
     if state.restarted or restore.kind != "memory":
-        return _choose(turn, scene)
+        return _choose(core, scene)
     if scene is None:
         return ""
     lack = lacking(state.protection.plan, scene, budgets_of(state))
     return "" if lack is None else f"{plan_in_words(state.protection.plan)}: {lack.in_words()}"
 
 
-def _choose(turn: Turn, scene: Scene | None) -> str:
+def _choose(core: Core, scene: Scene | None) -> str:
     if scene is None:
         return ""
-    state, budgets = turn.state, budgets_of(turn.state)
+    state, budgets = core.state, budgets_of(core.state)
     if lacking(state.protection.plan, replace(scene, roomy=True), budgets) is None:
         return ""
     choice = choose(scene, budgets, state.protection.plan.every)
     why = choice.lack.in_words() if choice.lack is not None else ""
-    why = why or refusal(choice.plan, len(scene.domains), turn.config.settings)
+    why = why or refusal(choice.plan, len(scene.domains), core.config.settings)
     if why:
         words = plan_in_words(choice.plan)
         return (
@@ -165,6 +168,6 @@ def _choose(turn: Turn, scene: Scene | None) -> str:
             " --deadpool-memory-gb or add nodes"
         )
     if choice.plan != state.protection.plan:
-        chosen = state.protection.changed(choice.plan, f"for want of memory: {choice.why}")
-        turn.state = state._replace(protection=chosen)
+        state.protection.plan = choice.plan
+        state.protection.why = f"for want of memory: {choice.why}"
     return ""

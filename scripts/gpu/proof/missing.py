@@ -13,7 +13,7 @@ from pathlib import Path
 from proof.device import Device
 
 # Those that are light are imported: a package may be there, and compiled for another Python.
-_LIGHT, _HEAVY = ("numpy", "xxhash", "immutables"), ("torch", "megatron.core")
+_LIGHT, _HEAVY = ("numpy", "xxhash"), ("torch", "megatron.core")
 _SHARED_BYTES = {Device.CUDA: 6 << 30, Device.CPU: 256 << 20}
 
 

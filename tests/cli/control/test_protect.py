@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from immutables import Map
 
 from deadpool_megatron.cli.control.status import _rpo_line
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.fleet import Fleet, NodeState
-from deadpool_megatron.cluster.machine.state.state import Config, State
+from deadpool_megatron.cluster.machine.state import Config, NodeState
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan
@@ -38,9 +36,8 @@ class Desk:
     """The commands of a coordinator that has ``nodes`` connected."""
 
     def __init__(self, nodes: int, settings: Settings) -> None:
-        machine = Machine(Config(nodes, 0, 1, settings, "/dump"))
-        known = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
-        self.state: State = machine.start(0.0)._replace(fleet=Fleet(Map(known)))
+        self.state = Machine(Config(nodes, 0, 1, settings, "/dump"), 0.0).state
+        self.state.fleet.nodes = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
         self.commands = Commands.__new__(Commands)
         self.commands._info = RunInfo.__new__(RunInfo)
         object.__setattr__(self.commands._info, "settings", settings)

@@ -14,7 +14,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.commands import _KILL_SECONDS, Commands
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal, Journal
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 

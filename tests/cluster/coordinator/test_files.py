@@ -13,8 +13,6 @@ from deadpool_megatron.cluster.coordinator import files as run_files
 from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.machine.actions import Finish
-from deadpool_megatron.cluster.machine.state.blame import Blame
-from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import Generation, Restore
@@ -40,7 +38,9 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
         file.write('{"kind":"step","iter')
     second = RunFiles(run, info(), 2, Progress(newest=3))
     second.write(step(3))
-    state = Rig().state._replace(recoveries=Recoveries(count=7, steps_recomputed=3))
+    rig = Rig()
+    rig.alter("recoveries", count=7, steps_recomputed=3)
+    state = rig.state
     second.write_result(Finish(0, ""), state, second.result(Finish(0, ""), state))
     second.close(10.0)
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
@@ -80,7 +80,9 @@ def test_a_checkpoint_that_must_not_be_used_is_not_named_at_the_end(
     files = RunFiles(run, info(), 1, Progress())
     named = Restore("durable", Generation(1, saved_at), path=str(tmp_path))
     write_json(run.latest, named.to_dict())
-    state = Rig().state._replace(blame=Blame(poisoned_from=5))
+    rig = Rig()
+    rig.alter("blame", poisoned_from=5)
+    state = rig.state
     for _ in range(2):  # tried again after an error of the disk
         files.write_result(Finish(4, "not finite"), state, {})
     files.close(10.0)

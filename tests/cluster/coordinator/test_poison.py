@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import stepping
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.journal import GONE, WRONG, note_node, open_journal
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, newest
@@ -196,23 +197,27 @@ async def test_a_request_of_a_newer_version_ends_no_coordinator(
     assert found.troubles == ()
 
 
-def test_input_that_the_machine_fails_at_changes_nothing(
+def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its state may be half changed; the successor is not told it again, and reads the journal."""
+    ended, handled = list[BaseException](), list[inputs.Input]()
+    monkeypatch.setattr(stepping, "_REFUSAL_SECONDS", 0.02)
+    monkeypatch.setattr(stepping, "end_process", ended.append)
+
     def scenario(one: Coordinator, peer: AgentPeer) -> None:
-        step, before = one._stepper._machine.step, one.state
+        def fails(item: inputs.Input, _: float) -> Any:
+            handled.append(item)
+            raise KeyError("a mistake of ours")
 
-        def fails_at_hellos(state: Any, item: inputs.Input, now: float) -> Any:
-            assert not isinstance(item, inputs.MemberHello), "a mistake of ours"
-            return step(state, item, now)
-
-        monkeypatch.setattr(one._stepper._machine, "step", fails_at_hellos)
+        monkeypatch.setattr(one._stepper._machine, "handle", fails)
         hello = {"t": "member", **_SEAT, "m": {"t": "hello", "pid": 1}, "n": 1}
         one.peers._hand_over(peer, hello, one.peers._take)
-        assert one.state is before
+        assert one.peers.taken(peer) == 1
         one.feed(inputs.Tick())
 
     assert hear(tmp_path, scenario).peers.refusals == 1
+    assert len(handled) == len(ended) == 1
 
 
 def test_beats_that_cannot_be_read_end_no_look(tmp_path: Path) -> None:
@@ -239,7 +244,7 @@ def test_a_loss_that_is_not_finite_is_told_the_machine_however_late(
     fed: list[inputs.Input] = []
 
     def scenario(one: Coordinator, _: AgentPeer) -> None:
-        one._stepper.state = rig.state
+        one.state = rig.state
         one.feed = fed.append  # type: ignore[method-assign]
         one._progressed(Event(Kind.STEP, 1, 1, 1, 5, data={"loss": loss}))
 

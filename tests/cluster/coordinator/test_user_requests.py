@@ -22,7 +22,7 @@ from deadpool_megatron.cluster.journal.journal import (
 )
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.settings import Settings
 
 DRAIN = {"node": 1}

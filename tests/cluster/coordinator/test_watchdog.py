@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from immutables import Map
 
 from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import is_bad
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.protection import budgets_of, memory_refusal, scene_of
-from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.watch.slowness import WINDOW_ITERATIONS, WINDOWS
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
@@ -88,8 +86,7 @@ def test_without_a_good_spare_or_without_the_setting_it_stays(evict: str) -> Non
     job = Job(evict=evict, spares=int(evict == "off"))
     if evict == "on":
         job.rig.join(4)
-        fleet = replace(job.rig.state.fleet, avoid=frozenset({4}))
-        job.rig.state = job.rig.state._replace(fleet=fleet)
+        job.rig.alter("fleet", avoid=frozenset({4}))
     events, found = job.until_told()
     assert (kinds(events), found) == ([Kind.SLOW_NODE], [])
 
@@ -112,12 +109,6 @@ def train(watch: Watchdog, count: int, wait: float = 0.0, ship: float = 0.0) -> 
         watch.note(Event(Kind.GATE_WAIT, 1, role=0, iteration=iteration, data=waited), 0.0)
         watch.note(Event(Kind.COMMITTED, 1, role=0, iteration=iteration, data=fit), 0.0)
         watch.note(Event(Kind.STEP, 1, iteration=iteration), float(iteration))
-
-
-def with_memory(rig: Rig, nbytes: int) -> State:
-    """The state in which every node has said how much it has."""
-    nodes = {n: replace(known, memory_bytes=nbytes) for n, known in rig.state.fleet.nodes.items()}
-    return rig.state._replace(fleet=replace(rig.state.fleet, nodes=Map(nodes)))
 
 
 def test_waits_at_the_gate_lead_to_a_thinner_cadence() -> None:
@@ -159,21 +150,24 @@ def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:
     assert budgets_of(rig.state) == {}
     parity = plan_of_kind("parity", rig.settings, 1, 4)
     assert memory_refusal(parity, rig.state, rig.settings) == ""
-    rig.state = with_memory(rig, 9 * MEGA)
+    rig.alter_nodes(memory_bytes=9 * MEGA)
     why = memory_refusal(parity, rig.state, rig.settings)
     assert "MB of memory for generations and has 9.44 MB" in why
     rig.feed(ev.ProtectionRequested(parity, "a test"))
     assert rig.emitted(Kind.REFUSED)
-    assert memory_refusal(parity, with_memory(rig, TIGHT), rig.settings) == ""
+    rig.alter_nodes(memory_bytes=TIGHT)
+    assert memory_refusal(parity, rig.state, rig.settings) == ""
 
 
 def test_memory_does_not_stand_in_the_way_of_another_cadence() -> None:
     rig = Rig().run()
     plan = replace(ProtectionPlan(), every=2)
-    assert memory_refusal(plan, with_memory(rig, 1), rig.settings) == ""
+    rig.alter_nodes(memory_bytes=1)
+    assert memory_refusal(plan, rig.state, rig.settings) == ""
 
 
 def test_nothing_is_reckoned_before_all_have_registered() -> None:
     rig = Rig().opening()
     assert scene_of(rig.state, rig.settings) is None
-    assert memory_refusal(ProtectionPlan(), with_memory(rig, 1), rig.settings) == ""
+    rig.alter_nodes(memory_bytes=1)
+    assert memory_refusal(ProtectionPlan(), rig.state, rig.settings) == ""

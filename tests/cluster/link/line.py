@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.link import agent_link, peers
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.records import RecordReader
 

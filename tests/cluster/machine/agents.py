@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state.state import Config
+from deadpool_megatron.cluster.machine.state import Config
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Set
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, TypeVar
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Phase
-from deadpool_megatron.cluster.machine.state.state import Config
+from deadpool_megatron.cluster.machine.state import Closing, Config, Deciding, Phase, State
 from deadpool_megatron.events import Kind, to_line
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
@@ -55,21 +53,34 @@ class Rig:
         config = {"start": start} if start is not None else {}
         self.settings = Settings(**more)  # type: ignore[arg-type]
         self.config = Config(nodes, spares, nproc, self.settings, "/dump", **config)  # type: ignore[arg-type]
-        self.machine = Machine(self.config)
         self.now = 100.0
-        self.state = self.machine.start(self.now)
+        self.machine = Machine(self.config, self.now)
         self.last: list[act.Action] = []
         self.log: list[act.Action] = []
         self.gone = frozenset[str]()  # checkpoints that somebody has removed
 
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
     # Driving.
+
+    def anew(self) -> None:
+        """As a machine of which nobody has heard."""
+        self.machine = Machine(self.config, self.now)
+
+    def take_over(self, record: EpochRecord, valid: Sequence[Restore] = (), **more: Any) -> State:
+        """As a coordinator that finds this record."""
+        self.anew()
+        self.machine.take_over(record, valid, **more)
+        return self.state
 
     def feed(self, *events: ev.Input) -> list[act.Action]:
         """Feed inputs; the actions of this call are in ``last`` too."""
         self.last = []
         fed = [*events]
         while fed:
-            self.state, actions = self.machine.step(self.state, fed.pop(0), self.now)
+            actions = self.machine.handle(fed.pop(0), self.now)
             self.last += actions
             if any(isinstance(one, act.LookAtCheckpoints) for one in actions):
                 fed.insert(0, ev.CheckpointsSeen(self.gone))
@@ -227,8 +238,14 @@ class Rig:
 
     def alter(self, part: str, **changes: object) -> None:
         """Other values in one part of the state, such as ``fleet``."""
-        known = replace(getattr(self.state, part), **changes)
-        self.state = self.state._replace(**{part: known})  # type: ignore[arg-type]
+        for name, value in changes.items():
+            setattr(getattr(self.state, part), name, value)
+
+    def alter_nodes(self, **changes: object) -> None:
+        """Other values of every node that is connected."""
+        for known in self.state.fleet.nodes.values():
+            for name, value in changes.items():
+                setattr(known, name, value)
 
 
 def g(iteration: int, lineage: int = 1) -> Generation:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.preflight.health import Answer, Health

@@ -156,7 +156,7 @@ def test_a_takeover_finds_what_the_one_before_had_done() -> None:
     ask(old, Verb.DRAIN, node=1)
     before = old.state.requests
     moved(old)
-    old.state = old.state._replace(requests=before)
+    old.state.requests = before
     rig = taken_over(old)
     rejoin(rig, old, 0, 1, 2, closed=1)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
@@ -307,7 +307,7 @@ def test_a_stop_without_a_dump_waits_for_nobody() -> None:
 def test_what_cannot_be_is_refused_before_it_is_journalled() -> None:
     rig = begun()
     assert "there are: 0, 1, 2" in refusal(rig.state, Verb.DRAIN, {"node": 9})
-    over = copy.copy(rig)
+    over = copy.deepcopy(rig)
     over.feed(ev.UserStop())
     assert refusal(over.state, Verb.DRAIN, {"node": 0}) == "the run is ending"
 

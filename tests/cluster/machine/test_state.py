@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberStatus, MemberTable
-from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
+from deadpool_megatron.cluster.machine.state import MemberState, MemberStatus, MemberTable
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.machine.rig import Rig, g, killed
@@ -40,7 +39,7 @@ def test_one_record_tells_of_a_run_of_many_epochs() -> None:
     rig.steps(12)
     rig.lose(1, g(11, 3), why="connection closed")
     rig.journal()
-    state = rig.machine.resume(written(rig.record), (), rig.now)
+    state = rig.take_over(written(rig.record))
     assert state.line.kept == rig.state.line.kept == {1: 7, 2: 9, 3: 11, 4: NO_LIMIT}
     assert dict(state.fleet.gone) == {1: "node 1: connection closed"}
     assert state.blame.nonfinite == {10: 2}
@@ -57,7 +56,7 @@ def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:
     rig.feed(ev.NodeLost(2, "connection closed"))
     note = rig.one(act.NoteGone)
     assert not rig.of(act.CloseEpoch), "nobody needs the spare: no record follows"
-    state = rig.machine.resume(rig.record, (), rig.now, gone={note.node: note.cause})
+    state = rig.take_over(rig.record, gone={note.node: note.cause})
     assert not state.fleet.absent({2}), "it is not waited for"
 
 
@@ -91,22 +90,6 @@ def test_a_record_of_an_older_version_keeps_what_was_restored() -> None:
     assert EpochRecord.from_dict(values).history.kept == {1: 6, 2: NO_LIMIT}
 
 
-@given(start=st.sets(items), changes=st.lists(st.tuples(items, st.booleans())))
-def test_a_changed_set_is_a_new_one(start: set[int], changes: list[tuple[int, bool]]) -> None:
-    plain, kept = set(start), PersistentSet(start)
-    for item, there in changes:
-        before = set(kept)
-        changed = kept.with_item(item) if there else kept.without(item)
-        assert kept == before
-        plain = plain | {item} if there else plain - {item}
-        kept = changed
-    assert kept == plain == frozenset(kept)
-    assert len(kept) == len(plain)
-    assert kept | {7} == plain | {7}
-    assert {7, 8} - kept == {7, 8} - plain
-    assert hash(kept) == hash(PersistentSet(sorted(plain)))
-
-
 @given(
     changes=st.lists(
         st.one_of(
@@ -122,19 +105,17 @@ def test_what_a_roster_counts_is_what_a_scan_finds(
     roster, plain = MemberTable(), dict[tuple[int, int], MemberState]()
     for number, change in enumerate(changes):
         if isinstance(change, int):
-            roster = roster.without_node(change)
+            roster.drop_node(change)
             plain = {place: member for place, member in plain.items() if place[0] != change}
         elif isinstance(change, set):
-            warm = change & set(plain)
-            roster = roster.with_warm(warm, number)
-            for place in warm:
-                plain[place] = MemberState(plain[place].incarnation, MemberStatus.WARM, number)
+            for place in change & plain.keys():
+                roster.drop(place)
+                del plain[place]
         else:
             place, status = change
             plain[place] = MemberState(number, status, float(number))
-            roster = roster.with_member(place, plain[place])
+            roster.put(place, plain[place])
     assert dict(roster) == plain
-    assert len(roster) == len(plain)
 
     def having(*wanted: MemberStatus) -> set[tuple[int, int]]:
         return {place for place, member in plain.items() if member.status in wanted}

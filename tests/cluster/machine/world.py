@@ -14,9 +14,14 @@ from typing import Any
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Deciding, Phase
-from deadpool_megatron.cluster.machine.state.state import Config
+from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
+    Config,
+    Deciding,
+    MemberStatus,
+    Phase,
+    State,
+)
 from deadpool_megatron.events import to_line
 from deadpool_megatron.layout.planner import keep_line
 from deadpool_megatron.layout.records import (
@@ -42,9 +47,8 @@ class World(Agents):
         scheme |= {"persist_directory": "/exports", "nonfinite": "rollback"}
         settings = Settings(replicas=replicas, restarts_in_place=10_000, check="links", **scheme)
         super().__init__(Config(nodes, spares, nproc, settings, "/dump"))
-        self.machine = Machine(self.config)
         self.now = 0.0
-        self.state = self.machine.start(self.now)
+        self.machine = Machine(self.config, self.now)
         self.next_node = nodes + spares
         self.journal: deque[EpochRecord] = deque()
         self.journaled: list[EpochRecord] = []
@@ -59,13 +63,17 @@ class World(Agents):
 
     # The machine and its actions.
 
+    @property
+    def state(self) -> State:
+        return self.machine.state
+
     def feed(self, event: ev.Input) -> list[act.Action]:
-        before = self.state
+        before = self.state.epoch
         self._note_loss(event)
-        self.state, actions = self.machine.step(self.state, event, self.now)
+        actions = self.machine.handle(event, self.now)
         waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
         assert (self.state.deadline is not None) == waits
-        assert self.state.epoch >= before.epoch
+        assert self.state.epoch >= before
         for node in set(self.state.fleet.gone) & set(self.nodes):
             self.lose(node, report=False)  # given up without a word: its agent fences itself
         for action in actions:
@@ -242,14 +250,13 @@ class World(Agents):
         self.journal.clear()
         self.closed.clear()
         self.last_words.clear()
+        self.machine = Machine(self.config, self.now)
         if self.journaled:
-            self.state = self.machine.resume(self.journaled[-1], (), self.now)
+            self.machine.take_over(self.journaled[-1], ())
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_line(line, record.restore, record.epoch)
             assert self.state.line.kept == line, "the newest record has it whole"
-        else:
-            self.state = self.machine.start(self.now)
         last = self.journaled[-1] if self.journaled else None
         if last is not None and last.epoch > max((r.epoch for r in self.announced), default=0):
             self._check_restore(last)

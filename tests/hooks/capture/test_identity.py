@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from immutables import Map
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -138,7 +137,7 @@ def loaded(folder: Path, dumped: RoleLayout, own: RoleLayout) -> bool:
 
 def started_again(kept: RoleLayout, own: RoleLayout) -> bool:
     rig = Rig(nodes=2, spares=0).run()
-    rig.alter("memory", layouts=Map({0: kept}), inherited=frozenset({0}))
+    rig.alter("memory", layouts={0: kept}, inherited=frozenset({0}))
     rig.feed(ev.MemberRegistered(*rig.seat(0), own))
     return not rig.of(act.Finish)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat

@@ -9,12 +9,11 @@ from typing import TypeVar
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.succession import Estate, first_state
+from deadpool_megatron.cluster.coordinator.succession import Estate, begin
 from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
 from deadpool_megatron.cluster.journal.journal import WRONG, DirectoryJournal, note_node
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore
 from deadpool_megatron.preflight.facts import HostFacts
@@ -72,8 +71,8 @@ def test_what_is_gone_is_not_decided_on(gone: tuple[int, ...], found: int) -> No
 
 def test_a_look_that_is_not_answered_holds_nobody_up() -> None:
     rig = fallen_back(10)
-    rig.state, _ = rig.machine.step(rig.state, ev.NodeLost(2, "gone"), rig.now)
-    rig.state, actions = rig.machine.step(rig.state, ev.NodeLost(3, "gone"), rig.now)
+    rig.machine.handle(ev.NodeLost(2, "gone"), rig.now)
+    actions = rig.machine.handle(ev.NodeLost(3, "gone"), rig.now)
     assert rig.state.phase is Phase.CLOSING
     assert rig.state.waiting_for() == "a look at the checkpoints"
     assert rig.of(act.LookAtCheckpoints, actions)
@@ -99,8 +98,8 @@ def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it() -> Non
     assert path(fails(rig)) == "/ck/10"
     record = EpochRecord.from_dict(rig.record.to_dict())
     noted = [Restore("durable", g(k), "save", f"/ck/{k}") for k in (20, 10)]
-    successor = rig.machine.resume(record, noted, rig.now).line
-    assert [one.path for one in successor.valid] == ["/ck/10"]
+    rig.take_over(record, noted)
+    assert [one.path for one in rig.state.line.valid] == ["/ck/10"]
     rig.feed(ev.DurableValid(20, "/ck/20"))
     assert [one.path for one in rig.state.line.valid] == ["/ck/20", "/ck/10"]
     assert not rig.state.line.struck
@@ -129,8 +128,8 @@ def test_a_start_falls_back_as_a_recovery_does() -> None:
     """``--resume`` has found several."""
     old = [Restore("durable", g(k), "save", f"/ck/{k}") for k in (40, 30)]
     rig = Rig(start=old[0])
-    rig.machine = Machine(replace(rig.config, older=(old[1],)))
-    rig.state = rig.machine.start(rig.now)
+    rig.config = replace(rig.config, older=(old[1],))
+    rig.anew()
     rig.gather()
     rig.journal()
     assert path(rig) == "/ck/40"
@@ -290,7 +289,8 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_p
     journal = DirectoryJournal(tmp_path)
     journal.write("epoch", 1, old.record.to_dict())
     note_node(journal, WRONG, note.node, note.cause, host=note.host)
-    rig.state = first_state(rig.machine, journal, Estate(), rig.now, pytest.fail)
+    rig.anew()
+    begin(rig.machine, journal, Estate(), pytest.fail)
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
     cause = "node 1 was put aside for the rest of the run"
     assert rig.one(act.CloseEpoch).cause == (CLOSED_BEFORE if closed else cause)
@@ -304,7 +304,7 @@ def test_so_does_one_that_takes_over_long_after() -> None:
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
     go_on(old)
     rig = successor(old)
-    rig.state = rig.machine.resume(EpochRecord.from_dict(old.record.to_dict()), (), rig.now)
+    rig.take_over(EpochRecord.from_dict(old.record.to_dict()))
     rejoin(rig, old, 0, 1, 2, 3)
     rig.restored()
     assert rig.state.phase is Phase.RUNNING
@@ -395,6 +395,7 @@ def test_a_coordinator_that_takes_over_knows_its_host(recorded: bool, tmp_path: 
     else:
         note_node(journal, WRONG, note.node, note.cause, host=note.host)
     rig = Hosts(3, 1)
-    rig.state = first_state(rig.machine, journal, Estate(), rig.now, pytest.fail)
+    rig.anew()
+    begin(rig.machine, journal, Estate(), pytest.fail)
     rig.join(7, hosts=["host1"])
     assert rig.dropped() == [act.DropNode(7, LEFT_OUT, left_out=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from deadpool_megatron.cluster.failures import FailureKind
@@ -359,7 +361,7 @@ def test_second_nan_doubts_the_generation_it_came_from() -> None:
 def test_what_other_roles_say_of_the_same_iteration_changes_nothing() -> None:
     rig = Rig(nonfinite="rollback").run(4)
     nan(rig, 5)
-    before = rig.state
+    before = deepcopy(rig.state)
     rig.feed(ev.NotFinite(rig.record.epoch, 0, 0, 5, "gradient norm", "nan"))
     assert rig.state == before
     assert not rig.emitted(Kind.NONFINITE)
@@ -371,7 +373,7 @@ def test_nan_of_what_was_abandoned_or_never_computed_is_refused(epoch: int, iter
     rig = Rig(nonfinite="rollback").run(4)
     rig.feed(killed(rig, 0))
     recover(rig, 4)
-    before = rig.state
+    before = deepcopy(rig.state)
     rig.feed(ev.NotFinite(epoch, 1, 1, iteration, "loss", "nan"))
     assert rig.emitted(Kind.REFUSED)
     assert rig.state == before
@@ -412,7 +414,7 @@ def test_nan_that_a_dead_coordinator_acted_on_is_not_restored_by_the_next() -> N
 def taken_over(rig: Rig) -> Rig:
     """Another coordinator, with nothing but the journal of the first."""
     records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
-    rig.state = rig.machine.resume(records[-1], (), rig.now)
+    rig.take_over(records[-1])
     return rig
 
 
@@ -436,7 +438,7 @@ def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_it
 
     def durable(found: Generation) -> Restore | None:
         restore = Restore("durable", found, "save", "/saves")
-        state = rig.machine.resume(records[-1], [restore], rig.now)
+        state = rig.take_over(records[-1], [restore])
         return next(iter(state.line.valid), None)
 
     assert durable(g(5)) is durable(g(6)) is None

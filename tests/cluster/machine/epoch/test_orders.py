@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state.recoveries import PHASES
+from deadpool_megatron.cluster.machine.recoveries import PHASES
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Restore, Seat
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
@@ -311,7 +313,7 @@ def test_spare_that_is_lost_before_the_drain_closed_keeps_the_roles_where_they_a
 
 def test_drain_of_an_unknown_or_idle_node_changes_nothing() -> None:
     rig = Rig().run()
-    before = rig.state
+    before = deepcopy(rig.state)
     rig.feed(ev.DrainRequested(9))
     assert rig.emitted(Kind.REFUSED)
     rig.feed(ev.DrainRequested(2))

@@ -46,7 +46,7 @@ def standing(rig: Rig, node: int) -> Standing:
 
 def check_only(rig: Rig) -> Rig:
     rig.config = dataclasses.replace(rig.config, check_only=True)
-    rig.machine._config = rig.config
+    rig.machine.config = rig.config
     return rig
 
 
@@ -221,7 +221,7 @@ def test_after_a_takeover_the_nodes_agree_again() -> None:
     come(rig)
     rig.journal()
     record = rig.record
-    rig.state = rig.machine.resume(record, (), rig.now)
+    rig.take_over(record)
     members = {"members": {0: 0}, "incarnations": {0: 0}, "epoch": 1, "restored": {0: 1}}
     rig.feed(*(joined(node, **members) for node in (0, 1)))
     assert rig.state.phase is Phase.RUNNING
@@ -373,8 +373,7 @@ def test_a_node_that_comes_back_not_fit_brings_what_it_holds() -> None:
     rig = Rig(nodes=2, spares=1, protection="local")
     come(rig)
     rig.opened()
-    nodes = rig.state.fleet.nodes
-    rig.alter("fleet", nodes=nodes.set(1, dataclasses.replace(nodes[1], returns=True)))
+    rig.state.fleet.nodes[1].returns = True
     rig.lose(1, g(7), why="connection closed")
     assert rig.state.phase is Phase.WAITING_SPARE
     held = Inventory(3, 0, (Holding(1, g(7), STEP),), (layout(1, 2),))

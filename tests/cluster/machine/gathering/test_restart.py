@@ -10,7 +10,6 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
 from deadpool_megatron.layout.schemes import plan_in_words
@@ -22,8 +21,7 @@ def started_again(old: Rig, *valid: Restore, **config: Any) -> Rig:
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     rig = copy.copy(old)
     rig.config = replace(old.config, restarted=True, **config)
-    rig.machine = Machine(rig.config)
-    rig.state = rig.machine.resume(records[-1], valid, rig.now)
+    rig.take_over(records[-1], valid)
     rig.last, rig.log = [], []
     return rig
 
@@ -41,8 +39,7 @@ def join(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) 
 
 def outlived_by_their_slots(rig: Rig) -> Rig:
     """What nodes hold is there after their agents, as on a cluster."""
-    nodes = {node: replace(facts, returns=True) for node, facts in rig.state.fleet.nodes.items()}
-    rig.alter("fleet", nodes=rig.state.fleet.nodes.update(nodes))
+    rig.alter_nodes(returns=True)
     return rig
 
 
@@ -93,9 +90,9 @@ def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wa
     old = Rig(nodes=2, spares=1, protection="local").run(7)
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     settings = replace(old.settings, protection="parity")
-    config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
-    state = Machine(config).resume(records[-1], (), old.now)
-    assert plan_in_words(state.protection.plan) == wanted
+    old.config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
+    old.take_over(records[-1])
+    assert plan_in_words(old.state.protection.plan) == wanted
 
 
 def test_without_the_spare_it_goes_on_after_a_while() -> None:
@@ -111,7 +108,7 @@ def test_without_the_spare_it_goes_on_after_a_while() -> None:
 def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
-    rig.alter("fleet", gone=rig.state.fleet.gone.set(1, "connection closed"))
+    rig.state.fleet.gone[1] = "connection closed"
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 5, 1, generations=(g(7),))
     closed(rig, 0, 0, generations=(g(7),))
@@ -226,7 +223,7 @@ def test_a_dump_has_what_lay_on_nodes_that_came_under_new_numbers() -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
     rig.alter("line", newest=7)
-    rig.alter("fleet", gone=rig.state.fleet.gone.set(1, "connection closed"))
+    rig.state.fleet.gone[1] = "connection closed"
     join(rig, 0, 0, generations=(g(7),))
     rig.feed(ev.DumpRequested("enough"))
     join(rig, 5, 1, generations=(g(7),))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
@@ -179,7 +181,7 @@ def test_a_run_begins_with_what_all_roles_have_loaded(
 @pytest.mark.parametrize("late", ["epoch", "incarnation", "role"])
 def test_stale_restored_is_refused(late: str) -> None:
     rig = Rig().opening()
-    before = rig.state
+    before = deepcopy(rig.state)
     stale = {
         "epoch": ev.Restored(0, 0, 0, 9, g(0)),
         "incarnation": ev.Restored(0, 0, 1, 1, g(0)),

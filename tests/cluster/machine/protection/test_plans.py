@@ -93,7 +93,7 @@ def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool)
     first = rig.record
     changed(rig, 9)
     second = rig.record
-    state = rig.machine.resume(second if opened else first, (), rig.now)
+    state = rig.take_over(second if opened else first)
     assert state.protection.plan == (EVERY_THIRD if opened else ProtectionPlan())
 
 

@@ -9,13 +9,11 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from immutables import Map
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.protection import scene_of
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import sizing as choice
 from deadpool_megatron.layout.schemes import Kind as Scheme
@@ -194,10 +192,7 @@ def test_what_was_chosen_is_not_chosen_again() -> None:
     chosen = rig.record.protection
     assert chosen.kind is Scheme.PARITY
     rig.usual = 9 * copies
-    nodes = {
-        n: replace(known, memory_bytes=rig.usual) for n, known in rig.state.fleet.nodes.items()
-    }
-    rig.alter("fleet", nodes=Map(nodes))
+    rig.alter_nodes(memory_bytes=rig.usual)
     rig.warm(6)
     rig.feed(ev.NodeLost(0, "gone"))
     rig.again(5)
@@ -212,8 +207,7 @@ def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch()
     assert rig.record.protection == ProtectionPlan()
     found = [rig.inventory(node, g(7)).inventory for node in range(6)]
     rig.config = replace(rig.config, restarted=True)
-    rig.machine = Machine(rig.config)
-    rig.state = rig.machine.resume(rig.record, (), rig.now)
+    rig.take_over(rig.record)
     for held in found:
         node, less = held.node, least + MEGA
         address = ("host", 1000 + node, f"node{node}")
@@ -280,11 +274,8 @@ def check(rig: Room) -> None:
 def test_a_coordinator_that_took_over_knows_from_the_slots_what_fits() -> None:
     """Nobody has registered with it, and a spare that held copies is lost."""
     rig = room(100 * MEGA, nodes=4, spares=1).begin()
-    rig.alter("memory", layouts=Map())
-    nodes = rig.state.fleet.nodes
-    for node, known in rig.state.fleet.nodes.items():
-        nodes = nodes.set(node, replace(known, memory_bytes=2 * MEGA))
-    rig.alter("fleet", nodes=nodes)
+    rig.alter("memory", layouts={})
+    rig.alter_nodes(memory_bytes=2 * MEGA)
     rig.feed(killed(rig, 0))
     rig.hello(0)
     rig.closed(g(3))

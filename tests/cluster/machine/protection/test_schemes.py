@@ -10,9 +10,8 @@ import pytest
 from deadpool_megatron.cluster.link.record_delta import RecordTeller, apply, unpack
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.epoch.closing import matters
-from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.state.phases import Opening
+from deadpool_megatron.cluster.machine.membership import matters
+from deadpool_megatron.cluster.machine.state import Opening
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.parity_groups import ParityPlacement, parity_groups
@@ -101,9 +100,9 @@ def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
     }
     record = replace(rig.record, restore=replace(rig.record.restore, recipes=recipes))
     assert not matters(rig.state, record, first)
-    opening = rig.state._replace(doing=Opening(0.0, PersistentSet(set(rig.state.seats) - {0})))
-    assert matters(opening, record, first)
-    assert matters(opening, record, second)
+    rig.state.doing = Opening(0.0, set(rig.state.seats) - {0})
+    assert matters(rig.state, record, first)
+    assert matters(rig.state, record, second)
 
 
 def begin(spares: int = 3, **settings: object) -> Rig:

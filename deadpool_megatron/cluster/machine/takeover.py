@@ -1,99 +1,90 @@
-"""A coordinator has taken over a run: what it finds continues, unless something happened to it.
+"""Takeover: another coordinator goes on with a run, unless something happened to it.
 
 The journal says what was decided last, the agents say what became of it. While they come back the
 machine is GATHERING, members continue working, and what goes wrong is only remembered (``missed``).
-When all are back the newest epoch stays open, or it is closed as after any failure. Pure functions
-on a Turn.
+When all are back the newest epoch stays open, or it is closed as after any failure.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.journal.requests import Stage
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.epoch.closing import close, give_up, matters
-from deadpool_megatron.cluster.machine.epoch.opening import check_opened, opening_seconds
-from deadpool_megatron.cluster.machine.gathering import checkup
-from deadpool_megatron.cluster.machine.state.blame import Failure
-from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
-from deadpool_megatron.cluster.machine.state.phases import Opening, Rejoining
-from deadpool_megatron.cluster.machine.state.state import Config
-from deadpool_megatron.cluster.machine.turn import Turn
+from deadpool_megatron.cluster.machine.blame import Failure
+from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.cluster.machine.epoch import check_opened, close, opening_seconds
+from deadpool_megatron.cluster.machine.membership import give_up, matters
+from deadpool_megatron.cluster.machine.requests import refuse_assumed
+from deadpool_megatron.cluster.machine.state import Config, MemberStatus, Opening, Rejoining
 from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.preflight import judge
 
-STARTED_AGAIN = "all processes of the run were started again"
 
-
-def left_behind(turn: Turn, event: ev.NodeJoined) -> str:
+def left_behind(core: Core, event: ev.NodeJoined) -> str:
     """Return why an agent that comes back has no part in the run any more; empty when it has."""
-    record = turn.state.record
+    record = core.state.record
     if record is None or event.node in record.nodes or not event.epoch:
         return ""
     return f"epoch {record.epoch} went on without this node"
 
 
-def note_join(turn: Turn, event: ev.NodeJoined) -> None:
+def note_join(core: Core, event: ev.NodeJoined) -> None:
     """Take what a connected agent says about the newest epoch, while all come back."""
-    state, record = turn.state, turn.state.record
-    if not isinstance(state.doing, Rejoining) or record is None:
+    state, record, doing = core.state, core.state.record, core.state.doing
+    if not isinstance(doing, Rejoining) or record is None:
         return
-    restored = state.doing.restored
     for slot, epoch in event.restored.items():
         role = state.role_at(event.node, slot, event.members.get(slot, -1))
         if epoch == record.epoch and role is not None:
-            restored = restored.with_item(role)
+            doing.restored.add(role)
     # Members without an epoch: theirs have died with the agent before it.
-    came_anew = event.node in record.nodes and not event.epoch and not event.members
+    if event.node in record.nodes and not event.epoch and not event.members:
+        state.restarted = True
     # A spare that came after the newest record has members, and no epoch.
-    is_old = bool(event.epoch or event.members)
-    doing, restarted = replace(state.doing, restored=restored), state.restarted or came_anew
-    survived = state.survived or is_old
-    if survived:
-        doing = replace(doing, requests=frozenset())
-    turn.state = state._replace(doing=doing, restarted=restarted, survived=survived)
+    if event.epoch or event.members:
+        state.survived = True
+    if state.survived:
+        doing.requests = frozenset()
     if event.closed >= record.epoch:
         cause = f"epoch {record.epoch} was closed before the coordinator changed"
-        close(turn, Failure(cause, FailureKind.COORDINATOR))
+        close(core, Failure(cause, FailureKind.COORDINATOR))
 
 
-def check_all_back(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
+def check_all_back(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
     """Go on when every node of the newest record is back or lost.
 
     After a restart there is nothing to lose by waiting: lost nodes may come under other numbers,
     with their slots, so that as many nodes are awaited as at the start of a run. Where an agent of
     before has come back, others may still train, and nobody is lost before ``rejoin_seconds``.
     """
-    state, config = turn.state, turn.config
+    state, config = core.state, core.config
     began = rejoining.deadline - patience_seconds(config)
-    is_late = turn.now >= began + config.settings.rejoin_seconds
+    is_late = core.now >= began + config.settings.rejoin_seconds
     if state.restarted and (is_late or not state.survived):
-        patient = turn.now < began + config.settings.connect_seconds
+        patient = core.now < began + config.settings.connect_seconds
         if len(state.fleet.nodes) >= config.nodes + (config.spares if patient else 0):
-            time_is_over(turn, rejoining, record)
+            time_is_over(core, rejoining, record)
             return
     if (
         (state.survived or not state.restarted)
         # The counts are looked at first: this is asked for every join and every hello.
         and len(state.fleet.nodes) + len(state.fleet.gone) >= len(record.nodes)
         and not state.fleet.absent(record.nodes)
-        and (rejoining.missed is not None or not _is_unclear(turn, record))
+        and (rejoining.missed is not None or not _is_unclear(core, record))
     ):
-        _go_on(turn, rejoining, record)
+        _go_on(core, rejoining, record)
 
 
-def _is_unclear(turn: Turn, record: EpochRecord) -> bool:
+def _is_unclear(core: Core, record: EpochRecord) -> bool:
     """Return whether nothing has happened but that nodes without a role are lost, and only layouts
     that roles have still to tell can say whether they owed copies."""
-    state = turn.state
+    state = core.state
     if len(state.memory.layouts) >= len(record.seats):
         return False
     lost = {node for node in state.fleet.gone if node in record.nodes}
     return (
         bool(lost)
         and lost.isdisjoint(state.seats.nodes)
-        and all(_plays(turn, role) for role in record.seats)
+        and all(_plays(core, role) for role in record.seats)
     )
 
 
@@ -103,38 +94,37 @@ def patience_seconds(config: Config) -> float:
     return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
-def time_is_over(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
+def time_is_over(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
     """Take those who have not come back by now for lost."""
-    for node in turn.state.fleet.absent(record.nodes):
-        give_up(turn, node, "did not join again in time", FailureKind.NODE_LOST)
-    _go_on(turn, rejoining, record)
+    for node in core.state.fleet.absent(record.nodes):
+        give_up(core, node, "did not join again in time", FailureKind.NODE_LOST)
+    _go_on(core, rejoining, record)
 
 
-def _go_on(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
+def _go_on(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
-    checkup.agree_again(turn)
-    fleet = turn.state.fleet
+    state, fleet = core.state, core.state.fleet
+    if core.config.settings.check != "off":  # what they have in common holds for those to come
+        known = [node.facts for node in fleet.nodes.values() if node.facts is not None]
+        state.agreed = judge.agree(known)
     if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
-        back = fleet.returning | (fleet.gone.keys() & record.nodes.keys())
-        turn.state = turn.state._replace(fleet=replace(fleet, returning=back))
-    for request in turn.state.requests:
-        if request.number in rejoining.requests and request.is_open:
-            turn.change(request.at(Stage.REFUSED, STARTED_AGAIN))
-    failure = rejoining.missed or _happened(turn, record)
-    deadline = turn.now + opening_seconds(turn, record)
+        fleet.returning |= fleet.gone.keys() & record.nodes.keys()
+    refuse_assumed(core, rejoining.requests)
+    failure = rejoining.missed or _happened(core, record)
+    deadline = core.now + opening_seconds(core, record)
     restored, done = rejoining.restored, rejoining.done
-    turn.enter(Opening(deadline, restored, done, rejoining.begins, rejoining.pause))
+    state.doing = Opening(deadline, restored, done, rejoining.begins, rejoining.pause)
     if failure is not None:
-        close(turn, failure)
+        close(core, failure)
         return
-    turn.log("info", f"all agents are back, epoch {record.epoch} stays open")
-    check_opened(turn)
+    core.log("info", f"all agents are back, epoch {record.epoch} stays open")
+    check_opened(core)
 
 
-def _happened(turn: Turn, record: EpochRecord) -> Failure | None:
+def _happened(core: Core, record: EpochRecord) -> Failure | None:
     """Return what nobody has reported, for there was no coordinator to report it to."""
-    state = turn.state
-    ended = [role for role in sorted(record.seats) if not _plays(turn, role)]
+    state = core.state
+    ended = [role for role in sorted(record.seats) if not _plays(core, role)]
     if ended and state.restarted:
         some = f"processes of roles {ended} were started again"
         return Failure(
@@ -158,10 +148,10 @@ def _happened(turn: Turn, record: EpochRecord) -> Failure | None:
     return None
 
 
-def _plays(turn: Turn, role: int) -> bool:
+def _plays(core: Core, role: int) -> bool:
     """Return whether the very process that has the role's seat is alive."""
-    seat = turn.state.seats[role]
-    member = turn.state.fleet.members.get((seat.node, seat.slot))
+    seat = core.state.seats[role]
+    member = core.state.fleet.members.get((seat.node, seat.slot))
     return (
         member is not None
         and member.incarnation == seat.incarnation

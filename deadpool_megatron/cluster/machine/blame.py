@@ -1,10 +1,9 @@
-"""Causes of the end of an epoch or a run: failures, suspicions, bytes that must not be counted
-on."""
+"""Blame: causes of the end of an epoch or a run, suspicions, bytes that must not be counted on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deadpool_megatron.cluster.failures import OF_THE_HOST, FailureKind
@@ -63,7 +62,7 @@ class LastWords:
     exports: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Suspicion:
     """Something failed, but its cause may still be on the way."""
 
@@ -74,7 +73,7 @@ class Suspicion:
     doubtful: bool = False  # the generation as a whole did not restore
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blame:
     """``failures``: those since the newest iteration, with it; ``stacks``: where processes stood
     that hung. ``bad_parts``, ``bad_generations``: must not be restored from; ``doubted``: did not
@@ -91,19 +90,15 @@ class Blame:
     nonfinite: Mapping[int, int] = field(default_factory=dict)
     poisoned_from: int | None = None
 
-    def with_stack(self, text: str) -> Blame:
-        """Returns the blame with one more place where a process stood."""
-        return replace(self, stacks=(*self.stacks, text)[-SHOWN_FAILURES:])
+    def note_stack(self, text: str) -> None:
+        """Keep one more place where a process stood."""
+        self.stacks = (*self.stacks, text)[-SHOWN_FAILURES:]
 
-    def with_failure(self, reached: int, failure: Failure) -> Blame:
-        """Returns the blame with a failure after the iteration ``reached``; those before it had
-        progress after them and do not count any more."""
+    def note_failure(self, reached: int, failure: Failure) -> None:
+        """Count a failure after the iteration ``reached``; those before it had progress after them
+        and do not count any more."""
         same = (known for known in self.failures if known[0] >= reached)
-        return replace(self, failures=(*same, (reached, failure)))
-
-    def with_bad_parts(self, parts: frozenset[BadPart]) -> Blame:
-        """Returns the blame with more bytes that are known to be damaged."""
-        return replace(self, bad_parts=self.bad_parts | parts)
+        self.failures = (*same, (reached, failure))
 
     def crash_loop(self, allowed: int) -> LastWords | None:
         """Returns how the run ends when the last failure repeats, or more than ``allowed`` came
@@ -123,55 +118,45 @@ class Blame:
         kind = FailureKind.BUG if repeated else failure.kind
         return LastWords(1, reason + "; ".join(told), kind)
 
-    def suspecting(
+    def suspect(
         self,
         failure: Failure,
         now: float,
         bad_parts: frozenset[BadPart] = frozenset(),
         *,
         doubtful: bool = False,
-    ) -> Blame:
-        """Returns the blame that gives a better cause the time to arrive; state that did not
+    ) -> None:
+        """Hold this against the epoch unless a better cause comes in time; state that did not
         restore is one already."""
-        before = self.suspicion
-        if before is None:
-            suspicion = Suspicion(failure, now, now + GRACE_SECONDS, bad_parts, doubtful)
-        else:
-            suspicion = replace(
-                before,
-                failure=failure if bad_parts or doubtful else before.failure,
-                bad_parts=before.bad_parts | bad_parts,
-                doubtful=before.doubtful or doubtful,
-            )
-        return replace(self, suspicion=suspicion)
+        known = self.suspicion
+        if known is None:
+            self.suspicion = Suspicion(failure, now, now + GRACE_SECONDS, bad_parts, doubtful)
+            return
+        if bad_parts or doubtful:
+            known.failure = failure
+        known.bad_parts |= bad_parts
+        known.doubtful |= doubtful
 
-    def believing(self, suspicion: Suspicion, restore: Restore) -> Blame:
-        """Returns the blame after no better cause came; ``restore``: what was restored.
+    def believe(self, suspicion: Suspicion, restore: Restore) -> None:
+        """No better cause came; ``restore``: what was restored.
 
         The first time the fault may be a device's; the second time the generation is given up. One
         that did not come from memory has another name in each epoch: its path is struck off.
         """
-        generation = restore.generation
-        bad = self.bad_parts | suspicion.bad_parts
-        if not suspicion.doubtful or restore.kind != "memory":
-            return replace(self, bad_parts=bad)
-        given_up = self.doubted & {generation}
-        return replace(
-            self,
-            bad_parts=bad,
-            bad_generations=self.bad_generations | given_up,
-            doubted=self.doubted | {generation},
-        )
+        self.bad_parts |= suspicion.bad_parts
+        if suspicion.doubtful and restore.kind == "memory":
+            self.bad_generations |= self.doubted & {restore.generation}
+            self.doubted |= {restore.generation}
 
     def is_poisoned(self, generation: Generation) -> bool:
         """Returns whether the generation includes an update that is thrown away."""
         return self.poisoned_from is not None and generation.iteration >= self.poisoned_from
 
-    def throwing_away(self, iteration: int, lineage: int) -> Blame:
-        """Returns the blame by which nothing is restored any more that includes ``iteration`` and
-        was computed in this lineage or before."""
-        known = {**self.nonfinite, iteration: lineage}
-        return replace(self, nonfinite=known, poisoned_from=iteration)
+    def throw_away(self, iteration: int, lineage: int) -> None:
+        """Have nothing restored any more that includes ``iteration`` and was computed in this
+        lineage or before."""
+        self.nonfinite = {**self.nonfinite, iteration: lineage}
+        self.poisoned_from = iteration
 
     def untrusted(self, inventories: Iterable[Inventory]) -> frozenset[Generation]:
         """Returns the generations in these inventories that must not be restored, and others."""

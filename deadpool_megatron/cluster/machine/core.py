@@ -1,0 +1,109 @@
+"""The machine as every topic has it: its state, the moment of the input at hand, what comes of it.
+
+Topics are modules of functions on a :class:`Core`. What is here knows no rule of any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
+from deadpool_megatron.cluster.machine.inputs import OfMember, OfPlayer
+from deadpool_megatron.cluster.machine.state import (
+    Config,
+    MemberState,
+    MemberStatus,
+    Place,
+    State,
+)
+from deadpool_megatron.events import Kind
+
+
+class Core:
+    """``config``: the facts of the run. ``now``: when the input came (seconds, monotonic).
+    ``actions``: those that it has led to so far."""
+
+    def __init__(self, config: Config, state: State, now: float) -> None:
+        self.config, self.state, self.now = config, state, now
+        self.actions: list[Action] = []
+
+    def act(self, action: Action) -> None:
+        """Append an action."""
+        self.actions.append(action)
+
+    def emit(
+        self,
+        kind: Kind,
+        /,
+        *,
+        node: int | None = None,
+        role: int | None = None,
+        epoch: int | None = None,
+        **data: Any,
+    ) -> None:
+        """Append an event; ``epoch`` defaults to the announced one."""
+        if epoch is None:
+            epoch = self.state.record.epoch if self.state.record else 0
+        self.act(EmitEvent(kind, epoch, node=node, role=role, data=data))
+
+    def log(self, level: str, text: str, node: int | None = None) -> None:
+        """Append a line for people."""
+        self.emit(Kind.LOG, node=node, level=level, text=text)
+
+    def refuse(self, who: str, why: str, node: int | None = None) -> None:
+        """Report an input that changes nothing, because it is stale or makes no sense."""
+        self.emit(Kind.REFUSED, node=node, who=who, why=why)
+
+    def refuse_of(self, event: OfMember, why: str) -> None:
+        """Report an input of a member that changes nothing."""
+        process = f"{event.node}.{event.slot}.{event.incarnation}"
+        self.refuse(f"{type(event).__name__} of member {process}", why, event.node)
+
+    def is_present(self, event: OfMember) -> bool:
+        """Return whether the process is the present one of its slot; refuses the input if it is
+        not."""
+        member = self.state.fleet.members.get((event.node, event.slot))
+        if member is None or member.incarnation != event.incarnation:
+            self.refuse_of(event, "not the present process of its slot")
+            return False
+        return True
+
+    def player(self, event: OfPlayer) -> int | None:
+        """Returns the role that the process plays in the epoch of which it speaks; None, and
+        refuses the input, if it plays none there."""
+        state = self.state
+        if not self.is_present(event):
+            return None
+        role = state.role_at(event.node, event.slot, event.incarnation)
+        if role is None:
+            self.refuse_of(event, "it has no seat")
+        elif event.epoch != state.heard_epoch:
+            self.refuse_of(event, f"epoch {event.epoch} is not open")
+            role = None
+        return role
+
+    def set_member(
+        self, place: Place, status: MemberStatus, incarnation: int | None = None
+    ) -> None:
+        """Set status (and incarnation) of a member as of now."""
+        members = self.state.fleet.members
+        if incarnation is None:
+            incarnation = members[place].incarnation
+        members.put(place, MemberState(incarnation, status, self.now))
+
+    def kill(self, place: Place, *, hung: bool = False) -> None:
+        """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
+        member = self.state.fleet.members.get(place)
+        if member is not None and member.status is not MemberStatus.KILLED:
+            self.set_member(place, MemberStatus.KILLED)
+            self.act(KillMember(*place, member.incarnation, hung))
+
+    def start_members(self, node: int, slots: Mapping[int, int]) -> None:
+        """Start processes (slot -> incarnation), told for which role to build."""
+        roles, provisional = self.state.seats.role_by_place, {}
+        for slot, incarnation in slots.items():
+            place = (node, slot)
+            provisional[slot] = roles.get(place, self.config.provisional_role(*place))
+            self.set_member(place, MemberStatus.STARTING, incarnation)
+        self.act(StartMembers(node, slots, provisional))

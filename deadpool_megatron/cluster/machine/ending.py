@@ -1,0 +1,433 @@
+"""The end of a run: the dump when no spare is left, the result, the leave-taking of the agents.
+
+Checkpoints are looked at before a run ends with one of them, or goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePath
+
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.actions import (
+    Dump,
+    Exit,
+    ExportDump,
+    Finish,
+    Hurry,
+    LookAtCheckpoints,
+)
+from deadpool_megatron.cluster.machine.blame import LastWords
+from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.cluster.machine.state import (
+    Closing,
+    Dumping,
+    Ended,
+    Ending,
+    Open,
+    State,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import planner
+from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
+from deadpool_megatron.layout.records import Generation, Restore, Seat
+
+# What a command answers that was given bad arguments, as argparse does.
+EXIT_BAD_INPUT = 2
+EXIT_SAVED = 75
+EXIT_STOPPED = 130
+
+
+def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
+    """Returns the question what the next epoch is restored from."""
+    state, start, held = core.state, core.config.start, core.state.memory.held
+    # A coordinator that has taken over knows of the first epoch only what memory shows.
+    begins = state.line.is_empty and not state.memory.has_computed
+    begins = begins or (core.config.from_scratch and state.restarted)
+    return RestoreQuery(
+        epoch=state.epoch + 1,
+        world_size=core.config.world_size,
+        inventories=held,
+        seats=seats,
+        owners=state.seats,
+        kept=state.line.kept,
+        layouts=state.memory.layouts,
+        bad_parts=state.blame.bad_parts,
+        bad_generations=state.blame.untrusted(held.values()),
+        durable=next(iter(state.blame.trusted(state.line.valid)), None),
+        start=start if start.kind == "initial" and begins else None,
+        every=1 if state.record is None else state.record.protection.every,
+    )
+
+
+# Checkpoints.
+
+
+def must_look(core: Core) -> bool:
+    """Return whether there are checkpoints that were not looked at since the epoch was closed: the
+    epoch is not decided before, nor does the run end."""
+    line, doing = core.state.line, core.state.doing
+    if line.seen or not line.valid:
+        return False
+    if not (isinstance(doing, Closing) and doing.looks):
+        core.state.doing = Closing(core.now + core.config.settings.gather_seconds, looks=True)
+        core.act(LookAtCheckpoints(line.valid))
+    return True
+
+
+def looked_at(core: Core, gone: frozenset[str]) -> None:
+    """Those that are gone are not decided on."""
+    line = core.state.line
+    for path in sorted(gone & {one.path for one in line.valid}):
+        core.log("warning", f"checkpoint {path} is not there any more, or without its index")
+    line.remove(gone)
+    line.seen = True
+
+
+def with_struck(core: Core, reason: str) -> str:
+    """Return why nothing can be restored, and which checkpoints there would have been."""
+    struck = sorted(core.state.line.struck)
+    return f"{reason}; could not be loaded: {', '.join(struck)}" if struck else reason
+
+
+# The dump.
+
+
+def dump(core: Core) -> None:
+    """Write the newest common generation (what is left of it) to disk, then end as the last words
+    say; where there are none yet, because no spare came.
+    """
+    state, dumping = core.state, core.state.doing
+    if isinstance(dumping, Dumping) and dumping.held:
+        _forget_lost(core, dumping)
+        return
+    words = dumping.words if isinstance(dumping, Dumping) else state.last_words or _no_spare(core)
+    if not isinstance(dumping, Dumping) and must_look(core):
+        state.last_words = words
+        return
+    restore = planner.choose_restore(restore_query(core, state.seats))
+    if isinstance(restore, NoRestore):
+        status = 1 if words.status == EXIT_SAVED else words.status
+        reason = with_struck(core, f"{words.reason}; {restore.reason}")
+        dump_held(core, replace(words, status=status, reason=reason))
+    elif restore.kind == "initial":
+        why = "nothing was saved" if _failed(core) else "nothing was computed yet"
+        _finish_with_slots(core, replace(words, reason=f"{words.reason}; {why}"), restore)
+    elif restore.kind != "memory":
+        reason = f"{words.reason}; the newest checkpoint is {restore.path}"
+        dump_held(core, replace(words, reason=reason), restore)
+    else:
+        _dump_generation(core, words, restore)
+
+
+def _forget_lost(core: Core, dumping: Dumping) -> None:
+    """Nobody waits for what lost nodes would have written."""
+    dumping.awaited &= core.state.fleet.nodes.keys()
+    check_dumped(core)
+
+
+def cannot_decide(core: Core, why: str) -> None:
+    """No epoch can follow; to save what there is does not need one."""
+    core.state.last_words = core.state.last_words or LastWords(1, why)
+    dump(core)
+
+
+def end_as_found(core: Core, words: LastWords) -> None:
+    """Nothing has come of this start. What an earlier one has left in memory stays."""
+    if core.state.record is None:
+        core.state.last_words = words
+        dump(core)  # nothing was begun
+        return
+    run = PurePath(core.config.dump_directory).parent
+    reason = (
+        f"{words.reason}; what the run holds in memory stays: the command that it had, with"
+        f" --run-dir {run}, goes on from it, 'deadpool clean {run}' removes it"
+    )
+    finish(core, words.status, reason, kind=str(words.kind or ""), keeps_slots=True)
+
+
+def _no_spare(core: Core) -> LastWords:
+    waited = f"no spare node for {core.config.settings.spare_timeout_seconds:g} s"
+    return LastWords(EXIT_SAVED, waited, exports=True)
+
+
+def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
+    state, g, chains = core.state, restore.generation, _chains(restore)
+    directory = f"{core.config.dump_directory}/{g.lineage}-{g.iteration}"
+    saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
+    if isinstance(state.doing, Dumping) and state.doing.restore == saved:
+        # Every node writes all it holds of the generation, so also where other parts lead to it.
+        state.doing.chains |= chains
+        _forget_lost(core, state.doing)
+        return
+    nodes = {node for node in state.memory.held if node in state.fleet.nodes}
+    deadline = core.now + core.config.settings.first_step_seconds
+    state.doing = Dumping(deadline, words, saved, nodes, chains=chains, failed=_failed(core))
+    core.act(Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
+    check_dumped(core)
+
+
+def dump_held(core: Core, words: LastWords, resume: Restore | None = None) -> None:
+    """Memory cannot give a generation to every role: before the run ends the nodes that are left
+    write all they hold, for a later run that finds the rest (FFTrainer's lazy dump)."""
+    state = core.state
+    held, live = state.memory.held, state.fleet.nodes
+    nodes = [node for node, found in sorted(held.items()) if node in live and found.holdings]
+    generations = _generations_held(state, nodes)
+    if not generations:
+        _finish_with_slots(core, words, resume)
+        return
+    directory = core.config.dump_directory
+    state.doing = Dumping(
+        core.now + core.config.settings.first_step_seconds,
+        words,
+        Restore("dump", generations[0], path=directory),
+        set(nodes),
+        held=True,
+        resume=resume,
+        failed=_failed(core),
+    )
+    core.act(Dump(tuple(nodes), directory, generations[0], "", generations))
+    check_dumped(core)
+
+
+def note_dumped(core: Core, event: ev.Dumped) -> None:
+    """A node wrote its part to disk, or could not."""
+    dumping = core.state.doing
+    if (
+        not isinstance(dumping, Dumping)
+        or event.node not in dumping.awaited
+        or event.generation != dumping.restore.generation
+        or event.boundary not in ("", dumping.restore.boundary)
+    ):
+        core.refuse("dump", "not asked for", event.node)
+    elif event.error:
+        _dump_failed(core, dumping, event.node, event.error)
+    else:
+        dumping.awaited.discard(event.node)
+        dumping.finished.add(event.node)
+        dumping.damaged |= _note_damaged(core, event)
+        if dumping.damaged and not dumping.awaited and not dumping.held:
+            # Every node has said what is damaged, and is free to write another generation.
+            dump(core)
+        else:
+            check_dumped(core)
+
+
+def _note_damaged(core: Core, event: ev.Dumped) -> bool:
+    """Bytes that the planner has counted on are not what was sealed; False when that is known.
+    The node has written all else, so unlike one that cannot write it is counted on for the rest."""
+    blame = core.state.blame
+    new = event.damaged - blame.bad_parts
+    blame.bad_parts |= new
+    for one in sorted(new):
+        g = f"{one.generation.lineage}:{one.generation.iteration}"
+        text = f"node {one.node} has part {one.part} of role {one.role} damaged, generation {g}"
+        core.log("error", text, one.node)
+    return bool(new)
+
+
+def dump_overdue(core: Core, dumping: Dumping) -> None:
+    """Nodes, or the exporters after them, had their time."""
+    if dumping.exporting:
+        _finish_dumped(core, dumping, "")
+        return
+    for node in sorted(dumping.awaited):
+        if isinstance(core.state.doing, Dumping):
+            _dump_failed(core, core.state.doing, node, "not done in time")
+
+
+def _dump_failed(core: Core, dumping: Dumping, node: int, why: str) -> None:
+    """A node cannot write, or not in time: continue with what the others have."""
+    dumping.failed |= {node}
+    dumping.awaited.discard(node)
+    if dumping.held:
+        core.log("error", f"node {node} could not write all it holds: {why}", node)
+        check_dumped(core)
+        return
+    core.state.memory.drop_node(node)
+    core.log("error", f"node {node} cannot dump: {why}", node)
+    dump(core)
+
+
+def _failed(core: Core) -> frozenset[int]:
+    return core.state.doing.failed if isinstance(core.state.doing, Dumping) else frozenset()
+
+
+def _generations_held(state: State, nodes: list[int]) -> tuple[Generation, ...]:
+    """Those on the kept line that may be restored, the newest first."""
+    inventories = [state.memory.held[node] for node in nodes]
+    held = {holding.generation for found in inventories for holding in found.holdings}
+    trusted = held - state.blame.untrusted(inventories)
+    return tuple(sorted(filter(state.line.keeps, trusted), reverse=True))
+
+
+def _chains(restore: Restore) -> frozenset[Generation]:
+    """Generations whose parts are written as well, because roles recompute from them."""
+    replays = (recipe.replay for recipe in restore.recipes.values())
+    return frozenset(one for replay in replays if replay is not None for one in replay.sources)
+
+
+def check_dumped(core: Core) -> None:
+    """End the run when every node has written its part."""
+    dumping = core.state.doing
+    if not isinstance(dumping, Dumping) or dumping.awaited:
+        return
+    if dumping.held:
+        _finish_held(core, dumping)
+        return
+    if dumping.exporting:
+        return  # its end is awaited
+    restore, settings = dumping.restore, core.config.settings
+    core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
+    # Before a time limit the run has exported what could be done in time, while it trained.
+    writers = _writers(core, dumping)
+    if settings.exports and dumping.words.exports and writers:
+        dumping.deadline = core.now + settings.persist_seconds + settings.close_seconds
+        dumping.exporting = True
+        core.act(ExportDump(restore, writers))
+    else:
+        _finish_dumped(core, dumping, "")
+
+
+def _writers(core: Core, dumping: Dumping) -> dict[int, int]:
+    """Role -> the node that makes its part of a checkpoint: its own, those of lost ones by turns.
+
+    What a node has dumped is on a disk that all of them share. Empty when no node is left.
+    """
+    seated = {role: seat.node for role, seat in core.state.seats.items()}
+    nodes = sorted(node for node in dumping.finished if node in core.state.fleet.nodes)
+    if not nodes:
+        return {}
+    return {
+        role: node if node in nodes else nodes[role % len(nodes)]
+        for role, node in sorted(seated.items())
+    }
+
+
+def dump_exported(core: Core, generation: Generation, path: str) -> None:
+    """Take note that what was dumped is a checkpoint at ``path``, too, or could not become one
+    (empty): end."""
+    match core.state.doing:
+        case Dumping(exporting=True, restore=restore) as dumping:
+            if generation == restore.generation:
+                _finish_dumped(core, dumping, path)
+
+
+# The end.
+
+
+def hurry(core: Core, dumping: Dumping, reason: str) -> None:
+    """Hurry: who asks has no time to lose; the run ends as soon as the state is on the disk."""
+    words = dumping.words
+    if dumping.exporting:
+        _finish_dumped(core, dumping, "")
+    elif words.exports:
+        dumping.words = replace(words, reason=f"{words.reason}; {reason}", exports=False)
+
+
+def stop(core: Core, reason: str, *, keeps: bool = False) -> None:
+    """The user ends the run (130). One that is dumped ends as that, without the checkpoint: what it
+    continues from must be told in any case; one that is being saved keeps its memory, any other
+    where the user ``keeps`` it; one that is over waits for nothing any more."""
+    match core.state.doing:
+        case Dumping(exporting=True) as dumping:
+            _finish_dumped(core, dumping, "")
+        case Ending() | Ended():
+            core.act(Hurry())
+        case Dumping(words=words):
+            run = PurePath(core.config.dump_directory).parent
+            reason += (
+                f" before all was written ({words.reason}): the state stays in memory, 'deadpool"
+                f" run --resume {run} --run-dir NEW' goes on from it,"
+                f" 'deadpool clean {run}' removes it"
+            )
+            finish(core, EXIT_STOPPED, reason, keeps_slots=True)
+        case _ if core.state.restarted and not core.state.survived:
+            # A start that its user has thought better of: what was there before it still is.
+            end_as_found(core, LastWords(EXIT_STOPPED, reason))
+        case _:
+            keeps = keeps and core.state.record is not None
+            stays = "; what the run holds in memory stays" if keeps else ""
+            finish(core, EXIT_STOPPED, reason + stays, keeps_slots=keeps)
+
+
+def _finish_dumped(core: Core, dumping: Dumping, checkpoint: str) -> None:
+    restore, words = dumping.restore, dumping.words
+    run = PurePath(restore.path).parent.parent
+    reason = (
+        f"{words.reason}; state dumped to {restore.path}:"
+        f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
+    )
+    if checkpoint:
+        reason += f"; the same state is a checkpoint for Megatron's --load in {checkpoint}"
+    finish(core, words.status, reason, restore, str(words.kind or ""))
+
+
+def _finish_held(core: Core, dumping: Dumping) -> None:
+    words, restore = dumping.words, dumping.restore
+    run = PurePath(restore.path).parent
+    if dumping.finished:
+        core.emit(Kind.DUMPED, path=restore.path, generation=restore.generation.to_list())
+        written = f"nodes {sorted(dumping.finished)} wrote what they held to {restore.path}"
+        words = replace(
+            words,
+            reason=f"{words.reason}; {written}: 'deadpool run --resume {run} --run-dir NEW' goes on"
+            " from the newest generation that is whole with what other hosts still have in memory",
+        )
+    _finish_with_slots(core, words, dumping.resume)
+
+
+def _finish_with_slots(core: Core, words: LastWords, resume: Restore | None) -> None:
+    """End the run; what a node could not write stays in memory, where there is nothing else."""
+    failed, reason = sorted(_failed(core)), words.reason
+    if failed:
+        run = PurePath(core.config.dump_directory).parent
+        reason += (
+            f"; nodes {failed} could not write what they hold, it stays in memory there: make room,"
+            f" then 'deadpool run --resume {run} --run-dir NEW' on their hosts writes it first"
+        )
+    kind = str(words.kind or "")
+    finish(core, words.status, reason, resume, kind, keeps_slots=bool(failed))
+
+
+def finish(
+    core: Core,
+    status: int,
+    reason: str,
+    resume: Restore | None = None,
+    kind: str = "",
+    *,
+    keeps_slots: bool = False,
+    is_early: bool = False,
+) -> None:
+    """End the run; the agents get ``close_seconds`` to go. ``keeps_slots``: what is in memory stays
+    there, for a start with the same run directory. When it is over, and what was asked for is
+    valid, the coordinator says so (RUN_ENDED)."""
+    state = core.state
+    if isinstance(state.doing, Ending | Ended):
+        return
+    end_recovery(core)
+    state.doing = Ending(core.now + core.config.settings.close_seconds, status)
+    state.blame.suspicion = None
+    core.act(Finish(status, reason, resume, kind, keeps_slots, is_early))
+    check_ended(core)
+
+
+def end_recovery(core: Core) -> None:
+    """The first iteration after a recovery is complete, or the run ends before it: report where
+    the time went."""
+    state = core.state
+    if state.record is None or not isinstance(state.doing, Open):
+        return
+    if (report := state.recoveries.finish(state.record, core.now)) is not None:
+        core.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
+
+
+def check_ended(core: Core, *, overdue: bool = False) -> None:
+    """Exit when all agents have gone."""
+    match core.state.doing:
+        case Ending(status=status) if overdue or not core.state.fleet.nodes:
+            core.state.doing = Ended()
+            core.act(Exit(status))

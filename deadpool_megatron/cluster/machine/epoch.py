@@ -1,0 +1,473 @@
+"""The life of an epoch: closed, decided, opened, in the order of a recovery.
+
+A failure in any phase leads back to a decision; an announced epoch is closed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import protection
+from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
+from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.cluster.machine.ending import (
+    EXIT_BAD_INPUT,
+    EXIT_SAVED,
+    cannot_decide,
+    dump,
+    dump_held,
+    end_recovery,
+    finish,
+    must_look,
+    restore_query,
+    with_struck,
+)
+from deadpool_megatron.cluster.machine.inputs import Restored
+from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
+    Closing,
+    Deciding,
+    Gathering,
+    MemberStatus,
+    Opening,
+    Pausing,
+    Rejoining,
+    Running,
+    State,
+    WaitingSpare,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import planner
+from deadpool_megatron.layout.history import History
+from deadpool_megatron.layout.placement import missing_copies
+from deadpool_megatron.layout.planner import NoRestore, Seating
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    Restore,
+    Seat,
+)
+from deadpool_megatron.layout.schemes import losses_survived
+from deadpool_megatron.layout.records import SeatTable
+
+# Close.
+
+
+def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
+    """Something failed (or has to change): whatever the phase, lead to a new decision."""
+    state = core.state
+    match state.doing:
+        case Opening() | Running() | Pausing() if state.record is not None:
+            _close_open(core, state.record, failure, silent_seconds)
+        case Closing():
+            state.recoveries.add_cause(failure.cause)
+            check_closed(core)
+        case Deciding() as deciding:
+            deciding.redecide = failure
+        case WaitingSpare():
+            decide(core)
+        case Rejoining(missed=None) as rejoining:
+            rejoining.missed = failure
+
+
+def save_and_end(core: Core, words: LastWords, kind: FailureKind | None = None) -> None:
+    """Whatever the phase, close the epoch, save the newest generation, and end with ``words``.
+    ``kind``: why the epoch is closed, if not for the failure that ends the run."""
+    state = core.state
+    if state.phase in LAST_PHASES or state.last_words is not None:
+        return
+    state.last_words = words
+    if isinstance(state.doing, Gathering):
+        dump(core)  # nothing was begun
+    else:
+        close(core, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
+
+
+def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_seconds: float) -> None:
+    if failure.signature:
+        note_failure(core, failure)
+    state, suspicion = core.state, core.state.blame.suspicion
+    signs = min(core.now - silent_seconds, suspicion.at if suspicion else core.now)
+    core.act(CloseEpoch(record.epoch, failure.cause))
+    core.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
+    live = {node for node in record.nodes if node in state.fleet.nodes}
+    state.doing = Closing(core.now + core.config.settings.gather_seconds, live)
+    state.recoveries.close(failure, signs, core.now, state.line.newest, record)
+    state.memory.promised = {}
+    state.blame.suspicion = None
+    state.line.seen = False
+    check_closed(core)
+
+
+def note_failure(core: Core, failure: Failure) -> None:
+    """Count a failure; have the run saved and ended when the same one repeats without a new
+    iteration in between."""
+    state, allowed = core.state, core.config.settings.restarts_in_place
+    state.blame.note_failure(state.reached, failure)
+    state.last_words = state.last_words or state.blame.crash_loop(allowed)
+
+
+def check_closed(core: Core) -> None:
+    """Decide when every live node has promised its inventory and no killed process is left."""
+    match core.state.doing:
+        case Closing(awaited=awaited) if not awaited and not core.state.fleet.members.killed:
+            core.state.recoveries.spend("close", core.now)
+            decide(core)
+
+
+def note_inventory(core: Core, inventory: Inventory) -> None:
+    """A node's vault has closed the epoch and promises what it holds."""
+    state = core.state
+    match state.doing:
+        case _ if state.record is None or inventory.epoch != state.record.epoch:
+            core.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
+        case Rejoining() | Opening() | Running() | Pausing():
+            # The order of an earlier coordinator that the agent came to only now.
+            cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
+            close(core, Failure(cause, FailureKind.COORDINATOR))
+        case Closing(awaited=awaited) if inventory.node in awaited:
+            awaited.remove(inventory.node)
+            state.memory.promised[inventory.node] = inventory
+            check_closed(core)
+
+
+# Decide.
+
+
+def seating(core: Core, leaving: frozenset[int]) -> Seating:
+    """Return who would play which role now, if these nodes had none. Wrong ones never have one."""
+    fleet = core.state.fleet
+    return planner.assign_seats(
+        core.state.seats,
+        {place: member.incarnation for place, member in fleet.members.items()},
+        warm=frozenset(p for p, m in fleet.members.items() if m.status is MemberStatus.WARM),
+        leaving=leaving | fleet.wrong,
+        avoid=fleet.avoid,
+    )
+
+
+def drained(state: State) -> frozenset[int]:
+    """Nodes whose roles have moved while other drains are open: not to be moved to by those."""
+    return state.fleet.drains - state.seats.nodes
+
+
+def decide(core: Core) -> None:
+    """Choose seats and restore from what is known now; immediate, unless a kill is under way."""
+    state, settings = core.state, core.config.settings
+    fleet = state.fleet
+    if fleet.members.killed:
+        _wait_for_reaping(core)
+        return
+    if state.last_words is not None:
+        dump(core)
+        return
+    not_to = drained(state) if fleet.leaving - fleet.wrong else frozenset[int]()
+    seats = seating(core, fleet.leaving | not_to)
+    if seats.unseated and fleet.leaving - fleet.wrong:
+        # The spare for the drain has gone in the meantime.
+        fleet.leaving &= fleet.wrong
+        seats = seating(core, fleet.leaving)
+    restore = planner.choose_restore(restore_query(core, seats.seats))
+    if (isinstance(restore, NoRestore) or restore.kind != "memory") and must_look(core):
+        return
+    if isinstance(restore, NoRestore):
+        _without_restore(core, restore.reason)
+        return
+    if seats.unseated:
+        _wait_for_spare(core, f"roles {list(seats.unseated)} wait for a spare node to join")
+        return
+    nodes = record_nodes(state, seats.seats)
+    if why := protection.settle(core, seats.seats, nodes, restore):
+        _wait_or_end(core, why, restore)
+        return
+    recovery, plan = state.recoveries.current, state.protection.plan
+    record = EpochRecord(
+        epoch=state.epoch + 1,
+        seats=seats.seats,
+        nodes=nodes,
+        restore=restore,
+        replicas=losses_survived(settings, plan),
+        protection=plan,
+        emitted_up_to=state.line.newest,
+        fewer_copies=owed_copies(seats.seats, nodes, core),
+        cause="; then ".join(recovery.causes) if recovery else "start",
+        history=_history(state, restore),
+    )
+    state.epoch = record.epoch
+    # A journal that cannot be written for a while is tried again until then.
+    state.doing = Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
+    core.act(WriteRecord(record))
+
+
+def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
+    """All live nodes as a record names them; who has no seat is a spare."""
+    training = {seat.node for seat in seats.values()}
+    return {
+        node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
+        for node, known in sorted(state.fleet.nodes.items())
+    }
+
+
+def owed_copies(
+    seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], core: Core
+) -> frozenset[int]:
+    """Roles that have fewer copies than wanted if these nodes play them."""
+    return missing_copies(
+        {role: seat.node for role, seat in seats.items()},
+        {node: address.domain for node, address in nodes.items()},
+        {node for node, address in nodes.items() if address.spare},
+        losses_survived(core.config.settings, core.state.protection.plan),
+    )
+
+
+def _without_restore(core: Core, reason: str) -> None:
+    """Nothing can be restored: wait, or end."""
+    state = core.state
+    if state.fleet.returning:
+        # What is missing may lie in memory of a host whose agent ended: it can be started again.
+        limit = core.config.settings.spare_timeout_seconds
+        nodes = f"nodes {sorted(state.fleet.returning)}"
+        back = f"{nodes} have {limit:g} s to come back with what they hold in memory"
+        _wait_for_spare(core, f"{reason}: {back}")
+    elif (k := core.config.finished) and state.restarted and not state.survived:
+        # Nothing starts from nothing by itself; what is left in memory is not removed for it.
+        anew = f"iteration {k} was finished; --from-scratch begins again at 0"
+        finish(core, 2, with_struck(core, f"{reason}; {anew}"), keeps_slots=True)
+    else:
+        dump_held(core, LastWords(1, with_struck(core, _with_scheme(core, reason))))
+
+
+def _with_scheme(core: Core, reason: str) -> str:
+    """Return why nothing can be restored, and the choice that has led to it."""
+    kind = core.state.protection.plan.kind
+    if core.state.fleet.gone and kind.is_local:
+        return (
+            f"--deadpool-protection {kind} keeps the state of a node on that node only, and one was"
+            f" lost: {reason}; save checkpoints more often, or protect with buddy or parity"
+        )
+    return reason
+
+
+def _wait_for_reaping(core: Core) -> None:
+    """Wait: whether a slot gets a new process in place is known only when the old one has ended."""
+    if not isinstance(core.state.doing, WaitingSpare):
+        core.state.doing = Closing(core.now + core.config.settings.gather_seconds)
+
+
+def _wait_for_spare(core: Core, text: str) -> None:
+    """Another node can help; ``text`` is told when the wait begins."""
+    if not isinstance(core.state.doing, WaitingSpare):
+        limit = core.config.settings.spare_timeout_seconds
+        core.state.doing = WaitingSpare(core.now + limit)
+        core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
+
+
+def _wait_or_end(core: Core, why: str, restore: Restore) -> None:
+    """Wait for another node, which can help, unless the run is only about to begin."""
+    if not core.state.line.ever_ran and restore.kind != "memory":
+        finish(core, EXIT_BAD_INPUT, why)
+    else:
+        limit = core.config.settings.spare_timeout_seconds
+        _wait_for_spare(core, f"{why}; waits {limit:g} s for a node to join")
+
+
+def _history(state: State, restore: Restore) -> History:
+    """Return what the record of the next epoch, restored from ``restore``, says of the run so
+    far."""
+    recovery = state.recoveries.current
+    again = 0 if recovery is None else recovery.recomputed(restore)
+    return History(
+        kept=planner.keep_line(state.line.kept, restore, state.epoch + 1),
+        gone=dict(sorted(state.fleet.gone.items())),
+        wrong=state.fleet.wrong,
+        wrong_hosts=state.fleet.wrong_hosts,
+        nonfinite=state.blame.nonfinite,
+        struck=state.line.struck,
+        failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
+        recoveries=state.recoveries.count + (recovery is not None),
+        steps_recomputed=state.recoveries.steps_recomputed + again,
+        protection_told=state.protection.told,
+    )
+
+
+def journal_written(core: Core, epoch: int) -> None:
+    """A record is durable: announce it, or decide again when it was overtaken."""
+    state = core.state
+    match state.doing:
+        case Deciding(pending=pending, redecide=None) if epoch == state.epoch:
+            _announce(core, pending)
+        case Deciding(redecide=Failure(cause=cause)) if epoch == state.epoch:
+            state.recoveries.add_cause(cause)
+            decide(core)
+        case _:
+            core.refuse("journal", f"epoch {epoch} is not being decided")
+
+
+def journal_failed(core: Core, epoch: int, text: str) -> None:
+    """A record cannot be made durable."""
+    if isinstance(core.state.doing, Deciding) and epoch == core.state.epoch:
+        cannot_decide(core, f"epoch {epoch} cannot be journalled: {text}")
+
+
+# Open.
+
+
+def _announce(core: Core, record: EpochRecord) -> None:
+    """The pending record is durable: it is the truth from now on."""
+    state, restore, seats = core.state, record.restore, SeatTable(record.seats)
+    before, leaving, poisoned = state.seats, state.fleet.leaving, state.blame.poisoned_from
+    state.recoveries.spend("decide", core.now)
+    if state.restarted:
+        _tell_restart(core, restore)
+    memory, fleet, line = state.memory, state.fleet, state.line
+    if restore.kind == "memory":
+        # Before the inventories are dropped: what they say of roles whose members have not yet.
+        found = memory.in_slots(core.config.world_size)
+        memory.layouts |= found
+        memory.inherited |= found.keys()
+    else:
+        memory.inherited = frozenset()
+    memory.promised, memory.found = {}, {}
+    state.doing = Opening(core.now + opening_seconds(core, record))
+    state.record, state.seats, state.restarted = record, seats, False
+    if fleet.drains.isdisjoint(seats.nodes):
+        fleet.drains = frozenset()
+    fleet.avoid |= leaving
+    fleet.leaving = fleet.returning = frozenset()
+    line.kept = record.history.kept
+    # Of an iteration that was thrown away: nothing says so once that is computed anew.
+    line.valid = state.blame.trusted(line.valid)
+    state.blame.poisoned_from = None
+    core.act(Announce(record, poisoned))
+    recovery = state.recoveries.current
+    core.emit(
+        Kind.EPOCH_DECIDED,
+        generation=restore.generation.to_list(),
+        restore=restore.kind,
+        segment=restore.boundary,
+        changes=sorted(role for role, seat in record.seats.items() if before.get(role) != seat),
+        seconds=recovery.phases["decide"] if recovery else 0.0,
+        **({} if poisoned is None else {"forgotten_from": poisoned}),
+    )
+    for place, member in sorted(fleet.members.items()):
+        if place in seats.role_by_place:
+            continue
+        if place[0] in leaving:  # it serves as a fresh spare from now on
+            core.kill(place)
+        elif member.status in (MemberStatus.STARTING, MemberStatus.RUNNING):
+            core.set_member(place, member.status)  # its time for building counts from here
+
+
+def _tell_restart(core: Core, restore: Restore) -> None:
+    """Tell the state that new processes go on from, and why no other."""
+    generation = restore.generation
+    if restore.kind == "memory":
+        nodes = sorted({s.node for p in restore.sources.values() for f in p.values() for s in f})
+        what = f"generation {generation.lineage}:{generation.iteration} in memory of nodes {nodes}"
+        why = "the newest that every role can be given"
+    else:
+        query = replace(restore_query(core, core.state.seats), durable=None, start=None)
+        found = planner.choose_restore(query)
+        where = f"{restore.kind} state {restore.path}".rstrip()
+        what = f"{where}, iteration {generation.iteration}"
+        why = found.reason if isinstance(found, NoRestore) else "memory has nothing newer"
+    core.log("notice", f"restarted: goes on from {what}: {why}")
+
+
+def opening_seconds(core: Core, record: EpochRecord) -> float:
+    """Return how long it may take until every role has restored what the record says."""
+    settings, members = core.config.settings, core.state.fleet.members
+    limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
+    seated = {(seat.node, seat.slot) for seat in record.seats.values()}
+    if any(members[p].status is not MemberStatus.WARM for p in seated if p in members):
+        limit += settings.start_seconds
+    if record.restore.kind != "memory":  # index files, or a load, take what they take
+        limit += settings.first_step_seconds
+    return limit
+
+
+def restored(core: Core, event: Restored) -> None:
+    """A role has its state; with the last one the epoch opens."""
+    role, record, doing = core.player(event), core.state.record, core.state.doing
+    if role is None or record is None:
+        return
+    if record.restore.kind == "initial" and isinstance(doing, Rejoining | Opening):
+        if not _begins_alike(core, doing, event.generation, record):
+            return
+    elif event.generation != record.restore.generation:
+        text = f"role {role} restored {event.generation} instead of {record.restore.generation}"
+        kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
+        failure = Failure(text, kind, signature, node=event.node)
+        core.state.blame.suspect(failure, core.now, doubtful=True)
+        return
+    if isinstance(doing, Rejoining | Opening):
+        doing.restored.add(role)
+        check_opened(core)
+
+
+def _begins_alike(
+    core: Core, doing: Rejoining | Opening, found: Generation, record: EpochRecord
+) -> bool:
+    """Take what the roles of an initial start begin with: their program may have loaded a
+    checkpoint of its own. Where they have not all loaded the same, the run ends."""
+    begins = doing.begins or found
+    if found != begins:
+        loaded = f"iterations {begins.iteration} and {found.iteration}"
+        finish(core, 1, f"roles loaded different checkpoints, of {loaded}: see what --load names")
+        return False
+    core.state.record = replace(record, restore=replace(record.restore, generation=begins))
+    doing.begins = begins
+    return True
+
+
+def check_opened(core: Core) -> None:
+    """Run when every role has restored."""
+    state, opening = core.state, core.state.doing
+    if not isinstance(opening, Opening) or len(opening.restored) < len(state.seats):
+        return
+    recovery, members = state.recoveries.current, state.fleet.members
+    phases = {**recovery.phases, **recovery.reported} if recovery else {}
+    for place in state.seats.role_by_place:
+        core.set_member(place, MemberStatus.WARM)
+    state.doing = Running(opening.done, opening.pause)
+    state.line.ever_ran = True
+    state.recoveries.open(core.now)
+    if state.record is not None and state.record.restore.kind == "initial":
+        for place in sorted(members.building):  # the data is ready: they can begin
+            core.set_member(place, members[place].status)
+    core.emit(Kind.EPOCH_OPENED, phases=phases)
+    protection.tell_plan(core)
+    check_done(core)
+
+
+def step_reported(core: Core, epoch: int, iteration: int) -> None:
+    """Some role has completed an iteration."""
+    state = core.state
+    if state.record is None or epoch != state.heard_epoch:
+        core.refuse(f"step {iteration}", f"epoch {epoch} is not open")
+        return
+    state.line.report(Generation(epoch, iteration))
+    running = isinstance(state.doing, Running | Pausing)
+    if running and iteration > state.record.restore.generation.iteration:
+        end_recovery(core)
+
+
+def check_done(core: Core) -> None:
+    """End the run when every role has completed its last iteration; what the program could not save
+    is saved for it."""
+    match core.state.doing:
+        case Running(done=done) | Pausing(done=done) if len(done) >= core.config.world_size:
+            early, unsaved = core.state.early, core.state.unsaved
+            how = f"ended early at {early}" if early else "training is complete"
+            if unsaved:
+                words = LastWords(EXIT_SAVED, f"{how}, its checkpoint was not written: {unsaved}")
+                save_and_end(core, words, FailureKind.DRAINED)
+            elif early:
+                finish(core, EXIT_SAVED, how, is_early=True)
+            else:
+                finish(core, 0, "")

@@ -1,0 +1,486 @@
+"""Membership: a node is lost or given up; a member process comes up, is ready, says how it lays out
+its state, ends; processes and nodes that fail again and again are put aside.
+
+A node has come when it was judged: that is in bootstrap.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from deadpool_megatron.cluster.failures import (
+    EXIT_EXTRAS_OUTGROWN,
+    EXIT_NO_DEVICE,
+    OF_THE_HOST,
+    FailureKind,
+    is_broken_for_good,
+    kind_of_end,
+    same_text,
+)
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import protection
+from deadpool_megatron.cluster.machine.actions import DropNode, NoteGone, NoteWrong
+from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.cluster.machine.ending import (
+    EXIT_BAD_INPUT,
+    check_ended,
+    dump,
+    end_as_found,
+    finish,
+)
+from deadpool_megatron.cluster.machine.epoch import (
+    check_closed,
+    close,
+    note_failure,
+    save_and_end,
+    seating,
+)
+from deadpool_megatron.cluster.machine.pauses import consider_pause
+from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
+    Closing,
+    Deciding,
+    Dumping,
+    Ending,
+    MemberState,
+    MemberStatus,
+    Phase,
+    Rejoining,
+    State,
+    WaitingSpare,
+)
+from deadpool_megatron.cluster.run_directory.directory import member_log_name
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.meanings import difference
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.records import EpochRecord, Restore, RoleLayout, Source
+
+# A device that failed once may have been hit by a stray particle, and memory may have been short
+# for a moment; what fails again is broken.
+_HOST_ERRORS = 2
+
+# Nodes.
+
+
+def node_lost(core: Core, event: ev.NodeLost) -> None:
+    """A verdict on a node that is connected still; one that the machine has dropped is known."""
+    node, kind = event.node, event.kind
+    if (known := core.state.fleet.nodes.get(node)) is None:
+        return
+    if known.returns and not event.silent_seconds and kind is FailureKind.NODE_LOST:
+        core.state.fleet.returning |= {node}
+    failure = Failure(f"node {node}: {event.cause}", kind, ("node", str(node)), node=node)
+    lose_node(core, node, failure, silent_seconds=event.silent_seconds)
+
+
+def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float = 0.0) -> None:
+    """A connected node is gone for good, with everything on it."""
+    state, fleet = core.state, core.state.fleet
+    is_needed = _is_needed(state, node)
+    if isinstance(state.doing, Closing):
+        state.doing.awaited.discard(node)
+    _forget_memory(state, node)
+    del fleet.nodes[node]
+    fleet.members.drop_node(node)
+    fleet.drains -= {node}
+    give_up(core, node, failure.cause, failure.kind)
+    match state.doing:
+        case Dumping():
+            dump(core)
+        case Ending():
+            check_ended(core)
+        case Closing() | WaitingSpare():
+            close(core, failure, silent_seconds=silent_seconds)
+        case _ if is_needed:
+            close(core, failure, silent_seconds=silent_seconds)
+
+
+def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
+    """A node has no part in the run any more; none comes back under its number."""
+    core.state.fleet.gone[node] = cause
+    core.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
+    if core.state.record is not None and core.state.phase not in LAST_PHASES:
+        core.act(NoteGone(node, cause))
+
+
+def drop_node(core: Core, node: int, failure: Failure) -> None:
+    """Put a node aside that may be connected."""
+    if node in core.state.fleet.nodes:
+        left_out = failure.kind is FailureKind.LEFT_OUT
+        core.act(DropNode(node, failure.cause, left_out=left_out))
+        lose_node(core, node, failure)
+
+
+def silent(node: int, what: str) -> Failure:
+    """A node did not do in time what it was told."""
+    signature = ("node", str(node))
+    return Failure(f"node {node} {what}", FailureKind.NODE_FROZEN, signature, node=node)
+
+
+def _is_needed(state: State, node: int) -> bool:
+    record = state.doing.pending if isinstance(state.doing, Deciding) else state.record
+    return record is not None and matters(state, record, node)
+
+
+def matters(state: State, record: EpochRecord, node: int) -> bool:
+    """Return whether the loss of ``node`` invalidates the record: a seat, a copy or parity block
+    owed, or a source."""
+    if any(seat.node == node for seat in record.seats.values()):
+        return True
+    if not state.is_restored and any(source.node == node for source in _sources(record.restore)):
+        return True
+    if record.protection.kind is schemes.Kind.PARITY:
+        from deadpool_megatron.layout.parity_groups import parity_groups
+
+        if any(node in group.holders for group in parity_groups(record)):
+            return True
+    taken_over = state.is_restored or isinstance(state.doing, Rejoining)
+    if taken_over and len(state.memory.layouts) < len(record.seats):
+        return node in record.nodes  # it is not known yet whose copies it owes
+    placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
+    peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
+    return any(node in placement.buddies(role, peers[role]) for role in record.seats)
+
+
+def _sources(restore: Restore) -> Iterator[Source]:
+    """Every place that a restore may read from."""
+    for parts in restore.sources.values():
+        for found in parts.values():
+            yield from found
+    for recipe in restore.recipes.values():
+        for decoding in recipe.decodings.values():
+            for found in decoding.blocks.values():
+                yield from found
+        if recipe.replay is not None:
+            for parts in recipe.replay.sources.values():
+                for found in parts.values():
+                    yield from found
+
+
+def _forget_memory(state: State, node: int) -> None:
+    """Forget what a lost node held, but for what it has on disk already."""
+    lost = state.memory.held.get(node)  # it may be one that came after the close
+    state.memory.drop_node(node)
+    doing = state.doing
+    if not isinstance(doing, Dumping) or lost is None or node not in doing.finished:
+        return
+    written = doing.chains | {doing.restore.generation}
+    # Of extras only those of one boundary, which another try may not be for.
+    left_out = {extras_part(one) for one in BOUNDARIES if one != doing.restore.boundary}
+    saved = tuple(
+        replace(holding, parts=holding.parts - left_out)
+        for holding in lost.holdings
+        if holding.generation in written
+    )
+    state.memory.promised[node] = replace(lost, holdings=saved)
+
+
+# Nodes that are put aside.
+
+
+def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
+    """Have the roles of the node go to a spare; False if none can take all of them."""
+    if not _has_better(core, node):
+        return False
+    core.state.fleet.leaving |= {node}
+    core.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is put aside {why}", kind=kind)
+    return True
+
+
+def _has_better(core: Core, node: int) -> bool:
+    """Return whether all roles of the node can go to a spare that was not put aside itself."""
+    fleet = core.state.fleet
+    found = seating(core, fleet.leaving | {node})
+    new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
+    return not found.unseated and not new & fleet.avoid and node not in fleet.leaving
+
+
+def note_wrong(core: Core, node: int, cause: str) -> None:
+    """The node has no role any more, under whatever number it comes back: its host is remembered,
+    unless other nodes continue there, which are as good as any."""
+    fleet = core.state.fleet
+    if (known := fleet.nodes.get(node)) is None:
+        return
+    is_shared = any(
+        one.host_name == known.host_name and other not in fleet.wrong
+        for other, one in fleet.nodes.items()
+        if other != node
+    )
+    host = "" if is_shared else known.host_name
+    fleet.wrong |= {node}
+    fleet.wrong_hosts |= {host} if host else set()
+    core.act(NoteWrong(node, host, cause))
+
+
+def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
+    """The device of a process is of no use any more: nothing follows the process there, and the
+    roles of its node move. Without a spare they wait for one: there they would fail again."""
+    node, fleet = event.node, core.state.fleet
+    fleet.members.drop((node, event.slot))
+    if node in fleet.wrong:
+        return
+    cause = f"node {node} is put aside for the rest of the run: {failure.cause}"
+    fleet.leaving |= {node}
+    note_wrong(core, node, cause)
+    core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
+
+
+def _crashed(core: Core, node: int, failure: Failure) -> None:
+    """A process of the node ended an epoch by crashing: put the node aside when that repeats, but
+    only if a spare can take all its roles; else it stays in place. The node is not dropped: what
+    its vault holds may be what the others restore from.
+    """
+    if core.state.phase in LAST_PHASES or node not in core.state.fleet.nodes:
+        return
+    known, settings = core.state.fleet.nodes[node], core.config.settings
+    of_host = failure.kind in OF_THE_HOST
+    known.crashed_at = (*_recent(core, known.crashed_at), core.now)
+    known.host_errors += of_host
+    if of_host and known.host_errors >= _HOST_ERRORS:
+        why = f"{known.host_errors} errors of its device or memory"
+    elif len(known.crashed_at) >= settings.node_crashes:
+        count, window = len(known.crashed_at), settings.node_crash_window_seconds
+        why = f"{count} crashes within {window:g} s"
+    else:
+        return
+    put_aside(core, node, f"after {why}, the last: {failure.cause}", failure.kind)
+
+
+def _recent(core: Core, times: tuple[float, ...]) -> tuple[float, ...]:
+    since = core.now - core.config.settings.node_crash_window_seconds
+    return tuple(time for time in times if time >= since)
+
+
+# Members.
+
+
+def member_told(core: Core, event: ev.OfMember) -> None:
+    """Pass on to the handler what comes from, or is about, the present process of a slot."""
+    if not core.is_present(event):
+        return
+    match event:
+        case ev.MemberHello():
+            _hello(core, event)
+        case ev.MemberWarm():
+            _warm(core, event)
+        case ev.MemberRegistered():
+            _registered(core, event)
+        case ev.MemberLost():
+            _lost(core, event)
+        case ev.MemberSuspected():
+            _suspected(core, event)
+
+
+def _tell(core: Core, what: Kind, /, of: ev.OfMember, role: int | None = None, **data: Any) -> None:
+    process = {"slot": of.slot, "incarnation": of.incarnation}
+    core.emit(what, node=of.node, role=role, **process, **data)
+
+
+def _role(core: Core, event: ev.OfMember) -> int | None:
+    return core.state.role_at(event.node, event.slot, event.incarnation)
+
+
+def _hello(core: Core, event: ev.MemberHello) -> None:
+    place, members = (event.node, event.slot), core.state.fleet.members
+    started = members[place]
+    if started.status is MemberStatus.STARTING:
+        running = MemberState(started.incarnation, MemberStatus.RUNNING, started.since)
+        members.put(place, running)
+        _tell(core, Kind.MEMBER_STARTED, event, pid=event.pid)
+
+
+def _warm(core: Core, event: ev.MemberWarm) -> None:
+    place = (event.node, event.slot)
+    member = core.state.fleet.members[place]
+    if member.status not in (MemberStatus.STARTING, MemberStatus.RUNNING):
+        return
+    core.set_member(place, MemberStatus.WARM)
+    _tell(core, Kind.MEMBER_WARM, event, seconds=core.now - member.since)
+    consider_pause(core)
+
+
+def _registered(core: Core, event: ev.MemberRegistered) -> None:
+    state, memory, layout = core.state, core.state.memory, event.layout
+    role = _role(core, event)
+    if role != layout.role or state.heard_epoch is None or state.record is None:
+        core.refuse_of(event, f"it does not play role {layout.role}")
+        return
+    known = memory.layouts.get(role := layout.role)
+    is_same = known is None or known.layout_hash == layout.layout_hash
+    if known is not None and role in memory.inherited:
+        if not is_same:
+            _end_as_other_model(core, known, layout)
+            return
+        memory.inherited -= {role}
+    if not is_same and state.record.restore.kind == "memory":
+        core.kill((event.node, event.slot))
+        cause = f"the process built for role {role} lays out its state in another way"
+        close(core, Failure(cause, FailureKind.PROCESS_CRASH, ("layout",), node=event.node))
+        return
+    memory.layouts[role] = layout
+    # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
+    if known is None and (why := protection.unfit(core)):
+        close(core, Failure(why, FailureKind.DRAINED))
+
+
+def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> None:
+    """The state in memory is not what a member has built: end, with the slots kept. Nothing was
+    computed by then."""
+    reason = (
+        f"the state in memory is of another model or other flags: role {layout.role}:"
+        f" {difference(known, layout)}; start the run again with the command that it had, or remove"
+        " the state ('deadpool clean RUN') and start anew with another --run-dir"
+    )
+    finish(core, EXIT_BAD_INPUT, reason, keeps_slots=True)
+
+
+def _lost(core: Core, event: ev.MemberLost) -> None:
+    state, place = core.state, (event.node, event.slot)
+    ordered = state.fleet.members[place].status is MemberStatus.KILLED
+    role = _role(core, event)
+    how = f"exit {event.exit_code}" if event.signal is None else _signal_name(event.signal)
+    cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
+    cause += f" ({event.last_line})" if event.last_line else ""
+    failure = _failure_of(event, cause, role)
+    on_purpose = ordered or event.ordered
+    end = {"exit_code": event.exit_code, "signal": event.signal}
+    facts: dict[str, Any] = {key: number for key, number in end.items() if number is not None}
+    if not on_purpose:
+        facts["kind"] = failure.kind
+    _tell(core, Kind.MEMBER_LOST, event, role, cause=cause, **facts)
+    if state.phase in LAST_PHASES:
+        return
+    begins = not state.line.ever_ran and not state.survived
+    if event.exit_code == EXIT_BAD_INPUT and begins:
+        # The command itself says that its arguments cannot work: no other process will like them.
+        end_as_found(core, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
+        return
+    device_is_lost = _is_broken(event) and not on_purpose
+    if device_is_lost:
+        if begins and _cannot_begin_without(core, event.node):
+            end_as_found(core, LastWords(EXIT_BAD_INPUT, failure.cause, failure.kind))
+            return
+        _device_lost(core, event, failure)
+    by_itself = f"the program ended by itself: {event.last_line or cause} [{failure.evidence}]"
+    if event.exit_code == 0 and not on_purpose and role is not None and begins:
+        end_as_found(core, LastWords(EXIT_BAD_INPUT, by_itself))
+        return
+    if state.heard_epoch is not None and role is not None:
+        if event.exit_code in (0, EXIT_EXTRAS_OUTGROWN) and not on_purpose:
+            # Any other process in its place would end like that as well.
+            why = event.last_line or cause if event.exit_code else by_itself
+            save_and_end(core, LastWords(event.exit_code or 1, why, failure.kind))
+        else:
+            close(core, failure)
+        if not on_purpose and not device_is_lost:
+            _crashed(core, event.node, failure)
+    elif (
+        state.phase is Phase.GATHERING
+        and failure.exited
+        and not device_is_lost
+        and not state.survived
+    ):
+        slot_too = replace(failure, signature=(*failure.signature, str(place)))
+        note_failure(core, slot_too)
+        if state.last_words is not None:
+            end_as_found(core, state.last_words)
+    if state.phase in LAST_PHASES:
+        return
+    if not device_is_lost:
+        # A drained member is killed to serve as a fresh spare: that says nothing about its node.
+        _restart(core, event, failure, counts=role is not None or not ordered)
+    if isinstance(state.doing, WaitingSpare) or _is_pending(core, event):
+        close(core, failure)
+    check_closed(core)
+
+
+def _cannot_begin_without(core: Core, node: int) -> bool:
+    """Return whether no other node takes its roles, and none is awaited that could."""
+    fleet, config = core.state.fleet, core.config
+    if node in fleet.wrong or node not in core.state.seats.nodes:
+        return False
+    all_came = len(fleet.nodes) + len(fleet.gone) >= config.nodes + config.spares
+    return all_came and not _has_better(core, node)
+
+
+def _is_broken(event: ev.MemberLost) -> bool:
+    return is_broken_for_good(event.exit_code, event.last_line)
+
+
+def _is_pending(core: Core, event: ev.OfMember) -> bool:
+    """Return whether a record that is being written has a seat for this slot."""
+    match core.state.doing:
+        case Deciding(pending=pending):
+            seats = pending.seats.values()
+            return any((seat.node, seat.slot) == (event.node, event.slot) for seat in seats)
+    return False
+
+
+def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
+    gone = event.exit_code == EXIT_NO_DEVICE
+    kind = FailureKind.DEVICE_ERROR if gone else kind_of_end(event.last_line)
+    log = member_log_name(event.node, event.slot, event.incarnation)
+    evidence = f"role {role} on node {event.node}, log logs/{log}.log"
+    signature: tuple[str, ...] = ("signal", str(event.signal), str(role))
+    if _is_broken(event):
+        # However often devices break, the program is not to blame: each takes a node from the run.
+        return Failure(cause, kind, (), True, event.node, evidence)
+    if event.signal is None:
+        signature = ("exit", str(event.exit_code), same_text(event.last_line))
+    return Failure(cause, kind, signature, event.signal is None, event.node, evidence)
+
+
+def _restart(core: Core, event: ev.MemberLost, failure: Failure, *, counts: bool) -> None:
+    """The next incarnation at once, in the same place; too many of them, and the node goes."""
+    node = core.state.fleet.nodes[event.node]
+    if counts:
+        node.restarts += 1
+        node.restarted_at = (*_recent(core, node.restarted_at), core.now)
+    restarts = len(node.restarted_at)
+    # What a node holds is wanted as long as the state is not saved.
+    if restarts > core.config.settings.restarts_in_place and core.state.last_words is None:
+        cause = f"node {event.node} is given up after {restarts - 1} restarts: {failure.cause}"
+        signature = ("node", str(event.node))
+        drop_node(core, event.node, Failure(cause, failure.kind, signature, node=event.node))
+    else:
+        core.start_members(event.node, {event.slot: event.incarnation + 1})
+
+
+def _suspected(core: Core, event: ev.MemberSuspected) -> None:
+    role = _role(core, event)
+    core.kill((event.node, event.slot))
+    if (role is not None and core.state.heard_epoch is not None) or _is_pending(core, event):
+        signature = ("suspected", str(role))
+        failure = Failure(event.cause, FailureKind.MEMBER_FROZEN, signature, node=event.node)
+        close(core, failure, silent_seconds=event.silent_seconds)
+
+
+def check_members(core: Core) -> None:
+    """Killed processes must be reaped, and spares must become warm, in their time."""
+    settings, state, members = core.config.settings, core.state, core.state.fleet.members
+    if state.phase in LAST_PHASES:
+        return  # no process is needed any more, what its node holds is
+    for place in sorted(members.killed):
+        if place in members and core.now - members[place].since > settings.close_seconds:
+            drop_node(core, place[0], silent(place[0], "cannot end a killed process"))
+    if state.open_epoch is None or state.record is None:
+        return
+    if state.phase is Phase.OPENING and state.record.restore.kind == "initial":
+        return  # spares wait until the data is ready
+    for place in sorted(members.building - state.seats.role_by_place.keys()):
+        if core.now - members[place].since > settings.start_seconds:
+            core.kill(place)
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL rather than 9; a number for what has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,209 @@
+"""Pauses, in which members stand still at one iteration: before a drain, other protection, missing
+copies, the dump at the end. All that was computed is committed then; the close that follows loses
+nothing."""
+
+from __future__ import annotations
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import ending
+from deadpool_megatron.cluster.machine.actions import Pause
+from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.cluster.machine.epoch import (
+    check_done,
+    close,
+    drained,
+    owed_copies,
+    record_nodes,
+    save_and_end,
+    seating,
+)
+from deadpool_megatron.cluster.machine.inputs import (
+    DumpRequested,
+    MemberDone,
+    Paused,
+    PauseRefused,
+    ProtectionRequested,
+)
+from deadpool_megatron.cluster.machine.protection import pause_cause, take_request
+from deadpool_megatron.cluster.machine.state import (
+    Dumping,
+    Opening,
+    PauseOrder,
+    Pausing,
+    Rejoining,
+    Running,
+    State,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.cadence import next_due
+from deadpool_megatron.layout.schemes import plan_in_words
+
+# Of the time that is left to a run: the rest is for the dump that follows.
+_SHARE_OF_PAUSE = 0.2
+
+
+def begin(core: Core, running: Running) -> None:
+    """The epoch has just opened: see to what had to wait for that."""
+    running.has_begun = True
+    if running.pause is not None:
+        _pause(core, running.pause)
+    consider_pause(core)
+
+
+def consider_pause(core: Core) -> None:
+    """Pause the running job when a wanted drain, or missing copies, can now be served."""
+    state, record = core.state, core.state.record
+    if not isinstance(state.doing, Running) or record is None or state.blame.suspicion is not None:
+        return
+    for node in sorted(state.fleet.drains & state.seats.nodes):
+        if not seating(core, drained(state) | {node}).unseated:
+            _pause_next(core, f"drain of node {node}", frozenset({node}))
+            return
+    if state.protection.plan != record.protection:
+        _pause_next(core, pause_cause(state))
+        return
+    if not record.fewer_copies:
+        return
+    if record.fewer_copies - owed_copies(record.seats, record_nodes(state, record.seats), core):
+        _pause_next(core, "a new node can hold the missing copies")
+
+
+def _pause(core: Core, order: PauseOrder) -> None:
+    """Have all members stand still, if the epoch runs."""
+    running, record = core.state.doing, core.state.record
+    if isinstance(running, Running) and record is not None:
+        limit = core.config.settings.hang_seconds * record.protection.every
+        core.state.doing = Pausing(core.now + limit, order, running.done)
+        core.act(Pause(record.epoch, order.iteration))
+        check_paused(core)
+
+
+def _pause_next(core: Core, cause: str, leaving: frozenset[int] = frozenset()) -> None:
+    iteration = _boundary_after(core.state, core.state.reached)
+    _pause(core, PauseOrder(iteration, cause, leaving))
+
+
+def _boundary_after(state: State, iteration: int) -> int:
+    """One that no role has reached yet, and whose generation is protected: nothing is lost."""
+    every = 1 if state.record is None else state.record.protection.every
+    return next_due(iteration + 2, every)
+
+
+# What leads to a pause.
+
+
+def drain(core: Core, node: int) -> None:
+    """The roles of a node move as soon as a spare can take them."""
+    core.emit(Kind.DRAIN, node=node)
+    core.state.fleet.drains |= {node}
+    consider_pause(core)
+
+
+def drain_slow(core: Core, node: int) -> None:
+    """A slow node's roles are to be moved away."""
+    state = core.state
+    if node not in state.fleet.nodes:
+        core.refuse("drain", f"node {node} is not connected", node)
+    elif node not in state.seats.nodes:
+        core.emit(Kind.DRAIN, node=node)
+        core.log("info", f"node {node} has no role to move away", node)
+    else:
+        drain(core, node)
+        if isinstance(state.doing, Running):
+            core.log("warning", f"the drain of node {node} waits for a spare node", node)
+
+
+def protect_otherwise(core: Core, event: ProtectionRequested) -> None:
+    """A measurement wants another plan."""
+    if why := take_request(core, event):
+        core.refuse(f"protection {plan_in_words(event.plan)}", why)
+    consider_pause(core)
+
+
+def dump_requested(core: Core, event: DumpRequested) -> None:
+    """Whatever the phase, lead to a dump. A run that trains pauses first, so that what it has
+    computed is committed; else the iteration under way is computed by the next run. A part of the
+    seconds that are left, if they are told, is spent on the pause.
+    """
+    state, words = core.state, LastWords(ending.EXIT_SAVED, event.reason)
+    if isinstance(state.doing, Dumping):
+        ending.hurry(core, state.doing, event.reason)
+        return
+    if state.last_words is None:
+        is_running = isinstance(state.doing, Running) and state.blame.suspicion is None
+        if not is_running and not isinstance(state.doing, Pausing):
+            save_and_end(core, words, FailureKind.DRAINED)
+            return
+        if is_running:
+            _pause_next(core, event.reason)
+        state.last_words = words
+    if isinstance(state.doing, Pausing) and event.seconds is not None:
+        limit = core.now + _SHARE_OF_PAUSE * event.seconds
+        state.doing.deadline = min(state.doing.deadline, limit)
+
+
+# What members say of it.
+
+
+def note_done(core: Core, event: MemberDone) -> None:
+    """A role has completed its last iteration: nobody waits for it to pause."""
+    role, doing = core.player(event), core.state.doing
+    if role is not None and isinstance(doing, Rejoining | Opening | Running | Pausing):
+        doing.done.add(role)
+        if role == 0:  # the others have been told no reason
+            core.state.early, core.state.unsaved = event.early, event.unsaved
+        check_done(core)
+        check_paused(core)
+
+
+def note_paused(core: Core, event: Paused) -> None:
+    """A role stands still after an iteration.
+
+    When nobody waits for that, an earlier coordinator has ordered it. Only a close gets the member
+    moving again, and nothing is recomputed when all stand still at the same iteration.
+    """
+    role, doing, iteration = core.player(event), core.state.doing, event.iteration
+    if role is None:
+        return
+    if isinstance(doing, Pausing):
+        if iteration != doing.order.iteration:
+            core.refuse(f"pause of role {role}", f"nobody waits for a pause at {iteration}")
+            return
+        doing.order.paused.add(role)
+        check_paused(core)
+        return
+    known = doing.pause if isinstance(doing, Rejoining | Opening) else None
+    still = set[int]() if known is None else known.paused
+    if known is not None and known.iteration != iteration:
+        still, iteration = set(), max(known.iteration, iteration)
+    cause = "a pause that was ordered before the coordinator changed"
+    order = PauseOrder(iteration, cause, paused=still | {role})
+    if isinstance(doing, Rejoining | Opening):
+        doing.pause = order
+    else:
+        _pause(core, order)
+
+
+def pause_later(core: Core, event: PauseRefused) -> None:
+    """Somebody is past the wanted iteration: choose a later one. The deadline stays."""
+    state, pausing, iteration = core.state, core.state.doing, event.iteration
+    if core.player(event) is None:
+        return
+    if isinstance(pausing, Pausing) and iteration >= pausing.order.iteration and state.record:
+        pausing.order.iteration = _boundary_after(state, max(state.reached, iteration))
+        pausing.order.paused = set()
+        core.act(Pause(state.record.epoch, pausing.order.iteration))
+
+
+def check_paused(core: Core, *, overdue: bool = False) -> None:
+    """Once all stand still (or had their time), go through a close as after a failure."""
+    pausing, wanted = core.state.doing, core.config.world_size
+    if not isinstance(pausing, Pausing):
+        return
+    order, paused, done = pausing.order, pausing.order.paused, pausing.done
+    # Cheap for all but the last: a role that is done may have paused, too.
+    complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
+    if overdue or complete:
+        core.state.fleet.leaving = order.leaving
+        close(core, Failure(order.cause, FailureKind.DRAINED))

@@ -1,0 +1,181 @@
+"""The seconds of a recovery: phases from the machine's clock and from members' reports.
+
+Pure. A recovery lasts from the last sign of life of what failed to the first iteration completed
+afterwards; when another failure comes in between, it is one recovery with two causes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deadpool_megatron.cluster.machine.blame import Failure
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+
+# So many recoveries are told one by one when the run ends; the events have all of them.
+RECOVERIES_SHOWN = 100
+# In the order they happen; ``abandoned`` is time in epochs that were opened but failed again.
+PHASES = (
+    "detect",
+    "close",
+    "decide",
+    "adopt",
+    "rebuild",
+    "restore",
+    "sync",
+    "verify",
+    "reprotect",
+    "replay",
+    "abandoned",
+)
+
+
+@dataclass
+class RecoveryReport:
+    """A finished recovery; all times in seconds, ``phases`` has every name of PHASES."""
+
+    epoch: int
+    cause: str
+    kind: str
+    generation: Generation
+    boundary: str
+    phases: dict[str, float]
+    seconds: float
+    steps_recomputed: int
+    exposed_seconds: float
+    seats_changed: Mapping[int, tuple[Seat, Seat]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry of final.json, and the data of the ``recovered`` event (plus ``epoch``)."""
+        changed = self.seats_changed.items()
+        return {
+            **asdict(self),
+            "generation": self.generation.to_list(),
+            "seats_changed": {str(r): [old.to_list(), new.to_list()] for r, (old, new) in changed},
+        }
+
+
+@dataclass
+class Recovery:
+    """A recovery in progress. ``mark``: when its present phase of the machine began.
+
+    ``kind``: of the first failure, a value of FailureKind.
+    """
+
+    causes: list[str]
+    started: float
+    mark: float
+    newest: int
+    seats: Mapping[int, Seat]
+    kind: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    reported: dict[str, float] = field(default_factory=dict)
+    exposed: float = 0.0
+    opened: bool = False
+
+    def spend(self, phase: str, now: float) -> None:
+        """Book the time since ``mark`` on a phase."""
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self.mark
+        self.mark = now
+
+    def recomputed(self, restore: Restore) -> int:
+        """Return how many finished iterations are computed again from there."""
+        return max(0, self.newest - restore.generation.iteration)
+
+    def again(self, cause: str, now: float) -> None:
+        """The epoch it led to has failed before its first iteration was completed."""
+        if self.opened:
+            self._take_reported()
+        self.spend("abandoned", now)
+        self.causes.append(cause)
+        self.reported, self.opened = {}, False
+
+    def finish(self, record: EpochRecord, now: float) -> RecoveryReport:
+        """The first iteration of ``record``'s epoch is complete."""
+        self.spend("replay", now)
+        self._take_reported()
+        return RecoveryReport(
+            epoch=record.epoch,
+            cause="; then ".join(self.causes),
+            kind=self.kind,
+            generation=record.restore.generation,
+            boundary=record.restore.boundary,
+            phases={phase: self.phases.get(phase, 0.0) for phase in PHASES},
+            seconds=now - self.started,
+            steps_recomputed=self.recomputed(record.restore),
+            exposed_seconds=self.exposed,
+            seats_changed={
+                role: (self.seats[role], seat)
+                for role, seat in record.seats.items()
+                if role in self.seats and self.seats[role] != seat
+            },
+        )
+
+    def _take_reported(self) -> None:
+        for phase, seconds in self.reported.items():
+            self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+
+@dataclass
+class Recoveries:
+    """``current``: in progress. ``finished``: the newest that this coordinator saw. ``count``,
+    ``steps_recomputed``: of the whole run."""
+
+    current: Recovery | None = None
+    finished: list[RecoveryReport] = field(default_factory=list)
+    count: int = 0
+    steps_recomputed: int = 0
+
+    def close(
+        self, failure: Failure, signs: float, now: float, newest: int, record: EpochRecord
+    ) -> None:
+        """The epoch of ``record`` was closed now; the first sign of the failure (or the last one of
+        life) was at ``signs``."""
+        if self.current is not None:
+            self.current.again(failure.cause, now)
+            return
+        started = min(signs, now)
+        detect, kind = {"detect": now - started}, str(failure.kind)
+        self.current = Recovery([failure.cause], started, now, newest, record.seats, kind, detect)
+
+    def add_cause(self, cause: str) -> None:
+        """The one in progress has one more cause."""
+        if self.current is not None:
+            self.current.causes.append(cause)
+
+    def spend(self, phase: str, now: float) -> None:
+        """A phase of the one in progress is over."""
+        if self.current is not None:
+            self.current.spend(phase, now)
+
+    def open(self, now: float) -> None:
+        """Every role has restored."""
+        if self.current is not None:
+            self.current.mark, self.current.opened = now, True
+
+    def finish(self, record: EpochRecord, now: float) -> RecoveryReport | None:
+        """Return the report of the one in progress, if there is one: it is complete."""
+        if self.current is None:
+            return None
+        report, self.current = self.current.finish(record, now), None
+        self.finished = [*self.finished, report][-RECOVERIES_SHOWN:]
+        self.count += 1
+        self.steps_recomputed += report.steps_recomputed
+        return report
+
+    def report(self, epoch: int, phase: str, seconds: float, exposed: float, newest: int) -> None:
+        """Take what a member or vault of ``epoch`` says of one phase: they work in parallel, so the
+        longest counts. ``newest``: the announced epoch. ``exposed``: how long something lacked
+        protection. A phase that is none of PHASES is part of another one.
+        """
+        if self.current is not None and epoch == newest:
+            phases = self.current.reported
+            self.current.exposed = max(self.current.exposed, exposed)
+        elif self.current is None and self.finished and self.finished[-1].epoch == epoch:
+            phases, last = self.finished[-1].phases, self.finished[-1]
+            last.exposed_seconds = max(last.exposed_seconds, exposed)
+        else:
+            return
+        if phase in PHASES:
+            phases[phase] = max(seconds, phases.get(phase, 0.0))

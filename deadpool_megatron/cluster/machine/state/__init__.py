@@ -1,1 +1,0 @@
-"""Knowledge of the machine, as small frozen objects; nothing else decides what it does."""
