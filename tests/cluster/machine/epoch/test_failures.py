@@ -8,7 +8,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import BadPart, Restore
+from deadpool_megatron.layout.records import BadPart
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of
 
 
@@ -315,16 +315,6 @@ def test_progress_or_another_cause_lets_it_go_on() -> None:
     assert rig.state.phase is Phase.RUNNING
 
 
-def test_same_exit_twice_at_the_same_step_is_the_users_error() -> None:
-    rig = Rig().run(7)
-    rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: bad sample"))
-    rig.reopened(g(7))
-    rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample"))
-    end = rig.saved_end(g(7))
-    assert end.exit_status == 1
-    assert "bad sample" in end.reason
-
-
 # No spare left.
 
 
@@ -344,18 +334,6 @@ def test_frozen_member_is_reaped_before_a_joining_node_is_given_roles() -> None:
     assert rig.pending.seats == {0: Seat(0, 0, 1), 1: Seat(5, 0, 0)}
 
 
-def test_without_spare_the_common_generation_is_dumped() -> None:
-    rig = waiting()
-    rig.tick(rig.settings.spare_timeout_seconds)
-    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
-    rig.feed(ev.Dumped(0, g(6)))
-    assert rig.emitted(Kind.REFUSED)
-    rig.feed(ev.Dumped(0, g(7)))
-    finish = rig.one(act.Finish)
-    assert finish.exit_status == 75
-    assert finish.resume == Restore("dump", g(7), "step", path="/dump/1-7")
-
-
 def test_node_lost_while_dumping_leaves_what_others_hold() -> None:
     rig = Rig(nodes=3, spares=0, replicas=2).run()
     rig.lose(2, g(7))
@@ -373,13 +351,6 @@ def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is() -> None:
     rig.feed(ev.Dumped(0, g(7)), ev.NodeLost(0, "gone"))
     assert rig.state.phase is Phase.DUMPING
     rig.feed(ev.Dumped(1, g(7), error="disk full"))
-    assert rig.one(act.Finish).exit_status == 1
-
-
-def test_dump_that_takes_too_long_is_given_up() -> None:
-    rig = waiting()
-    rig.tick(rig.settings.spare_timeout_seconds)
-    rig.tick(rig.settings.first_step_seconds)
     assert rig.one(act.Finish).exit_status == 1
 
 

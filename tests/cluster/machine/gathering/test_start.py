@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
@@ -176,20 +174,6 @@ def test_a_run_begins_with_what_all_roles_have_loaded(
         finish = rig.one(act.Finish)
         assert finish.exit_status == status
         assert finish.reason.startswith("roles loaded different checkpoints")
-
-
-@pytest.mark.parametrize("late", ["epoch", "incarnation", "role"])
-def test_stale_restored_is_refused(late: str) -> None:
-    rig = Rig().opening()
-    before = deepcopy(rig.state)
-    stale = {
-        "epoch": ev.Restored(0, 0, 0, 9, g(0)),
-        "incarnation": ev.Restored(0, 0, 1, 1, g(0)),
-        "role": ev.Restored(2, 0, 0, 1, g(0)),
-    }
-    rig.feed(stale[late])
-    assert rig.state == before
-    assert rig.emitted(Kind.REFUSED)
 
 
 def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory() -> None:

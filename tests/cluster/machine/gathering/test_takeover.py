@@ -294,15 +294,6 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
     assert "pause that was ordered" in rig.one(act.CloseEpoch).cause
 
 
-def test_pause_that_is_not_completed_after_a_takeover_ends() -> None:
-    old = Rig(spares=0).run()
-    rig = successor(old)
-    rejoin(rig, old, 0, 1)
-    rig.feed(ev.Paused(*old.seat(0), 1, 9))
-    rig.tick(rig.settings.hang_seconds)
-    assert rig.one(act.CloseEpoch)
-
-
 def test_dead_in_dumping_dumps_again() -> None:
     old = Rig(nodes=2, spares=0).run()
     old.lose(1, g(7))
