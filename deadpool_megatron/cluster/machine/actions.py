@@ -13,15 +13,19 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
 
+class Action:
+    """Base of all of them."""
+
+
 @dataclass(frozen=True)
-class WriteRecord:
+class WriteRecord(Action):
     """Make the record durable, then give JournalWritten (or JournalFailed) back."""
 
     record: EpochRecord
 
 
 @dataclass(frozen=True)
-class NoteGone:
+class NoteGone(Action):
     """Journal that a node was given up: the record that says so may come much later."""
 
     node: int
@@ -29,7 +33,7 @@ class NoteGone:
 
 
 @dataclass(frozen=True)
-class NoteWrong:
+class NoteWrong(Action):
     """Journal that a node gets no role any more, for the same reason. ``host``: no other node from
     there does, either; empty where others are on that host."""
 
@@ -39,7 +43,7 @@ class NoteWrong:
 
 
 @dataclass(frozen=True)
-class Announce:
+class Announce(Action):
     """Send the record to every agent. ``forgotten_from``: the numbers of this iteration and of
     later ones count no more, as one was not finite."""
 
@@ -48,7 +52,7 @@ class Announce:
 
 
 @dataclass(frozen=True)
-class Welcome:
+class Welcome(Action):
     """Answer to a join: the current record, if there is one."""
 
     node: int
@@ -56,7 +60,7 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class DropNode:
+class DropNode(Action):
     """Tell the agent to stop, close its connection, take nothing more from it. ``left_out``: its
     host is not fit for the run, and is not to come again.
     """
@@ -67,7 +71,7 @@ class DropNode:
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Action):
     """Have the node try its links to ``peers`` (node, host, port of the vault) within the limit;
     Probed comes back. ``bulk``: their speed, too.
     """
@@ -80,7 +84,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class StartMembers:
+class StartMembers(Action):
     """Start processes: slot -> incarnation; ``provisional_roles``: slot -> role to build for."""
 
     node: int
@@ -89,7 +93,7 @@ class StartMembers:
 
 
 @dataclass(frozen=True)
-class KillMember:
+class KillMember(Action):
     """Kill the process; MemberLost comes back when it is reaped.
 
     ``hung``: it does not move, and is asked for its stacks before.
@@ -102,7 +106,7 @@ class KillMember:
 
 
 @dataclass(frozen=True)
-class AskNccl:
+class AskNccl(Action):
     """Send to every agent: it asks NCCL what the job is in, before it closes the epoch that hangs,
     and tells where the answer is."""
 
@@ -110,7 +114,7 @@ class AskNccl:
 
 
 @dataclass(frozen=True)
-class CloseEpoch:
+class CloseEpoch(Action):
     """Send to every agent; their inventories come back. Happens once for an epoch."""
 
     epoch: int
@@ -118,7 +122,7 @@ class CloseEpoch:
 
 
 @dataclass(frozen=True)
-class Pause:
+class Pause(Action):
     """Send to every member: stand still before iteration ``iteration`` + 1; the latest counts."""
 
     epoch: int
@@ -126,7 +130,7 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Dump:
+class Dump(Action):
     """The vaults of ``nodes`` write what they hold of the generation to ``directory``; if ``held``
     is not empty, of all these generations, each to its own directory below.
     """
@@ -139,7 +143,7 @@ class Dump:
 
 
 @dataclass(frozen=True)
-class ExportDump:
+class ExportDump(Action):
     """Make a standard checkpoint of a generation that was dumped whole, then give DumpExported
     back. ``roles``: role -> node that writes its part."""
 
@@ -148,7 +152,7 @@ class ExportDump:
 
 
 @dataclass(frozen=True)
-class BeginExport:
+class BeginExport(Action):
     """Have one of the next iterations made a standard checkpoint in ``directory``, then give
     Exported back with the ``number``, of the request."""
 
@@ -157,7 +161,7 @@ class BeginExport:
 
 
 @dataclass(frozen=True)
-class EndRun:
+class EndRun(Action):
     """Have the run end with a dump, in so many seconds if they are given, after a last export
     where that is configured; DumpRequested comes back."""
 
@@ -166,14 +170,14 @@ class EndRun:
 
 
 @dataclass(frozen=True)
-class LookAtCheckpoints:
+class LookAtCheckpoints(Action):
     """See whether they are there, then give CheckpointsSeen back."""
 
     valid: tuple[Restore, ...]
 
 
 @dataclass(frozen=True)
-class Finish:
+class Finish(Action):
     """Write final.json, tell every agent to stop and remove; ``resume``: where to continue later.
 
     ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
@@ -200,19 +204,19 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Hurry:
+class Hurry(Action):
     """The user has no time for what the end of the run waits for."""
 
 
 @dataclass(frozen=True)
-class Exit:
+class Exit(Action):
     """All agents have gone, or had their time: the coordinator ends."""
 
     exit_status: int
 
 
 @dataclass(frozen=True)
-class EmitEvent:
+class EmitEvent(Action):
     """An event without its clocks, which the machine does not know."""
 
     kind: Kind
@@ -225,28 +229,3 @@ class EmitEvent:
     def to_event(self) -> Event:
         """The event, stamped with the clocks of now."""
         return Event(self.kind, self.epoch, self.node, self.role, self.iteration, data=self.data)
-
-
-Action = (
-    WriteRecord
-    | NoteGone
-    | NoteWrong
-    | Announce
-    | Welcome
-    | DropNode
-    | Probe
-    | StartMembers
-    | KillMember
-    | AskNccl
-    | CloseEpoch
-    | Pause
-    | Dump
-    | ExportDump
-    | BeginExport
-    | EndRun
-    | LookAtCheckpoints
-    | Finish
-    | Hurry
-    | Exit
-    | EmitEvent
-)
