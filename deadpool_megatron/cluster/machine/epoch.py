@@ -51,9 +51,9 @@ from deadpool_megatron.layout.records import (
     NodeAddress,
     Restore,
     Seat,
+    SeatTable,
 )
 from deadpool_megatron.layout.schemes import losses_survived
-from deadpool_megatron.layout.records import SeatTable
 
 # Close.
 

@@ -42,9 +42,8 @@ from deadpool_megatron.cluster.machine.state import (
     WaitingSpare,
 )
 from deadpool_megatron.layout.planner import is_thrown_away
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import first_plan
-from deadpool_megatron.layout.records import SeatTable
 
 NOBODY: Mapping[int, str] = {}
 # After these the nodes that are gathering may be complete.

@@ -24,9 +24,9 @@ from deadpool_megatron.layout.records import (
     Inventory,
     Restore,
     RoleLayout,
+    SeatTable,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.layout.records import SeatTable
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.preflight.judge import Agreed, Checkup, Judgement
 from deadpool_megatron.settings import Settings
