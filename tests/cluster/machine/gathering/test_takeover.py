@@ -392,9 +392,9 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
     old.journal()
     rig = successor(old)
     rejoin(rig, old, 0, 1, closed=1, epoch=1)
-    assert not getattr(rig.state.doing, "restored", ())
+    assert rig.state.waiting_for() == "restored from roles [0, 1]"
     rig.feed(ev.Restored(*rig.seat(0), 1, g(0)))
-    assert not getattr(rig.state.doing, "restored", ())
+    assert rig.state.waiting_for() == "restored from roles [0, 1]"
     world = rig.config.world_size
     rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, world)))
     assert set(rig.state.memory.layouts) == {0}
