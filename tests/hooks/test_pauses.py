@@ -119,7 +119,7 @@ def test_nothing_is_reported_after_a_close_nor_twice_for_people(
     rig.expect("drained")
     assert len(outcome) == 1
     assert rig.end() is None
-    events = [message["event"] for message in rig.said("event")]
+    events = [message["event"] for kind in ("progress", "event") for message in rig.said(kind)]
     assert [e["iteration"] for e in events if e["kind"] == "step"] == [1, 2, 3]
     assert [e["data"]["text"] for e in events if e["kind"] == "log"] == ["line 2", "line 3"]
     assert capfd.readouterr().out == "line 2\nline 3\n"

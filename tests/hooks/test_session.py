@@ -179,7 +179,7 @@ def test_a_step_that_ends_after_the_close_is_not_sealed(rig: Rig) -> None:
     assert rig.expect("drained") == drained(1)
     assert "complete" not in rig.entry.calls
     assert rig.end() is None
-    assert [m for m in rig.said("event") if m["event"]["kind"] == "state-hash"] == []
+    assert [m for m in rig.heard if m.get("event", {}).get("kind") == "state-hash"] == []
 
 
 def test_closes_that_race_with_everything(rig: Rig) -> None:
