@@ -225,7 +225,7 @@ class Settings:
     rebuild: str = _fixed(
         "auto",
         "how communicators of an epoch are made: one-by-one; side-by-side; split (of that of all"
-        " roles, NCCL); late-world (one-by-one, that of all roles at its first use); auto:"
+        " roles, NCCL); auto:"
         " one-by-one over NCCL, else side-by-side",
     )
     start_method: str = _fixed(
@@ -470,7 +470,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "share_snapshots": ("off", "on"),
     "check": ("off", "facts", "links"),
     "communicator": ("auto", "gloo", "nccl"),
-    "rebuild": ("auto", "one-by-one", "side-by-side", "split", "late-world"),
+    "rebuild": ("auto", "one-by-one", "side-by-side", "split"),
     "start_method": ("auto", "fork", "exec"),
     "divergence": ("auto", "stop", "report"),
     "evict_slow": ("off", "on"),

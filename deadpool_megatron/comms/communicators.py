@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from deadpool_megatron.comms import operations
 from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job, LeftBehind
 from deadpool_megatron.comms.gloo import GlooFabric
-from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup, LateGroup
+from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
 from deadpool_megatron.comms.groups.install import Installation
 from deadpool_megatron.comms.groups.roster import Entry, Roster
@@ -174,28 +173,17 @@ class Communicators(Observed):
         if epoch.closed or self._store is None:
             group.inner = ClosedGroup(epoch.number)
             raise EpochClosed(epoch.number, "new_group")
-        made: dict[ReconfigurableGroup, InnerGroup] = {}
-        self._connect_late(group, [self._job(epoch, group, self._store, made)], made)
-
-    def _connect_late(
-        self,
-        group: ReconfigurableGroup,
-        jobs: list[Job],
-        made: dict[ReconfigurableGroup, InnerGroup],
-    ) -> InnerGroup:
-        """Connect it in the middle of an epoch, by a call that all its ranks make."""
-        epoch, limits = self._current, self._limits
-        assert epoch is not None
         epoch.check("new_group")
+        limits = self._limits
         limit_seconds = limits.operation_timeout_seconds
         if epoch.is_patient:
             limit_seconds = limits.long_operation_seconds
-        builders = Builders(jobs, 1)
+        made: dict[ReconfigurableGroup, InnerGroup] = {}
+        builders = Builders([self._job(epoch, group, self._store, made)], 1)
         activity = Activity(group.spec().place, "new_group")
         self._build(epoch, builders, builders.run, activity, limit_seconds)
         group.inner = made[group]
         group.inner.be_patient(epoch.is_patient)
-        return group.inner
 
     def forget(self, group: ReconfigurableGroup) -> None:
         """destroy_process_group was called on it."""
@@ -422,8 +410,7 @@ class Communicators(Observed):
         first = [jobs.pop(world)]
         way = "one-by-one" if (self._kind, self.rebuild) == ("nccl", "auto") else self.rebuild
         is_split = way == "split" and world.transport != "gloo"
-        is_late = way == "late-world"
-        begun = first if is_split else [*([] if is_late else first), *jobs.values()]
+        begun = first if is_split else [*first, *jobs.values()]
         # A client of TCPStore holds its lock while it waits, so that no other thread could write.
         is_threaded = way in ("auto", "side-by-side") and isinstance(store, EpochStore)
         builders = Builders(begun, AT_ONCE if is_threaded else 1)
@@ -433,15 +420,10 @@ class Communicators(Observed):
                 builders.add(self._splits(epoch, prefixed, jobs))
             builders.run()
             epoch.check("attach")
-            if is_late:
-                meet(prefixed, "attach", world.rank(), world.size())
-            elif (work := made[world].forward("barrier", (), {})) is not None:
+            if (work := made[world].forward("barrier", (), {})) is not None:
                 work.wait()
 
         self._build(epoch, builders, build, Connecting(builders), deadline_seconds)
-        if is_late:
-            connect = partial(self._connect_late, world, first, made)
-            made[world] = LateGroup(world.spec(), connect)
         return made
 
     def _splits(

@@ -7,10 +7,12 @@ line from the fields. Nothing here imports torch or Megatron.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_EXPERTS = "mixture of experts"
 # Bytes 0-255, one end-of-document token, one padding token.
 SMALLEST_VOCABULARY = 258
 
@@ -38,7 +40,6 @@ class TrainerConfig:
 
     num_layers: int = _flag(4, "model", "transformer layers")
     hidden_size: int = _flag(64, "model", "width of the residual stream")
-    ffn_hidden_size: int | None = _flag(None, "model", "width of the MLP; default 4 x hidden size")
     num_attention_heads: int = _flag(4, "model", "attention heads")
     seq_length: int = _flag(64, "model", "tokens per sample")
     vocab_size: int = _flag(
@@ -51,37 +52,26 @@ class TrainerConfig:
         False, "model", "separate weights for the output layer"
     )
     disable_bias_linear: bool = _flag(False, "model", "no bias in linear layers")
-    hidden_dropout: float = _flag(0.1, "model", "dropout of hidden states")
-    attention_dropout: float = _flag(0.1, "model", "dropout of attention weights")
 
-    num_experts: int | None = _flag(None, "mixture of experts", "experts per layer")
-    moe_ffn_hidden_size: int | None = _flag(
-        None, "mixture of experts", "width of each expert; default: as MLP"
-    )
-    moe_router_topk: int = _flag(2, "mixture of experts", "experts per token")
+    num_experts: int | None = _flag(None, _EXPERTS, "experts per layer")
     moe_router_score_function: str = _flag(
-        "softmax", "mixture of experts", "router scores", choices=("softmax", "sigmoid")
+        "softmax", _EXPERTS, "router scores", choices=("softmax", "sigmoid")
     )
     moe_router_load_balancing_type: str = _flag(
         "aux_loss",
-        "mixture of experts",
+        _EXPERTS,
         "how load is balanced",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     )
-    moe_aux_loss_coeff: float = _flag(0.01, "mixture of experts", "weight of the balancing loss")
-    moe_z_loss_coeff: float | None = _flag(None, "mixture of experts", "weight of the z-loss")
     moe_router_enable_expert_bias: bool = _flag(
-        False, "mixture of experts", "balance by a bias per expert, updated each iteration"
-    )
-    moe_router_bias_update_rate: float = _flag(
-        1e-3, "mixture of experts", "step of the expert bias"
+        False, _EXPERTS, "balance by a bias per expert, updated each iteration"
     )
     moe_input_jitter_eps: float | None = _flag(
-        None, "mixture of experts", "multiply router input by noise in [1-eps, 1+eps]"
+        None, _EXPERTS, "multiply router input by noise in [1-eps, 1+eps]"
     )
     moe_token_dispatcher_type: str = _flag(
         "alltoall",
-        "mixture of experts",
+        _EXPERTS,
         "how tokens travel to experts",
         choices=("alltoall", "allgather"),
     )
@@ -110,10 +100,7 @@ class TrainerConfig:
     seed: int = _flag(1234, "training", "seed of everything random")
     bf16: bool = _flag(False, "training", "bfloat16 parameters, fp32 master copies")
     fp16: bool = _flag(False, "training", "float16 parameters, fp32 master copies, loss scaling")
-    loss_scale: float | None = _flag(None, "training", "constant loss scale; default: dynamic")
     initial_loss_scale: float = _flag(2.0**32, "training", "first dynamic loss scale")
-    min_loss_scale: float = _flag(1.0, "training", "smallest dynamic loss scale")
-    loss_scale_window: int = _flag(1000, "training", "iterations without overflow until it doubles")
     hysteresis: int = _flag(2, "training", "overflows until it is halved")
 
     lr: float = _flag(1e-3, "optimizer", "learning rate")
@@ -124,13 +111,9 @@ class TrainerConfig:
         "shape of the decay",
         choices=("constant", "linear", "cosine", "inverse-square-root"),
     )
-    lr_decay_iters: int | None = _flag(None, "optimizer", "length of the decay; default: all")
     lr_warmup_iters: int = _flag(0, "optimizer", "iterations until the full learning rate")
     weight_decay: float = _flag(0.01, "optimizer", "decoupled weight decay")
     clip_grad: float = _flag(1.0, "optimizer", "largest gradient norm; 0: no clipping")
-    adam_beta1: float = _flag(0.9, "optimizer", "decay of the first moment")
-    adam_beta2: float = _flag(0.999, "optimizer", "decay of the second moment")
-    adam_eps: float = _flag(1e-8, "optimizer", "epsilon of Adam")
 
     data: tuple[Path, ...] = _flag(
         (),
@@ -157,14 +140,13 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Raise BadArgumentsError for anything that is wrong whatever the number of ranks."""
-        _check_numbers(self)
-        _check_model(self)
-        _check_layout(self)
-        for path in self.data:
-            if not path.exists():
-                raise BadArgumentsError(f"--data: no such file or folder: {path}")
-        if self.save_interval is not None and self.save is None:
-            raise BadArgumentsError("--save-interval needs --save FOLDER")
+        if problem := next(_problems(self), ""):
+            raise BadArgumentsError(problem)
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
@@ -210,156 +192,96 @@ class TrainerConfig:
                 f"--num-distributed-optimizer-instances {self.num_distributed_optimizer_instances}"
                 f" does not divide data-parallel size {data}"
             )
-        expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-        one_expert_model = expert_tensor * self.expert_model_parallel_size * pipeline
+        one_expert_model = self.expert_tensor_size * self.expert_model_parallel_size * pipeline
         if world_size % one_expert_model:
             raise BadArgumentsError(
                 f"{world_size} ranks do not divide into expert models of {one_expert_model}"
-                f" (expert tensor {expert_tensor} x expert"
+                f" (expert tensor {self.expert_tensor_size} x expert"
                 f" {self.expert_model_parallel_size} x pipeline {pipeline})"
             )
 
 
-_POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "num_distributed_optimizer_instances",
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "log_interval",
-    "eval_interval",
-    "save_interval",
-    "num_experts",
-    "moe_router_topk",
-    "loss_scale_window",
-    "hysteresis",
-    "lr",
-    "loss_scale",
-    "initial_loss_scale",
-    "min_loss_scale",
-    "distributed_timeout_minutes",
-)
+_POSITIVE = """
+num_layers hidden_size num_attention_heads seq_length tensor_model_parallel_size
+pipeline_model_parallel_size expert_model_parallel_size num_distributed_optimizer_instances
+micro_batch_size global_batch_size train_iters log_interval eval_interval save_interval num_experts
+hysteresis lr initial_loss_scale distributed_timeout_minutes
+"""
 
 
-def _check_numbers(config: TrainerConfig) -> None:
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise BadArgumentsError(f"{flag_name(name)} must be positive, got {value}")
-    for name in ("seed", "weight_decay", "adam_eps"):
-        if getattr(config, name) < 0:
-            raise BadArgumentsError(
-                f"{flag_name(name)} must not be negative, got {getattr(config, name)}"
-            )
-    for name in ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2"):
-        if not 0.0 <= getattr(config, name) < 1.0:
-            raise BadArgumentsError(
-                f"{flag_name(name)} must be in [0, 1), got {getattr(config, name)}"
-            )
-    if not 0.0 <= config.min_lr <= config.lr:
-        raise BadArgumentsError(f"--min-lr {config.min_lr} must be between 0 and --lr {config.lr}")
-    decay = config.lr_decay_iters or config.train_iters
-    if config.lr_warmup_iters >= decay:
-        raise BadArgumentsError(
-            f"--lr-warmup-iters {config.lr_warmup_iters} must be below {decay}, where decay ends"
-        )
-    if config.fp16 and config.min_loss_scale > config.initial_loss_scale:
-        raise BadArgumentsError(
-            f"--min-loss-scale {config.min_loss_scale} exceeds --initial-loss-scale"
-            f" {config.initial_loss_scale}"
-        )
-    if config.bf16 and config.fp16:
-        raise BadArgumentsError("choose one of --bf16 and --fp16")
-
-
-def _check_model(config: TrainerConfig) -> None:
-    if config.vocab_size < SMALLEST_VOCABULARY:
-        raise BadArgumentsError(
-            f"--vocab-size {config.vocab_size} is too small: byte-level text needs"
-            f" {SMALLEST_VOCABULARY}"
-        )
-    if config.num_experts is None:
-        for name in ("moe_input_jitter_eps", "moe_z_loss_coeff", "moe_router_enable_expert_bias"):
-            if getattr(config, name):
-                raise BadArgumentsError(f"{flag_name(name)} needs --num-experts")
-        if config.expert_model_parallel_size > 1:
-            raise BadArgumentsError("--expert-model-parallel-size needs --num-experts")
-        return
-    _divides(config, "num_experts", "expert_model_parallel_size")
-    if config.moe_router_topk > config.num_experts:
-        raise BadArgumentsError(
-            f"--moe-router-topk {config.moe_router_topk} exceeds --num-experts {config.num_experts}"
-        )
-    if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
-        raise BadArgumentsError(
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
-        )
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise BadArgumentsError("experts with tensor parallelism need --sequence-parallel")
-    _check_expert_bias_terms(config)
-
-
-def _check_expert_bias_terms(config: TrainerConfig) -> None:
-    """Megatron's experts have bias terms only where nothing is reduced over tensor ranks."""
-    if config.disable_bias_linear:
-        return
-    expert_tensor = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
-    if expert_tensor > 1:
-        raise BadArgumentsError(
-            "experts with tensor parallelism need --disable-bias-linear or"
-            " --expert-tensor-parallel-size 1"
-        )
-    if config.expert_model_parallel_size == 1:
-        raise BadArgumentsError(
-            "experts without --expert-model-parallel-size above 1 need --disable-bias-linear"
-        )
-
-
-def _check_layout(config: TrainerConfig) -> None:
-    _divides(config, "hidden_size", "num_attention_heads")
-    _divides(config, "num_attention_heads", "tensor_model_parallel_size")
-    _divides(config, "vocab_size", "tensor_model_parallel_size")
-    _divides(config, "num_layers", "pipeline_model_parallel_size")
-    if config.sequence_parallel:
-        if config.tensor_model_parallel_size == 1:
-            raise BadArgumentsError(
-                "--sequence-parallel needs --tensor-model-parallel-size above 1"
-            )
-        _divides(config, "seq_length", "tensor_model_parallel_size")
-    chunk = config.num_layers_per_virtual_pipeline_stage
-    if chunk is not None:
-        per_stage = config.num_layers // config.pipeline_model_parallel_size
-        if config.pipeline_model_parallel_size == 1:
-            raise BadArgumentsError(
-                "--num-layers-per-virtual-pipeline-stage needs several pipeline stages"
-            )
+def _problems(c: TrainerConfig) -> Iterator[str]:
+    """Yield a line for each thing that is wrong, which says what to change."""
+    for name in _POSITIVE.split():
+        if (value := getattr(c, name)) is not None and value <= 0:
+            yield f"{flag_name(name)} must be positive, got {value}"
+    for name in ("seed", "weight_decay"):
+        if (value := getattr(c, name)) < 0:
+            yield f"{flag_name(name)} must not be negative, got {value}"
+    if not 0.0 <= c.min_lr <= c.lr:
+        yield f"--min-lr {c.min_lr} must be between 0 and --lr {c.lr}"
+    if c.lr_warmup_iters >= c.train_iters:
+        yield f"--lr-warmup-iters {c.lr_warmup_iters} must be below --train-iters {c.train_iters}"
+    if c.bf16 and c.fp16:
+        yield "choose one of --bf16 and --fp16"
+    least = SMALLEST_VOCABULARY
+    if c.vocab_size < least:
+        yield f"--vocab-size {c.vocab_size} is too small: byte-level text needs {least}"
+    yield from _problems_of_experts(c)
+    yield from _multiple(c, "hidden_size", "num_attention_heads")
+    for name in ("num_attention_heads", "vocab_size"):
+        yield from _multiple(c, name, "tensor_model_parallel_size")
+    yield from _multiple(c, "num_layers", "pipeline_model_parallel_size")
+    if c.sequence_parallel:
+        if c.tensor_model_parallel_size == 1:
+            yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
+        yield from _multiple(c, "seq_length", "tensor_model_parallel_size")
+    if (chunk := c.num_layers_per_virtual_pipeline_stage) is not None:
+        flag = f"--num-layers-per-virtual-pipeline-stage {chunk}"
+        per_stage = c.num_layers // c.pipeline_model_parallel_size
+        if c.pipeline_model_parallel_size == 1:
+            yield f"{flag} needs several pipeline stages"
         if chunk < 1 or per_stage % chunk or per_stage == chunk:
-            raise BadArgumentsError(
-                f"--num-layers-per-virtual-pipeline-stage {chunk} does not split the {per_stage}"
-                " layers of a stage into several equal chunks"
-            )
-    if not config.use_distributed_optimizer:
-        if config.overlap_param_gather:
-            raise BadArgumentsError("--overlap-param-gather needs --use-distributed-optimizer")
-        if config.num_distributed_optimizer_instances > 1:
-            raise BadArgumentsError(
-                "--num-distributed-optimizer-instances needs --use-distributed-optimizer"
-            )
-    if config.overlap_param_gather and not config.overlap_grad_reduce:
-        raise BadArgumentsError("--overlap-param-gather needs --overlap-grad-reduce")
+            yield f"{flag} does not split the {per_stage} layers of a stage into equal chunks"
+    if c.overlap_param_gather and not c.use_distributed_optimizer:
+        yield "--overlap-param-gather needs --use-distributed-optimizer"
+    if c.num_distributed_optimizer_instances > 1 and not c.use_distributed_optimizer:
+        yield "--num-distributed-optimizer-instances needs --use-distributed-optimizer"
+    if c.overlap_param_gather and not c.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce"
+    for path in c.data:
+        if not path.exists():
+            yield f"--data: no such file or folder: {path}"
+    if c.save_interval is not None and c.save is None:
+        yield "--save-interval needs --save FOLDER"
 
 
-def _divides(config: TrainerConfig, whole: str, part: str) -> None:
-    if getattr(config, whole) % getattr(config, part):
-        raise BadArgumentsError(
-            f"{flag_name(whole)} {getattr(config, whole)} is not a multiple of"
-            f" {flag_name(part)} {getattr(config, part)}"
+def _problems_of_experts(c: TrainerConfig) -> Iterator[str]:
+    if c.num_experts is None:
+        for name in ("moe_input_jitter_eps", "moe_router_enable_expert_bias"):
+            if getattr(c, name):
+                yield f"{flag_name(name)} needs --num-experts"
+        if c.expert_model_parallel_size > 1:
+            yield "--expert-model-parallel-size needs --num-experts"
+        return
+    yield from _multiple(c, "num_experts", "expert_model_parallel_size")
+    if c.moe_router_enable_expert_bias and c.moe_router_score_function != "sigmoid":
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+    if c.tensor_model_parallel_size > 1 and not c.sequence_parallel:
+        yield "experts with tensor parallelism need --sequence-parallel"
+    # Megatron's experts have bias terms only where nothing is reduced over tensor ranks.
+    reduced = c.expert_tensor_size > 1 or c.expert_model_parallel_size == 1
+    if reduced and not c.disable_bias_linear:
+        yield (
+            "experts need --disable-bias-linear, or --expert-tensor-parallel-size 1 and"
+            " --expert-model-parallel-size above 1"
+        )
+
+
+def _multiple(c: TrainerConfig, whole: str, part: str) -> Iterator[str]:
+    if getattr(c, whole) % getattr(c, part):
+        yield (
+            f"{flag_name(whole)} {getattr(c, whole)} is not a multiple of"
+            f" {flag_name(part)} {getattr(c, part)}"
         )
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
 import socket
 import sysconfig
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from deadpool_megatron import file_systems
 from deadpool_megatron.trainer.config import BadArgumentsError
 from deadpool_megatron.trainer.megatron_api import IndexedDatasetBuilder
 
@@ -27,7 +24,6 @@ _DOCUMENT_BYTES = 16 << 10
 _DEFAULT_CORPUS_BYTES = 8 << 20
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 _FORMAT = "1"
-_LOCK_SECONDS = 120.0
 
 
 class DataError(BadArgumentsError):
@@ -46,9 +42,7 @@ def token_file(paths: Sequence[Path], cache: Path) -> Path:
     folder = cache / _key(files)
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{folder.name}.lock"):
-            if not folder.is_dir():
-                _build(files, folder)
+        _build(files, folder)
     return folder / "text"
 
 
@@ -89,20 +83,6 @@ def _key(files: Sequence[Path]) -> str:
         facts = file.stat()
         digest.update(f"{file.absolute()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
     return digest.hexdigest()[:24]
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an advisory lock. It only saves double work: after _LOCK_SECONDS continue without it."""
-    deadline = time.monotonic() + _LOCK_SECONDS
-    with path.open("w") as stream:
-        while time.monotonic() < deadline:
-            try:
-                file_systems.lock(stream.fileno(), path)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-        yield
 
 
 def _build(files: Sequence[Path], folder: Path) -> None:

@@ -4,6 +4,8 @@ The stand-ins must be in place before Megatron's first import, so no other modul
 imports Megatron itself.
 """
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
 from __future__ import annotations
 
 import os
@@ -11,7 +13,7 @@ import warnings
 
 # torch.optim imports it with the first optimizer, half a second in each rank; here it is there
 # already when ranks are forked.
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 
 from deadpool_megatron.platform import select_platform
 
@@ -64,35 +66,3 @@ with warnings.catch_warnings():
         get_num_layers_to_build,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-__all__ = [
-    "AsyncRequest",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "Float16Module",
-    "GPTDataset",
-    "GPTDatasetConfig",
-    "GPTModel",
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-    "OptimizerConfig",
-    "OptimizerParamScheduler",
-    "ShardedObject",
-    "Split",
-    "TorchDistSaveShardedStrategy",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "clear_aux_losses_tracker",
-    "dist_checkpointing",
-    "filesystem_async",
-    "finalize_model_grads",
-    "get_canonical_lr_for_logging",
-    "get_cuda_rng_tracker",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
-    "get_num_layers_to_build",
-    "parallel_state",
-    "save_state_dict_async_finalize",
-    "tensor_parallel",
-]

@@ -27,6 +27,19 @@ from deadpool_megatron.trainer.megatron_api import (
     tensor_parallel,
 )
 
+# Fields of our config that Megatron's have under the same name.
+_SAME_OF_MODEL = """
+num_layers hidden_size num_attention_heads tensor_model_parallel_size pipeline_model_parallel_size
+virtual_pipeline_model_parallel_size expert_model_parallel_size sequence_parallel bf16 fp16
+"""
+_SAME_OF_EXPERTS = """
+moe_router_score_function moe_router_load_balancing_type moe_router_enable_expert_bias
+moe_input_jitter_eps moe_token_dispatcher_type
+"""
+_SAME_OF_OPTIMIZER = """
+lr min_lr weight_decay bf16 fp16 initial_loss_scale hysteresis use_distributed_optimizer
+overlap_param_gather clip_grad
+"""
 # Megatron's distance between the seeds of neighbouring pipeline stages.
 _STAGE_SEED_STEP = 100
 
@@ -126,6 +139,10 @@ def _build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) 
     return cast(torch.nn.Module, wrapped)
 
 
+def _same(config: TrainerConfig, names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names.split()}
+
+
 def _parameter_type(config: TrainerConfig) -> torch.dtype:
     if config.bf16:
         return torch.bfloat16
@@ -136,22 +153,10 @@ def _transformer_config(config: TrainerConfig) -> Any:
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     dtype = _parameter_type(config)
     facts: dict[str, Any] = {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
+        **_same(config, _SAME_OF_MODEL),
         "add_bias_linear": not config.disable_bias_linear,
-        "hidden_dropout": config.hidden_dropout,
-        "attention_dropout": config.attention_dropout,
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-        "sequence_parallel": config.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "bf16": config.bf16,
-        "fp16": config.fp16,
         "deallocate_pipeline_outputs": True,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -167,19 +172,10 @@ def _transformer_config(config: TrainerConfig) -> Any:
         facts["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size
     if config.num_experts is not None:
         facts |= {
+            **_same(config, _SAME_OF_EXPERTS),
             "num_moe_experts": config.num_experts,
-            "moe_ffn_hidden_size": (
-                config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
-            ),
-            "moe_router_topk": config.moe_router_topk,
-            "moe_router_score_function": config.moe_router_score_function,
-            "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
-            "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
-            "moe_z_loss_coeff": config.moe_z_loss_coeff,
-            "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
-            "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
-            "moe_input_jitter_eps": config.moe_input_jitter_eps,
-            "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
+            "moe_ffn_hidden_size": 4 * config.hidden_size,
+            "moe_aux_loss_coeff": 0.01,
         }
     return TransformerConfig(**facts)
 
@@ -187,25 +183,7 @@ def _transformer_config(config: TrainerConfig) -> Any:
 def build_optimizer(config: TrainerConfig, chunks: list[torch.nn.Module]) -> Any:
     """Megatron's ChainedOptimizer over the chunks, with its moments allocated. Collective."""
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            params_dtype=_parameter_type(config),
-            loss_scale=config.loss_scale,
-            initial_loss_scale=config.initial_loss_scale,
-            min_loss_scale=config.min_loss_scale,
-            loss_scale_window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            use_distributed_optimizer=config.use_distributed_optimizer,
-            overlap_param_gather=config.overlap_param_gather,
-            clip_grad=config.clip_grad,
-        ),
+        OptimizerConfig(**_same(config, _SAME_OF_OPTIMIZER), params_dtype=_parameter_type(config)),
         chunks,
         use_gloo_process_groups=False,
     )
@@ -248,7 +226,7 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> Any:
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=samples(config.lr_warmup_iters),
-        lr_decay_steps=samples(config.lr_decay_iters or config.train_iters),
+        lr_decay_steps=samples(config.train_iters),
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

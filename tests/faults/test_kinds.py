@@ -155,7 +155,7 @@ def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     assert ("ended" in missing) == (communicator == KIND)
 
 
-@pytest.mark.parametrize("way", ["one-by-one", "side-by-side", "split", "late-world"])
+@pytest.mark.parametrize("way", ["one-by-one", "side-by-side", "split"])
 def test_a_lost_node_leaves_no_trace_in_whatever_way_communicators_are_made(
     tmp_path: Path, way: str
 ) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms.in_flight.works import CompletedWork
 from deadpool_megatron.comms.inner import EpochClosed, GroupSpec, InnerGroup
-from deadpool_megatron.comms.operations import POINT_TO_POINT, tensors_in
+from deadpool_megatron.comms.operations import tensors_in
 
 
 class DetachedBackend:
@@ -103,28 +103,6 @@ class ClosedGroup(InnerGroup):
 
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> NoReturn:
         raise EpochClosed(self._epoch, "monitored_barrier")
-
-
-class LateGroup(DetachedGroup):
-    """WORLD, connected at its first operation: one that all its ranks come to."""
-
-    detached = False
-
-    def __init__(self, spec: GroupSpec, connect: Callable[[], InnerGroup]) -> None:
-        super().__init__(spec)
-        self._connect = connect
-
-    def forward(self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if operation in POINT_TO_POINT:
-            wanted = "--deadpool-set rebuild=late-world: first WORLD must be used by all its ranks"
-            raise ValueError(f"{wanted}, not for {operation}")
-        return self._connect().forward(operation, args, kwargs)
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._connect().call(method, *args, **kwargs)
-
-    def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
-        self._connect().monitored_barrier(timeout, wait_all_ranks)
 
 
 def _fit(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ _HELD = ("threads", "descriptors", "device_bytes", "group left open")
 _REPORTED = [f"{what}_seconds" for what in ("abort", "drain", "device", "attach", "first_use")]
 _EACH = "attach_seconds_per_communicator"
 #: values of --deadpool-set rebuild, last the one of which most doubt that a device bears it
-_WAYS = ("one-by-one", "split", "late-world", "side-by-side")
+_WAYS = ("one-by-one", "split", "side-by-side")
 
 
 def first_kills(task: Task) -> None:

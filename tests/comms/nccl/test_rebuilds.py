@@ -11,10 +11,9 @@ import torch.distributed as dist
 import torch.distributed.tensor  # what the fake makes each rank import, once for all of them
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.comms.groups.detached import LateGroup
 from deadpool_megatron.comms.groups.roster import Entry, Roster
 from fake_nccl import KIND
-from tests.comms.ranks import Member, Ranks, run
+from tests.comms.ranks import Member, Ranks
 from tests.comms.test_store import agent, attach, line_to
 
 __all__ = ["agent"]
@@ -61,8 +60,6 @@ def plays(
     store, groups, world = line_to(path), make_groups(), dist.group.WORLD
     for epoch in epochs:
         attach(member, store, epoch)
-        # The barrier of an attach does without it.
-        assert isinstance(world.inner, LateGroup) is (member.comms.rebuild == "late-world")
         found = sums(groups)
         splits = world._get_backend(torch.device("cpu")).splits
         if epoch != epochs[-1]:
@@ -91,7 +88,7 @@ def test_groups_of_a_round_of_splits_share_no_role() -> None:
     assert [len(groups) for groups in roster.splits()[1]] == [2, 2, 4, 1, 1, 2]
 
 
-@pytest.mark.parametrize("way", ["side-by-side", "split", "late-world"])
+@pytest.mark.parametrize("way", ["side-by-side", "split"])
 def test_results_are_bit_identical_in_whatever_way_communicators_are_made(
     agent: str, way: str
 ) -> None:
@@ -105,15 +102,3 @@ def test_groups_that_only_some_ranks_know_are_not_split(agent: str) -> None:
     with Ranks(4, kind=KIND, rebuild="split") as ranks:
         found = ranks.start(plays, agent, [[0, 1]], 1).results()
     assert {splits for _, splits in found.values()} == {0}
-
-
-def first_use_is_a_message(member: Member) -> None:
-    member.init("nccl", epoch=0)
-    message = dist.P2POp(dist.isend, torch.ones(1), 1 - member.rank)
-    with pytest.raises(ValueError, match="late-world"):
-        dist.batch_isend_irecv([message])
-    dist.all_reduce(torch.ones(1))
-
-
-def test_a_world_that_comes_late_is_not_begun_by_a_message() -> None:
-    run(2, first_use_is_a_message, kind=KIND, rebuild="late-world")
