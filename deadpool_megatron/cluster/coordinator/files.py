@@ -14,20 +14,23 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.progress import Progress
-from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes
 from deadpool_megatron.cluster.coordinator.reporting.digests import KINDS, CommitDigest, WaitDigest
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, why_left_out
 from deadpool_megatron.cluster.run_directory.directory import (
     RUN_FILE,
     RunDirectory,
     RunInfo,
     point_at,
+    read_json,
     read_valid,
     still_valid,
     write_json,
@@ -35,7 +38,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.observe.account import LiveAccount
-from deadpool_megatron.observe.notify import Notices
+from deadpool_megatron.observe.notify import Notices, Outlet, call
 from deadpool_megatron.ownership import OwnershipError
 
 _PAUSE_SECONDS = 1.0
@@ -44,6 +47,26 @@ _NOTICE_SECONDS = 5.0
 # For who looks for the cause of a slow commit: "all" has each role's seals, commits and waits
 # written.
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
+_MOST_BYTES = 64 << 20
+_BATCH_BYTES = 1 << 20
+_SYNC_SECONDS = 1.0
+_RETRY_SECONDS = 0.5
+# A write that takes longer is told of, like one that fails.
+_LONG_SECONDS = 5.0
+# What the command finds in its environment, beside the JSON on its standard input.
+_HOST, _KIND = "DEADPOOL_BAD_NODE", "DEADPOOL_BAD_NODE_KIND"
+_TEXT = "DEADPOOL_BAD_NODE_TEXT"
+# Losses that say something about the host; a node that was put aside, as a slow one, does so, too,
+# but for want of memory: the next run looks how much there is then. A
+# connection that ends does not: that is also what a cancelled job looks like, and then every node
+# of it would be left out of the next one.
+_HOST_IS_TO_BLAME = (
+    FailureKind.DEVICE_ERROR,
+    FailureKind.LEFT_OUT,
+    FailureKind.NODE_CUT,
+    FailureKind.NODE_FROZEN,
+    FailureKind.SILENT_CORRUPTION,
+)
 
 
 class RunFiles:
@@ -165,16 +188,15 @@ class RunFiles:
             print(f"{left} events could not be written", file=sys.stderr)
 
 
-_MOST_BYTES = 64 << 20
-_BATCH_BYTES = 1 << 20
-_SYNC_SECONDS = 1.0
-_RETRY_SECONDS = 0.5
-# A write that takes longer is told of, like one that fails.
-_LONG_SECONDS = 5.0
-
-
 class EventWriter:
-    """Takes events in any thread; see the module text."""
+    """Writes events in a thread of its own, takes them in any: the run directory may hang, or be
+    full, and nobody waits.
+
+    Nothing is decided from them, and no coordinator reads what another one wrote; so neither
+    decisions nor the sign of life depend on how long a write or an fsync takes. What cannot be
+    written yet is kept in memory up to a limit, and written when the file system works again; what
+    came above the limit is counted, and told in one line then.
+    """
 
     def __init__(self, log: EventLog, most_bytes: int = _MOST_BYTES) -> None:
         self._log = log
@@ -185,9 +207,8 @@ class EventWriter:
         self._in_hand = 0
         self._dropped = 0
         self._told = 0  # of those that were dropped
-        self._failed_at: float | None = None
-        self._why = ""
-        self._busy_since: float | None = None
+        self._since: float | None = None  # the begin of the write that is yet to be done
+        self._why = ""  # it has failed
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="events", daemon=True)
         self._thread.start()
@@ -227,41 +248,37 @@ class EventWriter:
             return len(self._lines) + self._in_hand + self._dropped - self._told
 
     def _trouble(self, now: float) -> str:
-        if self._failed_at is not None:
-            return f"events cannot be written for {now - self._failed_at:.0f} s: {self._why}"
-        if self._busy_since is not None and now - self._busy_since > _LONG_SECONDS:
-            return f"a write of events has not returned for {now - self._busy_since:.0f} s"
-        return ""
+        seconds = 0.0 if self._since is None else now - self._since
+        if self._why:
+            return f"events cannot be written for {seconds:.0f} s: {self._why}"
+        is_long = seconds > _LONG_SECONDS
+        return f"a write of events has not returned for {seconds:.0f} s" if is_long else ""
 
     def _work(self) -> None:
-        rest, unsynced, synced_at = b"", False, time.monotonic()
+        rest, is_synced, synced_at = b"", True, time.monotonic()
         while True:
-            rest = rest or self._next_batch(synced_at + _SYNC_SECONDS if unsynced else None)
-            if not rest and not unsynced:
+            rest = rest or self._next_batch(None if is_synced else synced_at + _SYNC_SECONDS)
+            if not rest and is_synced:
                 break
-            began = time.monotonic()
             try:
                 while rest:
                     rest = rest[self._log.append(rest) :]
-                    unsynced = True
+                    is_synced = False
                 if time.monotonic() - synced_at >= _SYNC_SECONDS or self._is_closing:
                     self._log.sync()
-                    unsynced, synced_at = False, time.monotonic()
+                    is_synced, synced_at = True, time.monotonic()
             except OSError as error:
-                self._fail(error, began)
-                continue
-            self._works_again(began)
+                self._fail(error)
+            else:
+                self._works_again()
         self._log.close()
 
     def _next_batch(self, until: float | None) -> bytes:
         """The next lines, as soon as there are some; nothing at the end, or at the time ``until``
         (monotonic seconds)."""
         with self._changed:
-            while not self._lines and not self._is_closing:
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                self._changed.wait(left)
+            left = None if until is None else max(0.0, until - time.monotonic())
+            self._changed.wait_for(lambda: self._lines or self._is_closing, left)
             batch: list[bytes] = []
             size = 0
             while self._lines and size < _BATCH_BYTES:
@@ -269,30 +286,86 @@ class EventWriter:
                 size += len(batch[-1])
             self._bytes -= size
             self._in_hand = len(batch)
-            self._busy_since = time.monotonic()
+            self._since = self._since or time.monotonic()
             return b"".join(batch)
 
-    def _fail(self, error: OSError, began: float) -> None:
+    def _fail(self, error: OSError) -> None:
         with self._changed:
-            self._busy_since = None
             self._why = str(error.strerror or error)
-            self._failed_at = began if self._failed_at is None else self._failed_at
             self._changed.wait_for(lambda: self._is_closing, _RETRY_SECONDS)
         if self._is_closing:
             time.sleep(_RETRY_SECONDS)
 
-    def _works_again(self, began: float) -> None:
-        now = time.monotonic()
+    def _works_again(self) -> None:
         with self._changed:
-            self._busy_since, self._in_hand = None, 0
-            since = began if self._failed_at is None else self._failed_at
-            why = self._why if self._failed_at is not None else "the file system did not answer"
-            lost, self._told = self._dropped - self._told, self._dropped
-            if self._failed_at is None and now - began < _LONG_SECONDS and not lost:
+            why, lost = self._why, self._dropped - self._told
+            seconds = 0.0 if self._since is None else time.monotonic() - self._since
+            self._in_hand, self._since, self._why, self._told = 0, None, "", self._dropped
+            if not why and seconds < _LONG_SECONDS and not lost:
                 return
-            self._failed_at = None
-            text = (
-                f"events could not be written for {now - since:.0f} s: {why}; {lost} were dropped"
-            )
+            why = why or "the file system did not answer"
+            text = f"events could not be written for {seconds:.0f} s: {why}; {lost} were dropped"
             # Above the limit, if need be.
             self._append(to_line(Event(Kind.LOG, data={"level": "warning", "text": text})))
+
+
+def is_bad(event: Event) -> bool:
+    """Return whether the event says that its node should not be used by the next run."""
+    if event.node is None:
+        return False
+    kind = event.data.get("kind")
+    if event.kind is Kind.NODE_ASIDE:
+        return kind != FailureKind.NO_ROOM
+    return event.kind is Kind.NODE_LOST and kind in _HOST_IS_TO_BLAME
+
+
+class BadNodes:
+    """Notes which hosts this run has put aside, beside the runs, and tells the site's command of
+    each. Like notices: nothing waits for it, and no decision of this run looks at it.
+
+    Takes the events of a run. ``command``: empty for none; ``warn`` takes a line for people, in any
+    thread.
+    """
+
+    def __init__(
+        self, run: RunDirectory, run_id: str, command: str, warn: Callable[[str], None]
+    ) -> None:
+        self._run, self._run_id, self._command = run, run_id, command
+        self._file = Outlet("bad-nodes.json", self._add, warn)
+        self._told = Outlet("--deadpool-bad-node-command", self._tell, warn)
+
+    def note(self, event: Event) -> None:
+        """Keep its node if the event says that it is bad. Does not block."""
+        if is_bad(event):
+            self._file.put({"text": str(event.data.get("cause")), "event": event.to_dict()})
+
+    def flush(self, until: float) -> None:
+        """Wait for what is left until then (monotonic seconds), then leave it."""
+        self._file.flush(until)
+        self._told.flush(until)
+
+    def _add(self, notice: Mapping[str, Any]) -> None:
+        event = notice["event"]
+        try:
+            # It is there from the node's start to its run's end, however the node was lost.
+            host = read_json(self._run.node(event["node"]))["hostname"]
+            kind, runs = event["data"].get("kind"), self._run.path.parent
+            # Left out for what stands there: noted anew, that would never be too old.
+            if kind == FailureKind.LEFT_OUT and why_left_out(
+                runs, host, self._run_id, event["wall_seconds"]
+            ):
+                return
+            there = [one["hostname"] for one in self._run.node_listings().values()]
+            values = {"host": host, "run": self._run_id, "evidence": notice["text"]}
+            values |= {"kind": kind, "wall_seconds": event["wall_seconds"]}
+            bad = BadNode.from_dict({**values, "alone": there.count(host) < 2})
+            is_new = add_bad_node(runs, bad)
+        except (OwnershipError, KeyError, ValueError) as error:
+            raise OSError(str(error)) from error
+        if is_new and self._command:
+            self._told.put({"text": notice["text"], **asdict(bad)})
+
+    def _tell(self, notice: Mapping[str, Any]) -> None:
+        host, kind, text = (str(notice[name]) for name in ("host", "kind", "text"))
+        told = {_HOST: host, _KIND: kind, _TEXT: text}
+        call(self._command, notice, told)

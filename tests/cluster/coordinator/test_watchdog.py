@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import is_bad
+from deadpool_megatron.cluster.coordinator.files import is_bad
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.protection import budgets_of, memory_refusal, scene_of

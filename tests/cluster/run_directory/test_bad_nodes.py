@@ -11,7 +11,7 @@ from socket import gethostname
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes, is_bad
+from deadpool_megatron.cluster.coordinator.files import BadNodes, is_bad
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory import bad_nodes
 from deadpool_megatron.cluster.run_directory.bad_nodes import (
