@@ -201,7 +201,7 @@ class UserRequests:
             try:
                 found = await asyncio.to_thread(requests.newest, self._journal)
                 if found.term > self._term:
-                    self._coordinator.step_down(f"term {found.term} has begun")
+                    self._coordinator.superseded(f"term {found.term} has begun")
                     return
                 self._entry = found.number + 1
                 entry = requests.entry(self._term, found.requests)
@@ -318,7 +318,7 @@ class UserRequests:
                 except LostRace:
                     # Whoever waits for its turn to write must not take the number behind that.
                     self._is_superseded = True
-                    self._coordinator.step_down("another coordinator takes the requests")
+                    self._coordinator.superseded("another coordinator takes the requests")
                     break
                 except JournalError as error:
                     return str(error)

@@ -124,11 +124,11 @@ class RunEnd:
         known = ""
         while True:
             try:
-                async with asyncio.timeout_at(_loop_time(limit)):
+                async with asyncio.timeout_at(limit):  # a loop has the monotonic clock
                     newest = await asyncio.to_thread(self._write_unless_followed, finish, result)
                 if newest <= self._term:
                     return ""
-                self._coordinator.step_down(f"term {newest} has begun")
+                self._coordinator.superseded(f"term {newest} has begun")
                 return None
             except TimeoutError:
                 return known or f"it did not answer for {self._patience_seconds:g} s"
@@ -167,9 +167,5 @@ class RunEnd:
             self._coordinator.warn(str(error) or "the journal does not answer")
             return False
         if newest > self._term:
-            self._coordinator.step_down(f"term {newest} has begun")
+            self._coordinator.superseded(f"term {newest} has begun")
         return newest > self._term
-
-
-def _loop_time(monotonic_seconds: float) -> float:
-    return asyncio.get_running_loop().time() + monotonic_seconds - time.monotonic()

@@ -95,7 +95,7 @@ class Coordinator:
             Rhythm.of(self._settings),
             is_heard=self._is_heard,
             on_gap=self.peers.forgive,
-            on_newer=self.step_down,
+            on_newer=self.superseded,
             on_trouble=self.warn,
         )
         self._garbage = GarbageSearch(now)
@@ -105,6 +105,7 @@ class Coordinator:
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[object]] = set()
         self._stepper = Stepper(machine, self.peers, self._took, self.spawn)
+        self.feed = self._stepper.feed
         self.orders = Orders(options, self.peers)
         self._watchdog = Watchdog(self._settings, self.peers)
         self._store = CoordinatorStore(
@@ -113,6 +114,7 @@ class Coordinator:
         self.checkpoints = Checkpoints(self)
         self._run_end = RunEnd(self)
         self._commands = Commands(self)
+        self.command = self._commands.answer
 
     def describe(self) -> dict[str, Any]:
         """For people."""
@@ -129,7 +131,8 @@ class Coordinator:
         """Serve until the run is over; returns its exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._user_stop, number == signal.SIGINT)
+            stop = inputs.UserStop(keeps=number == signal.SIGINT)
+            loop.add_signal_handler(number, self.feed, stop)
         living = asyncio.create_task(self.sign.run())
         options, settings = self.options, self._settings
         lock = Lock(
@@ -179,10 +182,6 @@ class Coordinator:
         return self._exit_status
 
     # The machine.
-
-    def feed(self, item: inputs.Input) -> None:
-        """See stepping.Stepper."""
-        self._stepper.feed(item)
 
     def _took(self, produced: list[actions.Action]) -> None:
         for action in produced:
@@ -240,7 +239,7 @@ class Coordinator:
                 on_trouble=lambda text: self.warn(f"{text}; tried again for {patience:g} s"),
             )
         except LostRace as error:
-            self.step_down(str(error))
+            self.superseded(str(error))
         except JournalError as error:
             self.feed(inputs.JournalFailed(record.epoch, str(error)))
         else:
@@ -305,14 +304,6 @@ class Coordinator:
         while not self.sign.is_fresh(time.monotonic()):
             await asyncio.sleep(self._settings.beat_interval_seconds)
         self.files.write(event)
-
-    def superseded(self, why: str) -> None:
-        """An agent has gone over to the next coordinator: nothing is to be concluded from that."""
-        self.step_down(why)
-
-    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """See commands.Commands."""
-        return await self._commands.answer(message)
 
     # Reports.
 
@@ -385,8 +376,9 @@ class Coordinator:
         limit = Rhythm.of(self._settings).alone
         return self.peers.hears_most(limit, time.monotonic(), self.options.term.node)
 
-    def step_down(self, why: str) -> None:
-        """Another coordinator holds a newer term: say nothing more to anybody."""
+    def superseded(self, why: str) -> None:
+        """Another coordinator holds a newer term, as an agent says that went over to it, or the
+        journal: say nothing more to anybody."""
         if self._exit_status is None:
             text = f"coordinator of term {self.options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
@@ -419,9 +411,6 @@ class Coordinator:
             if one.kind == "durable" and not known and not bad:
                 where = (one.generation.iteration, one.path, one.boundary)
                 self.feed(inputs.DurableValid(*where))
-
-    def _user_stop(self, keeps: bool) -> None:
-        self.feed(inputs.UserStop(keeps=keeps))
 
     def spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""

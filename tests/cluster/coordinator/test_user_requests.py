@@ -50,7 +50,7 @@ class Coordinator:
         self.fed: list[Any] = []
         self.stepped_down: list[str] = []
         self.tasks: list[asyncio.Task[object]] = []
-        self.step_down, self.warn = self.stepped_down.append, lambda text: None
+        self.superseded, self.warn = self.stepped_down.append, lambda text: None
         self.desk = UserRequests(cast(Any, self))
 
     def feed(self, item: inputs.Input) -> None:
