@@ -60,9 +60,6 @@ _LONGEST_MARGIN = 64
 _SHARE_OF_EXPORT = 0.5
 # How long at most the dump waits for the room that an unfinished export has taken.
 _SHARE_OF_REMOVAL = 0.1
-# A process that writes there may be just being killed.
-_REMOVALS = 5
-_REMOVAL_PAUSE_SECONDS = 0.2
 # A dump that is on the disk waits no longer to be named in latest.json before it is exported.
 _POINT_SECONDS = 10.0
 _LAST = "the run is about to end, and exports once more itself"
@@ -512,14 +509,10 @@ class Checkpoints:
         self._answer(export, "")
 
     async def _remove(self, unfinished: Path, is_last: bool) -> None:
-        """Remove what is left of an export; of the last one a dump waits for the room."""
+        """Remove what is left of an export; of the last one a dump waits for the room. What a
+        process that is just being killed still writes its agent removes."""
         remove = functools.partial(shutil.rmtree, unfinished, ignore_errors=True)
-        loop = asyncio.get_running_loop()
-        for left in reversed(range(_REMOVALS)):
-            await loop.run_in_executor(self._remover, remove)
-            if not left or not await loop.run_in_executor(self._remover, unfinished.exists):
-                break
-            await asyncio.sleep(_REMOVAL_PAUSE_SECONDS)
+        await asyncio.get_running_loop().run_in_executor(self._remover, remove)
         # Without it was waited for long enough.
         if is_last and (leaving := self._leaving) is not None and not leaving.removed:
             self._leave(leaving.reason, leaving.ends)
