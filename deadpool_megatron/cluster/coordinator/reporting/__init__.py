@@ -1,1 +1,1 @@
-"""Reports of a run: events, results, ``final.json`` and the status."""
+"""What is written of many events: digests, and where the time of the run went."""
