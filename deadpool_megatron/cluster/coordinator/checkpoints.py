@@ -411,10 +411,8 @@ class Checkpoints:
             # What an earlier coordinator has left may take the room of this one.
             self._remover.submit(remove_unfinished, self._directory, self._run_id, self._term)
         self._count += 1
-        name, limit = (
-            f"{self._term}.{self._count}",
-            time.monotonic() + self._settings.persist_seconds,
-        )
+        name = f"{self._term}.{self._count}"
+        limit = time.monotonic() + self._settings.persist_seconds
         unfinished = unfinished_export(wish.directory, self._run_id, name)
         there = frozenset(nodes)
         return Export(name, epoch, iteration, wish, unfinished, limit, there, set(there))
@@ -461,9 +459,8 @@ class Checkpoints:
         iteration, path = export.iteration, str(final)
         self._last = {"iteration": iteration, "path": path, "error": ""}
         data = {"path": path, "background": True}
-        self._coordinator.files.write(
-            Event(Kind.DURABLE, generation.lineage, iteration=iteration, data=data)
-        )
+        event = Event(Kind.DURABLE, generation.lineage, iteration=iteration, data=data)
+        self._coordinator.files.write(event)
         self._coordinator.feed(inputs.DurableValid(iteration, path, export.boundary))
         if is_own:
             state = self._coordinator.state
