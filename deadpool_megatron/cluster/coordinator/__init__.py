@@ -5,7 +5,7 @@ stepping     the machine is entered once at a time
 orders       actions as messages, to each agent its part
 progress     what members report: each step once, divergence, how all ended
 files        what the run writes of itself: events, result, bad nodes
-reporting    what is written of many events: digests, the account
+digests      one event in the place of many
 checkpoints  one course: asked, set aside, written, valid, removed
 durable      a checkpoint's name: one rename, owner, what may be pruned
 watchdog     silence, hangs, slow nodes, cadence

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator.digests import KINDS, CommitDigest, WaitDigest
 from deadpool_megatron.cluster.coordinator.progress import Progress
-from deadpool_megatron.cluster.coordinator.reporting.digests import KINDS, CommitDigest, WaitDigest
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deadpool_megatron.cluster.coordinator.files import RunFiles
-from deadpool_megatron.cluster.coordinator.progress import Progress
-from deadpool_megatron.cluster.coordinator.reporting.digests import (
+from deadpool_megatron.cluster.coordinator.digests import (
     PERIOD_SECONDS,
     CommitDigest,
     WaitDigest,
 )
+from deadpool_megatron.cluster.coordinator.files import RunFiles
+from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line
 from deadpool_megatron.observe.story import Story
