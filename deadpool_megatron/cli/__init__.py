@@ -17,7 +17,8 @@ from typing import Any
 
 import deadpool_megatron
 from deadpool_megatron.cli import standard_streams
-from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError, refusing_system_errors
+from deadpool_megatron.cli.common import CommandError, refusing_system_errors
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
 from deadpool_megatron.failpoints import FaultPlanError
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _answer(args)
     except _REFUSALS as error:
         print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return ExitStatus.BAD_INPUT
     except KeyboardInterrupt:
         return 130
 

@@ -36,7 +36,6 @@ from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
 from deadpool_megatron.wire.tls import TlsError
 
-EXIT_BAD_INPUT = 2
 INTERFACE_VARIABLE = "DEADPOOL_INTERFACE_NAME"
 _SIOCGIFADDR = 0x8915
 _ASK_SECONDS = 10.0

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cli.common import (
-    EXIT_BAD_INPUT,
     ignore_notices,
     local_address,
     refusing_system_errors,
@@ -255,8 +254,8 @@ class Launcher:
         if self._run.has_final() or self._stop_deadline:
             return
         codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
-        if EXIT_BAD_INPUT in codes and self._look_at < math.inf:
-            self._status, self.trouble = EXIT_BAD_INPUT, self._words_of(max(ended))
+        if ExitStatus.BAD_INPUT in codes and self._look_at < math.inf:
+            self._status, self.trouble = ExitStatus.BAD_INPUT, self._words_of(max(ended))
             return
         for node, status in ended.items():
             self._options.say(f"node {node}: agent {Ending.from_wait_status(status)}")
