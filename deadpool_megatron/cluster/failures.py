@@ -34,11 +34,6 @@ class ExitStatus(IntEnum):
     TERMINATED = 143  # an agent that left when it was told to
 
 
-EXIT_DIVERGENCE = ExitStatus.DIVERGENCE
-EXIT_NO_DEVICE = ExitStatus.NO_DEVICE
-EXIT_EXTRAS_OUTGROWN = ExitStatus.EXTRAS_OUTGROWN
-
-
 class FailureKind(StrEnum):
     """The reason why an epoch ended, or a node or process was lost."""
 

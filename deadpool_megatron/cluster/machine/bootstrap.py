@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine import takeover
 from deadpool_megatron.cluster.machine.actions import DropNode, Probe, Welcome
@@ -40,9 +40,6 @@ from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport
 from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.preflight.judge import Checkup, Judgement, Pair, Standing
 
-EXIT_NOT_GOOD = 1
-# Nothing is wrong with the training: another job, on other nodes, goes on.
-EXIT_NOT_ENOUGH = 75
 # Of connections that a node tries at once (see vault.net.probe).
 _AT_ONCE = 64
 _BULK_SECONDS = 10.0
@@ -391,7 +388,7 @@ def _judge_all(core: Core, links: Mapping[int, tuple[Link, ...]]) -> None:
     left = state.fleet
     more_may_come = len(left.nodes) + len(left.gone) < config.nodes + config.spares
     if len(left.nodes) < min(config.nodes, len(reports)) and not more_may_come:
-        finish(core, EXIT_NOT_ENOUGH, _not_enough(len(left.nodes), config, judged))
+        finish(core, ExitStatus.SAVED, _not_enough(len(left.nodes), config, judged))
 
 
 def _tell(core: Core, reports: Iterable[NodeReport], judged: Mapping[int, Judgement]) -> None:
@@ -458,7 +455,7 @@ def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
     good = sum(one.standing is Standing.GOOD for one in judged.values())
     enough = good >= config.nodes
     why = "" if enough else f"not enough nodes: {good} are good, --nodes is {config.nodes}"
-    finish(core, 0 if enough else EXIT_NOT_GOOD, why)
+    finish(core, 0 if enough else ExitStatus.FAILED, why)
 
 
 def _not_enough(good: int, config: Config, judged: Mapping[int, Judgement]) -> str:

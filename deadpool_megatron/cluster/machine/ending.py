@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import (
     Dump,
@@ -35,8 +36,6 @@ from deadpool_megatron.layout.records import Generation, Restore, Seat
 
 # What a command answers that was given bad arguments, as argparse does.
 EXIT_BAD_INPUT = 2
-EXIT_SAVED = 75
-EXIT_STOPPED = 130
 
 
 def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
@@ -108,7 +107,7 @@ def dump(core: Core) -> None:
         return
     restore = planner.choose_restore(restore_query(core, state.seats))
     if isinstance(restore, NoRestore):
-        status = 1 if words.status == EXIT_SAVED else words.status
+        status = 1 if words.status == ExitStatus.SAVED else words.status
         reason = with_struck(core, f"{words.reason}; {restore.reason}")
         dump_held(core, replace(words, status=status, reason=reason))
     elif restore.kind == "initial":
@@ -149,7 +148,7 @@ def end_as_found(core: Core, words: LastWords) -> None:
 
 def _no_spare(core: Core) -> LastWords:
     waited = f"no spare node for {core.config.settings.spare_timeout_seconds:g} s"
-    return LastWords(EXIT_SAVED, waited, exports=True)
+    return LastWords(ExitStatus.SAVED, waited, exports=True)
 
 
 def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
@@ -343,14 +342,14 @@ def stop(core: Core, reason: str, *, keeps: bool = False) -> None:
                 f" run --resume {run} --run-dir NEW' goes on from it,"
                 f" 'deadpool clean {run}' removes it"
             )
-            finish(core, EXIT_STOPPED, reason, keeps_slots=True)
+            finish(core, ExitStatus.STOPPED, reason, keeps_slots=True)
         case _ if core.state.restarted and not core.state.survived:
             # A start that its user has thought better of: what was there before it still is.
-            end_as_found(core, LastWords(EXIT_STOPPED, reason))
+            end_as_found(core, LastWords(ExitStatus.STOPPED, reason))
         case _:
             keeps = keeps and core.state.record is not None
             stays = "; what the run holds in memory stays" if keeps else ""
-            finish(core, EXIT_STOPPED, reason + stays, keeps_slots=keeps)
+            finish(core, ExitStatus.STOPPED, reason + stays, keeps_slots=keeps)
 
 
 def _finish_dumped(core: Core, dumping: Dumping, checkpoint: str) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import (
     EXIT_BAD_INPUT,
-    EXIT_SAVED,
     cannot_decide,
     dump,
     dump_held,
@@ -465,9 +464,11 @@ def check_done(core: Core) -> None:
             early, unsaved = core.state.early, core.state.unsaved
             how = f"ended early at {early}" if early else "training is complete"
             if unsaved:
-                words = LastWords(EXIT_SAVED, f"{how}, its checkpoint was not written: {unsaved}")
+                words = LastWords(
+                    ExitStatus.SAVED, f"{how}, its checkpoint was not written: {unsaved}"
+                )
                 save_and_end(core, words, FailureKind.DRAINED)
             elif early:
-                finish(core, EXIT_SAVED, how, is_early=True)
+                finish(core, ExitStatus.SAVED, how, is_early=True)
             else:
                 finish(core, 0, "")

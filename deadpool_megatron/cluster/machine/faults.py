@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind
+from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import AskNccl, EmitEvent
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
@@ -17,8 +17,6 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import recomputes, without_recompute
-
-EXIT_NONFINITE = 4
 
 
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
@@ -117,7 +115,7 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     cause = f"{event.what} in iteration {event.iteration}: {named}"
     if not event.certain and len(nodes) > 1:
         text = f"{cause} differ, and who is wrong cannot be told: go on without one, then the other"
-        words = LastWords(EXIT_DIVERGENCE, text, FailureKind.SILENT_CORRUPTION)
+        words = LastWords(ExitStatus.DIVERGENCE, text, FailureKind.SILENT_CORRUPTION)
         save_and_end(core, words, FailureKind.SILENT_CORRUPTION)
         return
     kind, signature = FailureKind.SILENT_CORRUPTION, ("audit", *map(str, event.roles))
@@ -162,7 +160,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     if bad is None or policy == "stop":
         # What is saved is the state before the iteration.
         blame.poisoned_from = k
-        save_and_end(core, LastWords(EXIT_NONFINITE, cause, FailureKind.NONFINITE_LOSS))
+        save_and_end(core, LastWords(ExitStatus.NONFINITE, cause, FailureKind.NONFINITE_LOSS))
         return
     blame.throw_away(k, state.epoch)
     blame.throw_away(bad, state.epoch)

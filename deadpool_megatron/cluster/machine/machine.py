@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import (
     bootstrap,
     ending,
@@ -188,7 +188,7 @@ class Machine(Core):
             case ev.DumpExported(generation, path):
                 ending.dump_exported(self, generation, path)
             case ev.Diverged(text):
-                epoch.save_and_end(self, LastWords(EXIT_DIVERGENCE, text))
+                epoch.save_and_end(self, LastWords(ExitStatus.DIVERGENCE, text))
             case ev.DumpRequested():
                 pauses.dump_requested(self, event)
             case ev.UserStop(reason, keeps):

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import (
-    EXIT_EXTRAS_OUTGROWN,
-    EXIT_NO_DEVICE,
     OF_THE_HOST,
+    ExitStatus,
     FailureKind,
     is_broken_for_good,
     kind_of_end,
@@ -372,7 +371,7 @@ def _lost(core: Core, event: ev.MemberLost) -> None:
         end_as_found(core, LastWords(EXIT_BAD_INPUT, by_itself))
         return
     if state.heard_epoch is not None and role is not None:
-        if event.exit_code in (0, EXIT_EXTRAS_OUTGROWN) and not on_purpose:
+        if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
             # Any other process in its place would end like that as well.
             why = event.last_line or cause if event.exit_code else by_itself
             save_and_end(core, LastWords(event.exit_code or 1, why, failure.kind))
@@ -423,7 +422,7 @@ def _is_pending(core: Core, event: ev.OfMember) -> bool:
 
 
 def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
-    gone = event.exit_code == EXIT_NO_DEVICE
+    gone = event.exit_code == ExitStatus.NO_DEVICE
     kind = FailureKind.DEVICE_ERROR if gone else kind_of_end(event.last_line)
     log = member_log_name(event.node, event.slot, event.incarnation)
     evidence = f"role {role} on node {event.node}, log logs/{log}.log"

@@ -4,7 +4,7 @@ nothing."""
 
 from __future__ import annotations
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import ending
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
@@ -126,7 +126,7 @@ def dump_requested(core: Core, event: DumpRequested) -> None:
     computed is committed; else the iteration under way is computed by the next run. A part of the
     seconds that are left, if they are told, is spent on the pause.
     """
-    state, words = core.state, LastWords(ending.EXIT_SAVED, event.reason)
+    state, words = core.state, LastWords(ExitStatus.SAVED, event.reason)
     if isinstance(state.doing, Dumping):
         ending.hurry(core, state.doing, event.reason)
         return

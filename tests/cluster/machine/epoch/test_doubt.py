@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from deadpool_megatron.cluster.coordinator.succession import Estate, begin
-from deadpool_megatron.cluster.failures import EXIT_NO_DEVICE
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import WRONG, DirectoryJournal, note_node
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
@@ -147,7 +147,7 @@ def test_a_state_that_nobody_can_begin_with_is_given_up_whoever_speaks_first() -
 def finds_none(rig: Rig, node: int, slot: int = 0) -> list[act.Action]:
     incarnation = rig.state.fleet.members[node, slot].incarnation
     return rig.feed(
-        ev.MemberLost(node, slot, incarnation, exit_code=EXIT_NO_DEVICE, last_line=GONE)
+        ev.MemberLost(node, slot, incarnation, exit_code=ExitStatus.NO_DEVICE, last_line=GONE)
     )
 
 
