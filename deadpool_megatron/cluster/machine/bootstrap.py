@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.machine import takeover
 from deadpool_megatron.cluster.machine.actions import DropNode, Probe, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.ending import EXIT_BAD_INPUT, finish
+from deadpool_megatron.cluster.machine.ending import finish
 from deadpool_megatron.cluster.machine.epoch import decide, drained, seating
 from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
@@ -187,7 +187,7 @@ def gathered_enough(core: Core, gathering: Gathering, waited: str) -> None:
     if unseated:
         who = ", ".join(f"node {n}: {why}" for n, why in sorted(fleet.gone.items()))
         why = f"no members for roles {list(unseated)} ({who or waited})"
-        finish(core, EXIT_BAD_INPUT, why)
+        finish(core, ExitStatus.BAD_INPUT, why)
     else:
         decide(core)
 

@@ -34,9 +34,6 @@ from deadpool_megatron.layout import planner
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
 from deadpool_megatron.layout.records import Generation, Restore, Seat
 
-# What a command answers that was given bad arguments, as argparse does.
-EXIT_BAD_INPUT = 2
-
 
 def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
     """Returns the question what the next epoch is restored from."""

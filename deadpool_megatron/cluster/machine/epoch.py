@@ -14,7 +14,6 @@ from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, Writ
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import (
-    EXIT_BAD_INPUT,
     cannot_decide,
     dump,
     dump_held,
@@ -269,7 +268,7 @@ def _wait_for_spare(core: Core, text: str) -> None:
 def _wait_or_end(core: Core, why: str, restore: Restore) -> None:
     """Wait for another node, which can help, unless the run is only about to begin."""
     if not core.state.line.ever_ran and restore.kind != "memory":
-        finish(core, EXIT_BAD_INPUT, why)
+        finish(core, ExitStatus.BAD_INPUT, why)
     else:
         limit = core.config.settings.spare_timeout_seconds
         _wait_for_spare(core, f"{why}; waits {limit:g} s for a node to join")

@@ -25,7 +25,6 @@ from deadpool_megatron.cluster.machine.actions import DropNode, NoteGone, NoteWr
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import (
-    EXIT_BAD_INPUT,
     check_ended,
     dump,
     end_as_found,
@@ -336,7 +335,7 @@ def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> No
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
         " the state ('deadpool clean RUN') and start anew with another --run-dir"
     )
-    finish(core, EXIT_BAD_INPUT, reason, keeps_slots=True)
+    finish(core, ExitStatus.BAD_INPUT, reason, keeps_slots=True)
 
 
 def _lost(core: Core, event: ev.MemberLost) -> None:
@@ -356,19 +355,19 @@ def _lost(core: Core, event: ev.MemberLost) -> None:
     if state.phase in LAST_PHASES:
         return
     begins = not state.line.ever_ran and not state.survived
-    if event.exit_code == EXIT_BAD_INPUT and begins:
+    if event.exit_code == ExitStatus.BAD_INPUT and begins:
         # The command itself says that its arguments cannot work: no other process will like them.
-        end_as_found(core, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
+        end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
         return
     device_is_lost = _is_broken(event) and not on_purpose
     if device_is_lost:
         if begins and _cannot_begin_without(core, event.node):
-            end_as_found(core, LastWords(EXIT_BAD_INPUT, failure.cause, failure.kind))
+            end_as_found(core, LastWords(ExitStatus.BAD_INPUT, failure.cause, failure.kind))
             return
         _device_lost(core, event, failure)
     by_itself = f"the program ended by itself: {event.last_line or cause} [{failure.evidence}]"
     if event.exit_code == 0 and not on_purpose and role is not None and begins:
-        end_as_found(core, LastWords(EXIT_BAD_INPUT, by_itself))
+        end_as_found(core, LastWords(ExitStatus.BAD_INPUT, by_itself))
         return
     if state.heard_epoch is not None and role is not None:
         if event.exit_code in (0, ExitStatus.EXTRAS_OUTGROWN) and not on_purpose:
