@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import math
-import os
 import re
 import shutil
 import socket
@@ -14,11 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
 import pytest
 
-from deadpool_megatron import cli
-from deadpool_megatron.cli import metrics, serve
 from deadpool_megatron.cli.metrics import Watched
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal
@@ -26,7 +20,6 @@ from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.observe import samples
-from deadpool_megatron.observe.page import Page
 from deadpool_megatron.observe.story import Story
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
@@ -128,17 +121,6 @@ def step(iteration: int, at: float) -> Event:
     return Event(Kind.STEP, 1, iteration=iteration, wall_seconds=at, data={"loss": "0x1p+0"})
 
 
-def test_a_run_that_was_killed_as_a_whole_trains_no_more() -> None:
-    page = Page("run")
-    for event in trained(10):
-        page.take(event)
-    shown = page.to_dict(None, 1e6)
-    assert shown["node_seconds"] == {"start": 10.0, "training": 10.0}
-    assert (
-        shown["goodput"] == told(trained(10), None, 1e6)["deadpool_goodput_ratio"][0].value == 0.5
-    )
-
-
 @pytest.fixture
 def silent_run(tmp_path: Path) -> RunDirectory:
     """A run that has written some events, and whose coordinator is away."""
@@ -149,45 +131,6 @@ def silent_run(tmp_path: Path) -> RunDirectory:
     run.events.write_bytes(b"".join(map(to_line, trained(5))))
     write_json(run.coordinator, {"host": "127.0.0.1", "port": free_port(), "pid": 1})
     return run
-
-
-@pytest.mark.parametrize("what", ["no secret", "another version", "directory gone"])
-def test_a_coordinator_that_cannot_be_asked_costs_its_answer_alone(
-    silent_run: RunDirectory, what: str
-) -> None:
-    watched, page = Watched(silent_run), serve.Watched(silent_run)
-    if what == "another version":
-        (silent_run.path / "run.json").write_text('{"settings": {"of_tomorrow": 1}}')
-    elif what == "directory gone":
-        shutil.rmtree(silent_run.path)
-    found = {metric.name: metric.samples[0].value for metric in watched.collect()}
-    assert found["deadpool_up"] == 0.0
-    assert json.loads(page.answer())["status"] is None
-
-
-def test_a_disk_that_is_full_for_a_moment_does_not_end_the_textfile(
-    silent_run: RunDirectory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write, answers = prometheus_client.write_to_textfile, iter([None, True, True, None])
-
-    def full_for_a_moment(path: str, registry: Any) -> None:
-        if next(answers, None):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, registry)
-        tries.append(path)
-        silent_run.final.write_text("{}")  # the run is over
-
-    tries: list[str] = []
-    textfile = tmp_path / "deadpool.prom"
-    monkeypatch.setattr(prometheus_client, "write_to_textfile", full_for_a_moment)
-    monkeypatch.setattr(metrics, "_INTERVAL_SECONDS", 0.05)
-    words = ["--textfile", str(textfile), "--linger-seconds", "1"]
-    assert cli.main(["metrics", str(silent_run.path), *words]) == 0
-    assert len(tries) > 1
-    assert capsys.readouterr().err.count("No space left") == 1
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -204,34 +147,3 @@ def test_a_run_that_is_started_again_says_when(ended: bool) -> None:
     found = told(events)
     assert found["deadpool_start_timestamp_seconds"][0].value == 100.0
     assert "deadpool_exit_status" not in found
-
-
-def test_a_status_of_another_version_costs_itself_alone() -> None:
-    status, page = {"phase": "running", "roles": {}, "nodes": {"0": {"host": "b0"}}}, Page("run")
-    for event in trained(5):
-        page.take(event)
-    found = told(trained(5), status, 16.0)
-    assert found["deadpool_up"][0].value == 1.0
-    assert found["deadpool_iteration"][0].value == 5
-    shown = page.to_dict(status, 16.0)
-    assert (shown["iteration"], shown["status"]) == (5, None)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.inf),
-        Event(Kind.STEP, 1, iteration=6, wall_seconds=math.nan),
-        Event(Kind.STEP, 1, iteration=6, data={"loss": "0x1p+5000"}, wall_seconds=16.0),
-        Event(Kind.EXPOSED, 1, data={"seconds": math.inf}, wall_seconds=16.0),
-    ],
-)
-def test_a_number_that_is_none_costs_its_event_alone(silent_run: RunDirectory, bad: Event) -> None:
-    closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost"}, wall_seconds=15.5)
-    with open(silent_run.events, "ab") as file:
-        file.write(to_line(closed) + to_line(bad) + to_line(step(7, 17.0)))
-    found = {m.name: m.samples[0].value for m in Watched(silent_run).collect() if m.samples}
-    assert found["deadpool_iteration"] == 7
-    assert found["deadpool_last_step_timestamp_seconds"] == 17.0
-    assert 0.0 < found["deadpool_goodput_ratio"] < 1.0
-    assert json.loads(serve.Watched(silent_run).answer())["iteration"] == 7

@@ -95,14 +95,6 @@ def test_a_drain_is_a_planned_swap() -> None:
     assert not any(line.lstrip().startswith("lost") for line in facts), "nothing is"
 
 
-def test_many_failures_share_a_table_of_means() -> None:
-    runs = [events_of(10, 6, 0.0, began=1000.0 + 100 * number) for number in range(8)]
-    lines = report.describe(Path("x"), story_of([event for run in runs for event in run]), None)
-    table = lines[lines.index("Seconds in each phase") + 1 :]
-    assert table[0].split() == ["phase", "failures", "mean", "longest"]
-    assert table[2].split() == ["detect", "8", "0.012", "0.012"]
-
-
 def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut) -> None:
     run = write_run(tmp_path / "run", strike=6)
     slow, huge = Event(Kind.SLOW_NODE, 1, node=1), Event(Kind.STEP, 1, iteration=10**30)
@@ -118,13 +110,3 @@ def test_what_is_no_run_directory(tmp_path: Path, complain: Complain, carry_out:
     (tmp_path / "events.jsonl").write_text('{"kind": "no such kind"}\n')
     status, _, errors = carry_out("report", tmp_path)
     assert (status, errors) == (0, ""), "of a newer version"
-
-
-def test_a_coordinator_on_another_host_is_not_looked_for_here(tmp_path: Path) -> None:
-    """As on a login node: nothing is known of processes elsewhere."""
-    run = write_run(tmp_path / "run", strike=6)
-    (run / "final.json").unlink()
-    place = {"host": "10.0.0.1", "port": 1, "pid": 2**22 + 1, "hostname": "b7", "started": {}}
-    (run / "coordinator.json").write_text(json.dumps(place))
-    story = story_of([e for e in struck_events() if e.kind is not Kind.RUN_ENDED])
-    assert report.state_of(run, story, None).startswith("running, ")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import errno
-import itertools
-import os
 import socket
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli import common, slurm
+from deadpool_megatron.cli import slurm
 from deadpool_megatron.cli.common import (
     CommandError,
     RunNotReachable,
@@ -26,11 +21,8 @@ from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
-    RunDirectoryError,
-    RunInfo,
     write_json,
 )
-from deadpool_megatron.settings import Settings
 
 # Taken from a task of Slurm 22.05.
 TASK = {
@@ -182,68 +174,6 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
         "the run does not know yet that Slurm drains a2: nobody answers",
         f"Slurm drains a2: node 1 is drained: {WAITS}",
         "Slurm drains a2: node 1 is drained: done",
-    ]
-
-
-def test_it_outlives_a_run_directory_that_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, final, asked = RunDirectory(tmp_path / "r"), tmp_path / "r" / "final.json", []
-    info = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
-    run.create(info)
-    write_json(run.node(1), {"agent": 1, "hostname": "a2"})
-    exists = Path.exists
-
-    def is_away(path: Path) -> bool:
-        if path == final and len(asked) < 2:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return exists(path)
-
-    def ask(_: RunDirectory, message: dict[str, Any]) -> dict[str, Any]:
-        asked.append(message)
-        if len(asked) == 1:
-            raise RunDirectoryError("r/run.json: Stale file handle")
-        final.touch()
-        known = Request(1, message["token"], Verb.DRAIN, {"node": 1}, Stage.DONE)
-        return {"request": known.to_dict()}
-
-    monkeypatch.setattr(Path, "exists", is_away)
-    monkeypatch.setattr(slurm, "ask", ask)
-    monkeypatch.setattr(slurm, "drained_hosts", lambda: frozenset({"a2"}))
-    monkeypatch.setattr(slurm.time, "monotonic", itertools.count(0, 60).__next__)
-    assert slurm.run(argparse.Namespace(run_dir=run.path, every=1.0)) == 0
-    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
-        "the run does not know yet that Slurm drains a2: r/run.json: Stale file handle",
-        "Slurm drains a2: node 1 is drained: done",
-    ]
-
-
-def test_a_journal_that_does_not_work_is_no_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RunDirectory(tmp_path / "r")
-    (run.path / "nodes").mkdir(parents=True)
-    write_json(run.node(1), {"agent": 1, "hostname": "a2"})
-    waits = Request(1, "a", Verb.DRAIN, {"node": 1}, Stage.ASKED, WAITS)
-    answers = [
-        {"ok": False, "again": True, "error": "the journal cannot be read"},
-        {"ok": True, "request": waits.to_dict()},
-    ]
-    monkeypatch.setenv("DEADPOOL_SECRET", "0123456789abcdef")
-    monkeypatch.setattr(common.auth, "connect", lambda *_: nullcontext())
-    monkeypatch.setattr(common.framing, "send", lambda *_: None)
-    monkeypatch.setattr(common.framing, "receive", lambda _: answers.pop(0))
-
-    def tell(message: dict[str, Any]) -> dict[str, Any]:
-        return common.ask_at(("127.0.0.1", 1), run, "0123abcd", message, Settings())
-
-    follower = slurm.Follower(run, lambda: frozenset({"a2"}), tell)
-    follower.look()
-    follower.look()
-    assert answers == [], "it asks again"
-    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
-        "the run does not know yet that Slurm drains a2: the journal cannot be read",
-        f"Slurm drains a2: node 1 is drained: {WAITS}",
     ]
 
 

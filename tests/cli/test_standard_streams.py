@@ -6,11 +6,8 @@ import fcntl
 import os
 import subprocess
 import sys
-from typing import TextIO, cast
 
 import pytest
-
-from deadpool_megatron.cli import standard_streams
 
 # Stands for `deadpool run` up to its first line; the rest is what every sub-command goes through.
 RUN = """
@@ -54,19 +51,6 @@ def test_a_reader_does_not_read(stream: str) -> None:
     finally:
         os.close(writing)
         os.close(reading)
-
-
-def test_a_reader_that_reads_again_is_told_what_it_has_missed() -> None:
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 8192)
-    with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "w") as stream:
-        steady = standard_streams._Steady(stream, (), 0.01)
-        for line in ("x" * 10_000, "lost"):
-            print(line, file=cast(TextIO, steady), flush=True)
-        begun = reader.read(16384)
-        assert begun == b"x" * len(begun)
-        print("after it", file=cast(TextIO, steady), flush=True)
-        assert reader.read(16384) == b"\n[nobody read: lines are missing here]\nafter it\n"
 
 
 def test_a_disk_is_full() -> None:
@@ -127,14 +111,3 @@ def test_an_answer_that_cannot_be_written_is_no_answer() -> None:
     assert done.stderr.decode().splitlines() == [
         "deadpool compare: its output could not be written: No space left on device"
     ]
-
-
-def test_what_a_terminal_has_no_letters_for_is_written_in_others() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-c", RUN.replace('"x" * 10_000', '"caf\\u00e9"')],
-        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
-        check=False,
-        timeout=60,
-        capture_output=True,
-    )
-    assert (shown.returncode, shown.stdout.splitlines()[0]) == (7, rb"caf\xe9")

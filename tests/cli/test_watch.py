@@ -80,19 +80,6 @@ def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
     assert len(heard.lines) == 2
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        Event(Kind.RECOVERED, data={"seconds": "x"}),
-        Event(Kind.STEP, iteration=1, data={"loss": "0x1p+5000"}),
-    ],
-)
-def test_an_event_of_another_form_ends_nothing(tmp_path: Path, bad: Event) -> None:
-    heard = followed(tmp_path, [bad, Event(Kind.EPOCH_OPENED, epoch=1)])
-    assert len(heard.lines) == 2
-    assert str(bad.kind) in heard.lines[0]
-
-
 def test_progress_is_told_as_far_as_it_is_known() -> None:
     story = Story()
     assert describe_progress(story, 0.0) == ""

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.comms import Communicators, ReconfigurableGroup
+from deadpool_megatron.comms import ReconfigurableGroup
 from deadpool_megatron.comms.operations import (
     COMMUNICATION,
     NEWER_NOT_COMMUNICATION,
@@ -336,21 +336,6 @@ def timeouts(member: Member) -> bool:
 
 def test_timeouts_are_remembered_over_attach() -> None:
     assert all(run(2, timeouts).values())
-
-
-def test_install_and_uninstall_leave_no_trace() -> None:
-    before = {name: getattr(dist, name) for name in ("init_process_group", "batch_isend_irecv")}
-    with_tag = c10d._new_group_with_tag
-    backends = list(dist.Backend.backend_list)
-    communicators = Communicators()
-    communicators.install()
-    assert dist.init_process_group is not before["init_process_group"]
-    with pytest.raises(RuntimeError, match="already"):
-        Communicators().install()
-    communicators.uninstall()
-    assert {name: getattr(dist, name) for name in before} == before
-    assert c10d._new_group_with_tag is with_tag
-    assert dist.Backend.backend_list == backends
 
 
 def failpoint(member: Member, plan: Path) -> set[str]:

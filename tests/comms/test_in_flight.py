@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +26,6 @@ from deadpool_megatron.comms.in_flight.epoch import (
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
 from deadpool_megatron.platform.gathers import SeveralWorks
-from tests.common.waiting import wait_for
 
 from .ranks import Member, run
 
@@ -242,27 +239,6 @@ def test_abandoned_operations_write_until_they_are_known_to_sleep(
     assert epoch.may_write(), "queued behind it"
     works = [epoch.in_flight[0], *epoch.abandoned]
     assert epoch.take_leftovers().works == works, "who frees memory hears of both"
-
-
-def test_a_thread_whose_name_is_cut_in_a_letter_is_looked_at() -> None:
-    """As the main thread of a program that gives its process a title. A drain broke off at it."""
-    named, over = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        ctypes.CDLL(None).prctl(15, "rank10 \u8bad\u7ec3\u8fdb".encode())
-        named.set()
-        over.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        assert named.wait(20)
-        status = Path(f"/proc/self/task/{thread.native_id}/stat")
-        wait_for("sleep", lambda: status.read_bytes().rpartition(b")")[2].split()[0] == b"S")
-        assert waiters.stays_asleep(frozenset({thread.native_id or 0}))
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_waits_are_woken_before_an_abort_and_after_it_and_the_grace_begins_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,27 +94,6 @@ def test_parity_where_copies_do_not_fit() -> None:
 
 
 # What a plan asks for.
-
-
-def test_memory_of_copies_and_of_none() -> None:
-    of = scene(nodes=4, per_node=1)
-    copies = max(memory_needs(ProtectionPlan(), of).values())
-    # Headers and whole pages come on top.
-    assert 0 < copies - 2 * SLOTS * (10 * GIGA + 5000) < 200_000
-    local = max(memory_needs(plan_of_kind("local", Settings(), 1, 0), of).values())
-    assert 0 < local - SLOTS * (10 * GIGA + 5000) < 100_000
-    twice = memory_needs(plan_of_kind("local-twice", Settings(), 1, 0), of)
-    assert set(twice.values()) == {2 * local}
-
-
-@pytest.mark.parametrize("survived", [1, 2])
-def test_memory_of_parity(survived: int) -> None:
-    """m blocks for a group of three."""
-    of = scene(nodes=6, per_node=1, survived=survived)
-    copies = sum(memory_needs(ProtectionPlan(), of).values())
-    parity = sum(memory_needs(plan_of_kind("parity", Settings(), 1, 3), of).values())
-    own = SLOTS * 6 * 10 * GIGA
-    assert parity - own == pytest.approx((copies - own) / 3, rel=1e-3)
 
 
 def test_what_peers_hold_anyway_is_owed_to_nobody() -> None:

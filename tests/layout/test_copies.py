@@ -35,27 +35,6 @@ def choose_buddies(
     return CopyPlacement(seats, domains, spares, replicas).buddies(role, tuple(peers))
 
 
-@pytest.mark.parametrize(("racks", "size"), [(2, 4), (3, 4), (8, 8), (5, 3)])
-@pytest.mark.parametrize("group_in_a_rack", [True, False])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_racks_load_every_node_with_the_same(
-    racks: int, size: int, group_in_a_rack: bool, replicas: int
-) -> None:
-    """Nodes of a rack that are neighbours do not all choose the first one of the next rack."""
-    nodes = range(racks * size)
-    seats = {node: node for node in nodes}
-    domains = {node: f"rack{node // size}" for node in nodes}
-    replicas = min(replicas, racks - 1)
-    load: Counter[int] = Counter()
-    for role in seats:
-        rack = role // size
-        peers = range(rack * size, rack * size + size) if group_in_a_rack else nodes
-        chosen = choose_buddies(role, tuple(peers), seats, domains, (), replicas)
-        assert len({domains[node] for node in (*chosen, role)}) == replicas + 1
-        load.update(chosen)
-    assert set(load.values()) == {replicas}
-
-
 def test_another_domain_is_worth_more_than_a_peer() -> None:
     seats = {0: 0, 1: 1, 2: 2}
     domains = {0: "a", 1: "a", 2: "b"}
@@ -107,17 +86,6 @@ def test_never_the_own_node_and_as_many_nodes_and_domains_as_there_are(case) -> 
         assert len(got) == min(replicas, len(set(domains.values())) - 1)
 
 
-@given(clusters(), st.randoms(use_true_random=False))
-def test_loss_of_an_unchosen_node_changes_nothing(case, random) -> None:  # type: ignore[no-untyped-def]
-    seats, domains, spares, peers, replicas = case
-    lost = random.choice(sorted(domains))
-    left = {node: domain for node, domain in domains.items() if node != lost}
-    for role in seats:
-        before = choose_buddies(role, peers, seats, domains, spares, replicas)
-        if lost not in before and seats[role] != lost:
-            assert choose_buddies(role, peers, seats, left, spares - {lost}, replicas) == before
-
-
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_copies_spread_evenly(nodes: int, per_node: int, replicas: int, inner: bool) -> None:
     """Groups across nodes and groups inside a node both load every node with the same."""
@@ -146,18 +114,6 @@ def test_a_spare_takes_the_place_of_the_node_it_replaces(case) -> None:  # type:
         before = choose_buddies(role, peers, seats, domains, (), replicas)
         after = choose_buddies(role, peers, after_seats, after_domains, (), replicas)
         assert after == tuple(spare if n == dead else n for n in before)
-
-
-@pytest.mark.parametrize("first", range(8, 101, 7))
-@pytest.mark.parametrize("spares", [2, 3, 4])
-def test_copies_on_spares_are_spread(first: int, spares: int) -> None:
-    """Where the nodes that train share a domain, no spare holds much more than its share."""
-    seats = {role: role // 8 for role in range(64)}
-    idle = range(first, first + spares)
-    domains = dict.fromkeys(range(8), "rack") | own_domains(idle)
-    held = Counter(choose_buddies(r, range(64), seats, domains, idle, 1)[0] for r in seats)
-    assert held.keys() == set(idle)
-    assert max(held.values()) < 2 * len(seats) / spares
 
 
 def test_domains_file() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from deadpool_megatron import events
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import DAMAGE, Event, EventLog, EventTail, Kind, to_line
 from deadpool_megatron.observe.narration import ADVICE
-from deadpool_megatron.observe.story import Story, summary
+from deadpool_megatron.observe.story import Story
 from tests.common.synthetic_run import events_of
 
 
@@ -90,8 +89,6 @@ def test_what_comes_late_or_is_thrown_away_finds_its_place() -> None:
     assert (story.last_iteration, len(story.steps), story.evaluations) == (2, 2, {})
 
 
-JOINED = Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0)
-OPENED = Event(Kind.EPOCH_OPENED, 1, data={"phases": {}}, wall_seconds=10.0)
 PLAN = Event(Kind.TRAINING, 1, data={"iterations": 1000, "sequence_length": 4096})
 
 
@@ -110,14 +107,6 @@ def test_the_pace_is_that_of_the_newest_steps_behind_a_recovery() -> None:
     assert set(story_of(Event(Kind.STEP, 1, iteration=1)).progress().values()) == {None}
 
 
-def test_a_step_that_is_heard_of_late_and_thrown_away_has_no_part_in_the_pace() -> None:
-    """Between the close and the decision what was reported before comes in."""
-    decided = Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 8}, wall_seconds=32.0)
-    again = [step(k, 34.0 + 2.0 * k) for k in (8, 9, 10)]
-    found = story_of(PLAN, step(9, 28.0), closed(30.0), step(10, 31.0), decided, *again).progress()
-    assert (found["samples_per_second"], found["seconds_left"]) == (4.0, 1980.0)
-
-
 def test_step_times_leave_out_the_struck_step() -> None:
     found = story_of(*struck_events()).step_seconds()
     assert len(found) == 8
@@ -132,14 +121,6 @@ def test_a_failure_during_a_recovery_is_the_same_failure() -> None:
     (failure,) = story_of(*found[:opened], lost, again, *found[opened:]).failures
     assert (failure.closes, failure.is_over) == (2, True)
     assert [loss.node for loss in failure.losses] == [0, 3]
-
-
-def test_a_lost_spare_is_not_the_cause_of_a_later_failure() -> None:
-    found = struck_events()
-    spare = Event(Kind.NODE_LOST, 1, 4, wall_seconds=1001.5)
-    story = story_of(found[0], spare, *found[1:])
-    assert [loss.node for loss in story.failures[0].losses] == [0]
-    assert [loss.node for loss in story.unrelated_losses] == [4]
 
 
 def test_only_what_the_close_says_was_planned_is() -> None:
@@ -171,29 +152,10 @@ def test_a_recovery_of_which_nobody_tells_the_end_is_over_all_the_same() -> None
     assert [one.closes for one in story.failures] == [1, 1]
 
 
-def test_a_wait_reported_twice_counts_once() -> None:
-    def wait(seconds: float, **more: object) -> Event:
-        data = {"seconds": seconds, **more}
-        return Event(Kind.GATE_WAIT, 1, role=0, iteration=3, data=data)
-
-    story = story_of(wait(5.0), wait(7.5))
-    assert (story.gate_waits, story.gate_seconds) == ({(1, 3): 7.5}, 7.5)
-    story_of(wait(8.0, over=True), wait(1.0, over=True), story=story)
-    assert (story.gate_waits, story.gate_seconds) == ({(1, 3): 9.0}, 9.0)
-    assert story.longest_wait == (8.0, 0, 3)
-
-
 def test_every_kind_of_failure_has_a_reason_and_what_to_do() -> None:
     planned = {FailureKind.DRAINED, FailureKind.COORDINATOR, FailureKind.RESTART}
     assert ADVICE.keys() == set(FailureKind)
     assert {kind for kind, advice in ADVICE.items() if not advice.to_do} == planned
-
-
-def test_summary_is_untrimmed_and_by_nearest_rank() -> None:
-    assert summary([]) == {"count": 0}
-    found = summary([*(float(n) for n in range(1, 101)), 1000.0])
-    assert (found["p50"], found["p99"], found["max"]) == (51.0, 100.0, 1000.0)
-    assert math.isclose(found["mean"], (5050 + 1000) / 101)
 
 
 def test_files_longer_than_a_piece_are_followed_one_after_the_other(

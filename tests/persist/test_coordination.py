@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.coordinator import checkpoints, durable
-from deadpool_megatron.cluster.machine.actions import BeginExport
-from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
+from deadpool_megatron.cluster.machine.inputs import DurableValid
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -23,7 +22,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room, overwritten
+from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room
 
 
 def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
@@ -213,33 +212,6 @@ def test_a_save_that_is_asked_for_again_is_made_valid_once(tmp_path: Path) -> No
     assert world.done == [3, 3], "who asks later has not heard the answer"
 
 
-def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.exports.tick()
-    assert world.orders() == [], "without an interval nothing is due"
-    world.exports.carry_out(BeginExport(5, str(world.run.exports)))
-    world.exports.tick()
-    assert world.orders() == TAKE
-    overwritten(world)
-    assert world.orders() == DROP
-    world.exports.tick()
-    assert world.exports.status()["now"]["iteration"] == 4
-    assert not world.fed, "it is tried again"
-    world.hear(0, "failed", text="no room")
-    assert world.exports.status()["last"]["error"] == "node 0: no room"
-    assert world.fed == [Exported(5, 4, "", "node 0: no room")]
-    world.work()
-
-
-def test_a_report_of_an_older_export_is_passed_over(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
-    world.exports.tick()
-    world.exports.heard(0, {"t": "export", "name": "0.9", "step": "failed", "text": "old"})
-    assert world.exports.status()["now"]["iteration"] == 4
-    with pytest.raises(KeyError):
-        world.exports.heard(0, {"t": "export"})
-
-
 def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,22 +234,6 @@ def test_a_disk_that_hangs_keeps_no_thread_from_the_rest(
             await removal
 
     asyncio.run(story())
-
-
-def test_what_an_earlier_coordinator_has_left_takes_no_room_of_the_next_export(
-    tmp_path: Path,
-) -> None:
-    """It ended when all was written: no exporter is there any more that would be told to go."""
-    world = World(tmp_path, persist_interval=4)
-    left = unfinished_export(world.run.exports, "id", "0.3")
-    others = unfinished_export(world.run.exports, "another", "0.1")
-    own = unfinished_export(world.run.exports, "id", f"{world.exports._term}.1")
-    for directory in (left, others, own):
-        directory.mkdir(parents=True)
-        (directory / "__0_0.distcp").touch()
-    world.exports.tick()
-    world.exports._remover.shutdown(wait=True)
-    assert sorted(world.run.exports.iterdir()) == sorted([others, own])
 
 
 def test_what_is_removed_cannot_be_published_meanwhile(

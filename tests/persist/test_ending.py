@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import checkpoints
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
 from deadpool_megatron.cluster.machine.inputs import (
     DumpExported,
@@ -21,7 +18,7 @@ from deadpool_megatron.cluster.machine.inputs import (
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room, overwritten
+from tests.persist.harness.world import DROP, TAKE, World, lose_a_node, no_room
 
 WHY = "the time is over"
 DUMP = DumpRequested(WHY)
@@ -92,15 +89,6 @@ def test_a_dump_at_once_ends_the_export_that_is_under_way(tmp_path: Path) -> Non
     assert told(world) == [DUMP]
 
 
-def test_who_does_not_want_to_wait_does_not_make_the_end_later(tmp_path: Path) -> None:
-    world = leaving(tmp_path)
-    world.exports.carry_out(EndRun(WHY, None))
-    seconds = world.fed[-1].seconds
-    assert seconds is not None
-    assert 90 < seconds <= 100
-    world.work()
-
-
 def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=4)
     world.exports.carry_out(EndRun(WHY, 100.0))
@@ -164,31 +152,6 @@ def test_the_dump_does_not_wait_for_ever_for_the_room(tmp_path: Path) -> None:
     assert told(world) == [DUMP]
 
 
-def test_the_dump_does_not_wait_for_a_disk_that_takes_its_time(tmp_path: Path) -> None:
-    world = leaving(tmp_path)
-    world.taken(2)
-    world.written()
-    world.exports.tick()
-    world.exports.carry_out(EndRun(WHY, 0.0))
-    world.exports.tick()
-    assert told(world) == [DUMP], "the files are being synced"
-    world.work()
-    assert [type(one) for one in world.fed] == [DumpRequested, DurableValid]
-
-
-def test_one_that_was_too_late_is_tried_again(tmp_path: Path) -> None:
-    world = leaving(tmp_path)
-    world.orders()
-    overwritten(world)
-    assert not world.fed
-    world.exports.tick()
-    assert world.orders() == [*DROP, *TAKE]
-    world.work()
-    assert told(world) == []
-    path = str(world.finish(4))
-    assert told(world) == [DurableValid(4, path), DUMP]
-
-
 def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=4)
     world.exports.tick()
@@ -209,22 +172,6 @@ def test_who_asked_before_a_failure_ended_the_run_is_answered(tmp_path: Path) ->
     world.state.phase = Phase.DUMPING
     world.exports.tick()
     assert world.fed == [Exported(5, 0, "", "the run is over")]
-
-
-def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=40)
-    world.exports.carry_out(BeginExport(5, str(tmp_path / "elsewhere")))
-    world.exports.tick()
-    world.exports.carry_out(EndRun(WHY, 100.0))
-    world.finish(2)
-    elsewhere = str(tmp_path / "elsewhere" / "iter_0000002")
-    assert told(world) == [DurableValid(2, elsewhere), Exported(5, 2, elsewhere)]
-    world.state.reached = 2
-    world.sent.clear()
-    world.exports.tick()
-    assert world.orders() == TAKE
-    path = str(world.finish(4))
-    assert told(world)[2:] == [DurableValid(4, path), DUMP]
 
 
 G7 = Generation(1, 7)
@@ -266,34 +213,6 @@ def test_what_was_dumped_becomes_a_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "exports" / "iter_0000007")
     assert told(world) == [DurableValid(7, path, "step"), DumpExported(G7, path)]
     assert Path(path).is_dir()
-
-
-def test_a_disk_without_room_for_that_word_ends_no_coordinator(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=40)
-    world.run.latest.mkdir()
-    world.exports.carry_out(DUMPED)
-    world.work()
-    assert "cannot be written yet" in world.complaint()
-
-
-def test_a_disk_that_hangs_over_that_word_holds_no_coordinator_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr(checkpoints, "point_at", lambda *_, **__: answers.wait(20.0))
-    monkeypatch.setattr(checkpoints, "_POINT_SECONDS", 0.1)
-    world = World(tmp_path, persist_interval=40)
-    world.state.phase = Phase.DUMPING
-    began = time.monotonic()
-    world.exports.carry_out(DUMPED)
-    assert time.monotonic() - began < 1.0
-    timer = threading.Timer(0.5, answers.set)
-    timer.start()
-    world.work()
-    timer.join()
-    assert "does not answer" in world.complaint()
-    world.exports.tick()
-    assert world.orders() == [(0, "export-dump")]
 
 
 def forget_the_other_node(world: World) -> None:

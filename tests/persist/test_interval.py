@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.machine.actions import BeginExport
-from deadpool_megatron.cluster.machine.inputs import Exported
 from deadpool_megatron.cluster.machine.state import Phase
 from tests.persist.harness.world import DROP, TAKE, World, no_room, overwritten
 
@@ -76,14 +74,6 @@ def test_no_due_iteration_is_jumped_over_however_many_go_by_from_look_to_look(
         finish(world, due)
 
 
-def test_one_look_that_came_late_is_no_pace(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=100)
-    train(world, 20)
-    world.state.reached = 60
-    world.exports.tick()
-    next_is(world, 100)
-
-
 def test_an_iteration_that_was_jumped_over_is_made_up_for_by_the_next_that_can_be_had(
     tmp_path: Path,
 ) -> None:
@@ -94,22 +84,6 @@ def test_an_iteration_that_was_jumped_over_is_made_up_for_by_the_next_that_can_b
     assert ordered(world) == 152
     finish(world, 152)
     next_is(world, 200)
-
-
-def test_with_a_cadence_what_was_jumped_over_is_made_up_for_by_a_generation(
-    tmp_path: Path,
-) -> None:
-    world = World(tmp_path, persist_interval=100)
-    world.state.record.protection.every = 8
-    train(world, 90)
-    world.state.reached = 150
-    world.exports.tick()
-    assert ordered(world) == 152
-    overwritten(world)
-    world.state.reached = 154
-    world.exports.tick()
-    assert ordered(world) == 160
-    world.work()
 
 
 def test_an_order_of_the_interval_that_was_too_late_is_given_again_further_ahead(
@@ -128,20 +102,6 @@ def test_an_order_of_the_interval_that_was_too_late_is_given_again_further_ahead
     finish(world, 114)
     train(world, 196)
     assert ordered(world) == 200, "as near as ever"
-
-
-def test_orders_that_are_always_too_late_come_to_an_end(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=1000)
-    train(world, 996)
-    for _ in range(20):
-        if ordered(world) is None:
-            break
-        overwritten(world)
-        world.exports.tick()
-    assert ordered(world) is None
-    world.orders()
-    next_is(world, 2000)
-    world.work()
 
 
 @pytest.mark.parametrize("is_told_by_a_node", [False, True])
@@ -178,52 +138,6 @@ def test_a_refused_export_is_ordered_once_more_in_the_next_epoch_no_sooner(tmp_p
     world.orders()
     next_is(world, 60)
     world.work()
-
-
-def test_after_one_that_was_not_written_the_next_one_comes_when_it_is_due(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=30)
-    train(world, 26)
-    world.taken(30)
-    train(world, 33)
-    world.hear(1, "failed", text="the disk is full")
-    world.orders()
-    recover(world)
-    next_is(world, 60)
-
-
-def test_who_asks_does_not_wait_for_an_iteration_that_is_far_away(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=500)
-    elsewhere = tmp_path / "elsewhere"
-    train(world, 10)
-    world.exports.carry_out(BeginExport(5, str(elsewhere)))
-    world.exports.tick()
-    assert ordered(world) == 12, "one of the next iterations, now"
-    finish(world, 12)
-    assert world.fed[-1] == Exported(5, 12, str(elsewhere / "iter_0000012"))
-    next_is(world, 500)
-
-
-@pytest.mark.parametrize(("where", "then"), [("elsewhere", 512), ("exports", None)])
-def test_a_due_iteration_that_passes_while_one_that_was_asked_for_is_written(
-    tmp_path: Path, where: str, then: int | None
-) -> None:
-    """It is made up for, unless what was asked for lies where those of the interval do."""
-    world = World(tmp_path, persist_interval=500)
-    train(world, 495)
-    world.exports.carry_out(BeginExport(5, str(tmp_path / where)))
-    world.exports.tick()
-    world.exports.tick()
-    assert ordered(world) == 497
-    world.hear(1, "failed", text="the slot was overwritten", code="too-late")
-    world.state.reached = 497
-    world.exports.tick()
-    assert ordered(world) == 501
-    train(world, 510)
-    world.orders()
-    world.work()
-    finish(world, 501)
-    world.exports.tick()
-    assert ordered(world) == then
 
 
 @pytest.mark.parametrize(("newest", "due"), [(10, 30), (27, 30), (29, 60), (31, 60)])

@@ -152,23 +152,6 @@ def test_a_full_disk_is_told_with_a_place(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(run.path.iterdir()) == []
 
 
-def test_two_threads_that_replace_a_file_do_not_meet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A save and an export become valid at once: each has a worker thread of the coordinator."""
-    path, fsync = tmp_path / "latest.json", os.fsync
-
-    def other(handle: int) -> None:
-        monkeypatch.setattr(os, "fsync", fsync)
-        write_json(path, {"a": 1}, lasting=True)
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", other)
-    write_json(path, {"a": 2, "b": 3}, lasting=True)
-    assert read_json(path) == {"a": 2, "b": 3}
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,16 +189,6 @@ def test_an_export_that_has_its_name_but_no_pointer_is_pruned_in_its_turn(
     assert (folder / "iter_0000004").is_dir()
     kept = exported(run, folder, 8, keep=1)
     assert list(folder.glob("iter_*")) == [kept]
-
-
-def test_what_was_asked_for_is_not_listed_to_be_pruned(tmp_path: Path) -> None:
-    run, final = RunDirectory(tmp_path), tmp_path / "exports" / "iter_0000004"
-    unfinished = unfinished_export(final.parent, "run", "1.1")
-    unfinished.mkdir(parents=True)
-    restore = saved_at(4, final)
-    publish_export(unfinished, final, restore, run, "run", may_be_pruned=False)
-    exported(run, final.parent, 8, keep=1)
-    assert final.is_dir()
 
 
 def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,36 +117,6 @@ async def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     assert [message["step"] for message in said] == ["taken", "failed"]
     assert "no more processes" in said[-1]["text"]
     assert not list(tmp_path.glob("taken-*"))
-
-
-async def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path) -> None:
-    """The coordinator has removed the directory by then, and may be gone itself."""
-    unfinished = tmp_path / ".export-id-1.1"
-    exports, vault, said = node_of(tmp_path)
-    await set_aside(exports, vault, said)
-    exports.order({**order("write", "1.1"), "directory": str(unfinished)})
-    exports.order(order("drop", "1.1"))
-    unfinished.mkdir()
-    (unfinished / "part").touch()
-    await exports.close()
-    assert not unfinished.exists()
-
-
-async def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_exports, "start_child", no_processes)
-    exports, _, said = node_of(tmp_path)
-    dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
-    exports.order(
-        {**order("dump", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "dump": dump}
-    )
-    (failed,) = said
-    assert (failed["name"], failed["step"]) == ("1.1", "failed")
-    assert "no more processes" in failed["text"]
-    job = json.loads((tmp_path / "export.json").read_text())
-    assert job["skeletons"] == str(RunDirectory(tmp_path / "run").skeletons)
-    assert (job["dump"]["roles"], job["joins"], job["taken"]) == ([0], True, [])
 
 
 async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
     overlap,
-    saves_refusal,
     to_prune,
     unfinished_export,
 )
@@ -34,7 +33,6 @@ from deadpool_megatron.persist.skeleton import (
     HexFloats,
     Joined,
     Piece,
-    RandomStates,
     Skeleton,
     SkeletonError,
     StepNumber,
@@ -47,7 +45,6 @@ from deadpool_megatron.persist.skeleton import (
     write_skeleton,
 )
 from deadpool_megatron.persist.writing import WritingError, check_cover, metadata_of, write_role
-from deadpool_megatron.state.extras import capture_random_states, restore_random_states
 from tests.persist.harness.exported import exported, saved_at
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
@@ -70,11 +67,6 @@ def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> No
         elements += own
     assert elements == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
-
-
-def test_a_run_outside_of_the_tensor_is_an_error() -> None:
-    with pytest.raises(ValueError, match="elements 3 to 7"):
-        list(boxes((2, 3), 3, 7))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.randoms())
@@ -153,22 +145,6 @@ def test_marks_are_filled() -> None:
     assert zero == {}, "Megatron does not write it then"
     with pytest.raises(SkeletonError, match=r"do not hold g\.0\.1"):
         fill(FromExtras(("g", 0, 1)), extras, read)
-
-
-def test_random_states_are_as_their_libraries_give_them() -> None:
-    before = capture_random_states()
-    try:
-        found = fill(RandomStates(), before, lambda *_: torch.tensor(0))
-        random.random()
-        np.random.rand()
-        random.setstate(found["random_rng_state"])
-        np.random.set_state(found["np_rng_state"])
-        torch.set_rng_state(found["torch_rng_state"])
-        again = capture_random_states()
-        assert again["random.python"] == before["random.python"]
-        assert again["random.numpy.keys"] == before["random.numpy.keys"]
-    finally:
-        restore_random_states(before)
 
 
 def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -338,17 +314,6 @@ def test_saves_and_exports_have_directories_of_their_own(
     assert "\n" not in line
 
 
-def test_a_process_of_a_run_knows_where_its_exports_go(tmp_path: Path) -> None:
-    exports = tmp_path / "run" / "exports"
-    assert saves_refusal(exports, {}) == ""
-    run = {"DEADPOOL_RUN_DIR": str(tmp_path / "run")}
-    assert saves_refusal(None, run) == ""
-    assert "--deadpool-persist-directory" in saves_refusal(exports, run)
-    named = {**run, "DEADPOOL_SETTINGS": f'{{"persist_directory": "{tmp_path}"}}'}
-    assert saves_refusal(exports, named) == ""
-    assert saves_refusal(tmp_path, named)
-
-
 def test_a_skeleton_for_all_nodes_is_the_one_of_its_own(tmp_path: Path) -> None:
     shared = tmp_path / "run" / "skeletons"
     with pytest.raises(FileNotFoundError):
@@ -361,12 +326,6 @@ def test_a_skeleton_for_all_nodes_is_the_one_of_its_own(tmp_path: Path) -> None:
     share_skeleton(tmp_path, 3, shared)
     assert read_skeleton(shared, 3, "another").layout_hash == "another"
     assert [path.name for path in shared.iterdir()] == [skeleton_path(shared, 3).name]
-
-
-def test_links_in_a_circle_are_refused_in_one_line(tmp_path: Path) -> None:
-    circle = tmp_path / "circle"
-    circle.symlink_to(circle)
-    assert "--save" in saves_refusal(circle, {"DEADPOOL_RUN_DIR": str(tmp_path)})
 
 
 @pytest.mark.parametrize("moment", ["begins", "synced", "waits"])

@@ -14,8 +14,6 @@ from deadpool_megatron.planning.answer import Answer, assess
 from deadpool_megatron.planning.plan_file import Plan, PlanError
 from deadpool_megatron.planning.traffic import (
     NodeLoad,
-    Timing,
-    mean_share,
     node_loads,
     place,
     timing,
@@ -71,39 +69,6 @@ def test_a_node_of_the_run_asks_for_what_was_planned(scheme: str) -> None:
     assert 0 <= 8 * needs.kept - total(found, "copies_bytes") <= 16
 
 
-def test_local_sends_nothing_and_twice_takes_the_memory_of_copies() -> None:
-    twice, once = worked_out("local-twice"), worked_out("local")
-    assert total(once, "copies_bytes") == total(once, "out_bytes_per_step") == 0
-    assert total(twice, "copies_bytes") == total(twice, "own_slots_bytes")
-    assert total(twice, "out_bytes_per_step") == 0
-    assert twice.timing.checksum_seconds == 2 * once.timing.checksum_seconds
-
-
-def test_recompute_by_hand() -> None:
-    """As many whole generations on the buddy as without steps, and beside them the steps, in eight
-    slots more; gradients are a third of the state."""
-    found = worked_out("recompute", full_every=8)
-    gradients = SHARD // 3
-    own = 16 * SLOTS * (SHARD + gradients + ROOM)
-    assert total(found, "own_slots_bytes") == pytest.approx(own, abs=AROUND)
-    chains = 16 * (SLOTS * (SHARD + ROOM) + (SLOTS + 8) * (gradients + ROOM))
-    assert total(found, "copies_bytes") == pytest.approx(chains, abs=2 * AROUND + 16 * 12 * 65536)
-    assert mean_share(found.plan) == pytest.approx((1 + 7 / 3) / 8)
-    assert found.timing == worked_out("buddy").timing, "every eighth step a whole copy has to fit"
-
-
-@pytest.mark.parametrize(
-    ("cadence", "lag", "window", "lost"), [(1, 0, 18, 1), (3, 0, 58, 5), (3, 1, 118, 8)]
-)
-def test_cadence_lengthens_the_window_and_the_rpo(
-    cadence: int, lag: int, window: int, lost: int
-) -> None:
-    """Steps of 20 s, nine tenths of them forward and backward."""
-    found = worked_out("buddy", cadence=cadence, max_lag=lag)
-    assert found.timing.window_seconds == pytest.approx(window)
-    assert found.lost_steps == lost
-
-
 def test_mixed_is_copies_then_parity_then_what_is_missing() -> None:
     def settled(memory_gb: float) -> str:
         plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})
@@ -130,29 +95,6 @@ def test_a_node_by_hand() -> None:
     assert times.checksum_seconds == SHARD / 5e9
     assert times.ship_seconds == 2 * (SHARD + EXTRAS) / 10e9
     assert times.window_seconds == 18
-
-
-def test_copies_keep_their_pace_and_hurry_only_for_a_gate() -> None:
-    def times(share: float, **cluster: float) -> Timing:
-        plan = make(protection={"link_share": share}, cluster=cluster)
-        return timing(plan, place(plan), loads_of(plan), 20)
-
-    fast, slow, full = times(0.3, nic_gb_s=10), times(0.01, nic_gb_s=10), times(1.0, nic_gb_s=10)
-    assert fast.paced_ship_seconds == pytest.approx(fast.ship_seconds / 0.3)
-    assert full.paced_ship_seconds == full.ship_seconds
-    rest = slow.window_seconds - slow.copy_seconds - slow.checksum_seconds
-    assert slow.paced_ship_seconds == 0.7 * rest
-    assert fast.stall_seconds == slow.stall_seconds == 0
-    late = times(0.3, nic_gb_s=0.9)
-    assert late.paced_ship_seconds == late.ship_seconds
-    assert late.stall_seconds == late.least_commit_seconds - late.window_seconds > 0
-
-
-def test_more_lag_means_a_longer_window_but_no_faster_links() -> None:
-    slow = make(cluster={"nic_gb_s": 0.5}, protection={"max_lag": 8})
-    times = timing(slow, place(slow), loads_of(slow), 20)
-    assert times.commit_seconds < times.window_seconds
-    assert times.stall_seconds == times.ship_seconds - 20 > 0
 
 
 @given(

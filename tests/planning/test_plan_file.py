@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +107,6 @@ def test_overrides_replace_add_and_take_away() -> None:
     for wrong in ("spares=7", "cluster.spares", "clutser.spares=7", "="):
         with pytest.raises(PlanError, match=r"expected SECTION\.KEY=VALUE"):
             read_plan(CONFIGS / "7b.yaml", (wrong,))
-
-
-def test_without_pyyaml_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(PlanError, match=r"PyYAML is missing: .*deadpool-megatron\[plan\]"):
-        read_plan(CONFIGS / "7b.yaml")
 
 
 def arguments(name: str) -> dict[str, str]:

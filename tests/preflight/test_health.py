@@ -92,20 +92,6 @@ def test_wrappers_translate(
         assert subprocess.run(script, env=path).returncode == expected, given
 
 
-def test_checks_that_a_release_of_gpucm_does_not_know_take_no_node_out(tmp_path: Path) -> None:
-    """What reads the arguments ends with the status that means critical in a check."""
-    fake = tmp_path / "health_checks"
-    fake.write_text('#!/bin/sh\n[ "$1" = good ] && echo OK && exit 0\necho "$*"\nexit 2\n')
-    fake.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    for asked, status in (("Usage: health_checks", 1), ("CRITICAL row", 2)):
-        checks = {"CHECKS": f"good\n{asked}\ngood"}
-        command = [str(WRAPPERS / "gpucm.sh")]
-        done = subprocess.run(command, env=environment | checks, capture_output=True, text=True)
-        assert done.returncode == status, asked
-        assert done.stdout.splitlines()[-1] == asked, "the reason that is shown"
-
-
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 48, 63, 64, 74, 79, 94, 95, 999])
 def test_only_a_fault_of_the_device_takes_its_node_out(number: int) -> None:
     found = health.newest_bad([record(1.0, f"NVRM: Xid (0000:03:00): {number}, it says")], 0.0)
@@ -131,18 +117,3 @@ def test_the_command_answers_as_a_health_command_does(
 
     assert gpu_health(argparse.Namespace(hours=1.0), closed) == 0
     assert "kernel log not asked: Operation" in capsys.readouterr().out
-
-
-def test_records_are_read_to_their_end_and_lost_ones_are_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[bytes | OSError] = [b"one", BrokenPipeError(), b"two", BlockingIOError()]
-
-    def read(*_: int) -> bytes:
-        if isinstance(one := told.pop(0), OSError):
-            raise one
-        return one
-
-    (tmp_path / "log").touch()
-    monkeypatch.setattr(os, "read", read)
-    assert list(health.read_kernel_log(tmp_path / "log")) == [b"one", b"two"]

@@ -54,27 +54,6 @@ def test_a_restart_from_an_old_checkpoint_costs_what_it_computes_again() -> None
     assert found.seconds_lost == 20.0
 
 
-def test_who_does_not_report_again_says_how_many_steps_it_repeated() -> None:
-    reports = [report(1, 1.0), report(2, 4.0), report(3, 5.0)]
-    found = outcomes.outcome(reports, 1.5, 1.0, recomputed=0)
-    assert found.to_dict() == {
-        "newest_before": 1,
-        "seconds_to_new_step": 2.5,
-        "seconds_lost": 2.0,
-        "steps_recomputed": 0,
-    }
-
-
-def test_every_report_counts_when_losses_are_compared() -> None:
-    undisturbed = {1: "0x1p+0", 2: "0x1p-1"}
-    same = [report(1, 1.0), report(2, 2.0, "0x1p-1"), report(2, 3.0, "0x1p-1")]
-    assert outcomes.first_difference(same, undisturbed) is None
-    other = [*same, report(2, 4.0, "0x1.8p-1")]
-    assert outcomes.first_difference(other, undisturbed).startswith("iteration 2")
-    assert outcomes.first_difference(same[:1], undisturbed) == "iteration 2 is missing"
-    assert "iteration 3" in outcomes.first_difference([*same, report(3, 5.0)], undisturbed)
-
-
 def test_the_command_line_works_without_any_peer() -> None:
     done = subprocess.run(
         [sys.executable, BENCH / "peers.py", "--help"], capture_output=True, text=True, check=True

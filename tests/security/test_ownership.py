@@ -171,15 +171,6 @@ def test_private_directories(tmp_path: Path) -> None:
     assert not ownership.is_private(tmp_path / "absent")
 
 
-@needs_root
-def test_private_directories_of_another_user(tmp_path: Path) -> None:
-    path = tmp_path / "theirs"
-    path.mkdir(mode=0o700)
-    given_to(ATTACKER, path)
-    with pytest.raises(OwnershipError):
-        ownership.make_private(path)
-
-
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")

@@ -194,12 +194,3 @@ def test_the_mask_of_what_a_run_writes(
     finally:
         os.umask(before)
     assert masks == [found]
-
-
-@pytest.mark.parametrize("given", ["", "rwx", "1000", "-1"])
-def test_a_mask_that_is_none(
-    given: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(cli.UMASK_VARIABLE, given)
-    assert cli.main(["demo"]) == 2
-    assert "is no umask" in capfd.readouterr().err

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
+from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs, node_needs
 from deadpool_megatron.settings import Settings
@@ -102,30 +101,6 @@ def test_what_a_killed_process_was_making_is_taken_back(tmp_path: Path) -> None:
         tmp_path / own_name(3, SEAT), layout, SEAT, NAMES, budget=Budget(tmp_path, limit)
     )
     assert allocated_bytes(tmp_path) <= limit
-
-
-def test_memory_that_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
-    layout = make_layout(3, nbytes=1 << 20)
-    budget = Budget(tmp_path, segment_bytes(layout))
-    names = [part.name for part in layout.parts]
-    Segment.create(tmp_path / copy_name(3), layout, None, names, budget=budget)
-    again = Segment.open(tmp_path / copy_name(3), budget=budget)
-    again.reserve(names)
-    with pytest.raises(NoRoom, match=r"raise --deadpool-memory-gb") as caught:
-        Segment.create(
-            tmp_path / copy_name(4), make_layout(4, nbytes=1 << 20), None, names, budget=budget
-        )
-    assert "\n" not in str(caught.value)
-    assert {path.name for path in tmp_path.glob("*.seg")} == {copy_name(3)}
-
-
-def test_who_needs_nothing_waits_for_nobody(tmp_path: Path, monkeypatch: Any) -> None:
-    """Each copy that comes asks for the memory of its slot, which it nearly always has."""
-    names = ["shard", "tail"]
-    budget = Budget(tmp_path, 1 << 20)
-    copy = Segment.create(tmp_path / copy_name(3), make_layout(3), None, names, budget=budget)
-    monkeypatch.setattr(Budget, "_locked", lambda self: pytest.fail("the lock was taken"))
-    copy.reserve(names)
 
 
 def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
@@ -242,22 +217,6 @@ def test_the_tightest_of_all_limits_counts(tmp_path: Path) -> None:
     (tmp_path / "own-0-0.0.0.seg").write_bytes(bytes(8192))
     assert usable_bytes(tmp_path, 5000) == 5000
     assert usable_bytes(tmp_path, 0) > 5000
-
-
-def test_chains_of_steps_are_counted() -> None:
-    """Two slots for whole copies and 2 + 8 for steps; extras lie in all of them."""
-    parts = (
-        PartInfo("shard0", 1200 * PAGE_BYTES, (0,)),
-        PartInfo(gradients_part("shard0"), 400 * PAGE_BYTES, (0,)),
-        PartInfo(UPDATE_PART, 20 * PAGE_BYTES, (0,)),
-        PartInfo("extras@step", 10 * PAGE_BYTES, (0,)),
-    )
-    layout = RoleLayout(0, parts, (0, 1), 2, "hash")
-    needs = node_needs(layout, 2, Settings(protection="recompute", full_every=8))
-    around = 12 + 2 * 2  # a header for each slot; words and description of two files
-    pages = 2 * 1200 + 10 * 400 + 12 * 30 + around
-    assert needs.kept == 2 * pages * PAGE_BYTES
-    assert "copies with their steps" in needs.in_words()
 
 
 def _group(directory: Path, **files: object) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import gc
 import resource
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +15,7 @@ from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.tls import open_stream
 from tests.vault.harness import RUN_ID, cluster, wait_until
-from tests.wire.visitors import SECONDS, SECRET, Address, enter, open_door
+from tests.wire.visitors import SECONDS, Address, enter, open_door
 
 
 def descriptors() -> int:
@@ -34,58 +29,6 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 8192)), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-class Short(socket.socket):
-    """A listener whose process has no descriptor left, three times."""
-
-    times = 3
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        if self.times:
-            self.times -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().accept()
-
-
-class Slow(socket.socket):
-    """A listener on a busy host."""
-
-    seconds = 0.03
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        found = super().accept()
-        time.sleep(self.seconds)
-        return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("agents", "most_strangers", "seconds"),
-    [
-        pytest.param(40, 8, 0.03, id="each waits a little"),
-        pytest.param(6, 2, 0.3, id="its process stands still for longer than one may be mute"),
-    ],
-)
-async def test_who_waits_in_a_crowd_is_heard_however_slow_the_host_is(
-    agents: int, most_strangers: int, seconds: float
-) -> None:
-    """The door takes connections that wait without a pause, and each has a fifth of a second."""
-    listener = Slow()
-    listener.seconds = seconds
-
-    async with open_door(most_strangers, listener=listener) as (inside, address):
-        writers = await asyncio.gather(*(enter(address) for _ in range(agents)))
-        assert len(inside.served) == agents
-        for writer in writers:
-            writer.close()
-    assert inside.refusals == []
-
-
-async def test_a_moment_without_descriptors_does_not_end_the_door() -> None:
-    async with open_door(most_strangers=16, listener=Short()) as (inside, address):
-        (await enter(address)).close()
-        assert len(inside.served) == 1
 
 
 @pytest.mark.parametrize("strangers", [800, pytest.param(1500, marks=pytest.mark.full)])
@@ -198,22 +141,6 @@ async def test_who_speaks_another_version_hears_so() -> None:
     assert "the other end speaks 'DPM1', this one 'DPM2': install one version" in why
 
 
-def test_who_dials_another_version_says_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                framing.receive(connection)
-                connection.sendall(OLDER)
-
-        accepting = threading.Thread(target=answer)
-        accepting.start()
-        with pytest.raises(framing.OtherVersion, match="speaks 'DPM1'"):
-            auth.connect(listener.getsockname(), SECRET, "run", SECONDS)
-        accepting.join()
-
-
 async def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
     """As many as all agents of a large run that come back at once: none of them is put out."""
 
@@ -223,34 +150,6 @@ async def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
         for writer in writers:
             writer.close()
     assert inside.refusals == []
-
-
-async def test_who_drips_is_put_out_at_the_limit_for_all_of_it() -> None:
-    async with open_door(most_strangers=4, seconds=0.2) as (inside, address):
-        reader, writer = await asyncio.open_connection(*address)
-        for byte in framing.encode({"t": "hello", "run": "run", "nonce": "0" * 32}):
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.01)
-            if inside.refusals:
-                break
-        await inside.until(lambda: inside.refusals)
-        with contextlib.suppress(ConnectionResetError):  # a byte of ours was still on its way
-            assert await reader.read() == b""
-    assert inside.refusals == ["no complete greeting within 0.2 s"]
-
-
-async def test_strangers_leave_no_descriptor_behind() -> None:
-    async with open_door(most_strangers=4) as (inside, address):
-        (await enter(address)).close()
-        before = descriptors()
-        for payload in (b"", framing.MAGIC, b"GET /", framing.encode({"t": "hello", "run": "x"})):
-            with socket.create_connection(address) as connection:
-                connection.sendall(payload)
-        await inside.until(lambda: len(inside.refusals) == 3)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        gc.collect()
-        assert descriptors() <= before
 
 
 def test_strangers_at_a_vault(tmp_path: Path) -> None:
@@ -266,14 +165,6 @@ def test_strangers_at_a_vault(tmp_path: Path) -> None:
         for connection in silent:
             connection.close()
         wait_until(lambda: node.count("refused: connection") == len(silent), "they are counted")
-
-
-def test_a_vault_answers_another_version(tmp_path: Path) -> None:
-    with cluster(tmp_path, 1) as running:
-        with socket.create_connection(("127.0.0.1", running.nodes[0].port), SECONDS) as dialled:
-            dialled.sendall(OLDER)
-            assert framing.receive(dialled)["t"] == "other-version"
-        wait_until(lambda: running.nodes[0].count("refused: connection"), "it is counted")
 
 
 @pytest.mark.parametrize("realm", ["run", "other/vault0", realm_of(RUN_ID, 1)])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.wire import auth, framing, records
 from deadpool_megatron.wire.auth import AuthenticationError
-from deadpool_megatron.wire.records import AlteredError, Direction, Opener, RecordSocket
+from deadpool_megatron.wire.records import AlteredError, Direction, Opener
 from tests.wire.visitors import SECONDS, SECRET, enter, open_door
 
 KEY = b"k" * 32
@@ -121,16 +121,6 @@ def test_frames_and_bulk_over_sockets() -> None:
             framing.receive(theirs)
 
 
-def test_what_is_taken_and_not_read_is_pending() -> None:
-    ours, theirs = pair()
-    with ours, theirs:
-        ours.sendall(b"abcdef")
-        target = bytearray(2)
-        framing.receive_into(theirs, memoryview(target))
-        assert isinstance(theirs, RecordSocket)
-        assert (bytes(target), theirs.pending()) == (b"ab", 4)
-
-
 class Between:
     """Somebody on the way from a dialler to a listener, who changes the bytes at will."""
 
@@ -179,14 +169,6 @@ async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch: pytest.Mon
         (await enter(address)).close()
     assert len(inside.served) == 1
     assert "somebody relays it, or addresses are translated" in inside.refusals[0]
-
-
-async def test_where_addresses_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(auth.TRANSLATED, "1")
-    async with open_door() as (inside, address):
-        with Between(address, lambda data, _: data) as relay:
-            (await enter(relay.address)).close()
-    assert inside.refusals == []
 
 
 async def test_a_relay_that_says_what_the_acceptor_wants_to_hear(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import select
 import socket
 import ssl
-import struct
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -168,24 +166,6 @@ async def test_bulk_bytes_and_frames_of_one_record_arrive(tls_settings: Files) -
     near.close()
     accepted.close()
     there.close()
-
-
-def test_who_is_gone_before_he_is_accepted_holds_nobody_up(tls_settings: Files) -> None:
-    """A vault pauses when it cannot accept: a stranger who comes again and again is no reason."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = TcpTransport(listener, SECRET, "run", 0, SECONDS, contexts(tls_settings))
-        stranger = socket.create_connection(listener.getsockname())
-        stranger.sendall(b"something")
-        assert select.select([listener], [], [], SECONDS)[0]
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        stranger.close()  # with a reset
-        if (gone := there.accept(SECONDS)) is not None:  # some interpreters tell at the handshake
-            gone.close()
-        with socket.create_connection(listener.getsockname()) as other:
-            other.sendall(b"something")
-            channel = there.accept(SECONDS)
-            assert channel is not None
-            channel.close()
 
 
 def test_vaults_commit_and_restore_over_tls(tls_settings: Files, tmp_path: Path) -> None:

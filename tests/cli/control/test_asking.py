@@ -14,10 +14,8 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.common import NotNow, Refused, RunNotReachable
 from deadpool_megatron.cli.control import asking
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
-from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
-    read_json,
     write_json,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
@@ -144,19 +142,6 @@ def test_why_nobody_has_taken_a_request_is_told(command: Any, tmp_path: Path) ->
     status, said = command(Coordinator(NOBODY), "persist", "--wait", "0.01")
     assert status == 2
     assert f"no coordinator took the request within 0.01 s: {NOBODY}\n" in said
-
-
-def test_another_process_with_the_number_of_a_dead_agent_is_not_waited_for(
-    command: Any, tmp_path: Path
-) -> None:
-    """As after a reboot of the host: --wait would wait for ever."""
-    list_agent(tmp_path, os.getpid())
-    path = RunDirectory(tmp_path).node(0)
-    started = {str(os.getpid()): (posix.start_time(os.getpid()) or 0) - 1}
-    write_json(path, {**read_json(path), "started": started})
-    coordinator = Coordinator(*[NOBODY] * 50, ASKED)
-    status, said = command(coordinator, "drain", "--node", "1", "--wait", "5")
-    assert (status, len(coordinator.asked)) == (2, 1), said
 
 
 def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any, tmp_path: Path) -> None:

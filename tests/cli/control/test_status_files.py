@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import deadpool_megatron
-from deadpool_megatron.cli.control import status
-from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
@@ -17,7 +15,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.settings import Settings
-from tests.cli.told import CarryOut, Complain
+from tests.cli.told import CarryOut
 
 FINAL = {"exit_status": 75, "reason": "no spare\x1b[31m", "iterations": 7}
 
@@ -73,25 +71,3 @@ def test_a_run_of_another_version_is_not_called_damaged(
     assert f"was written by another version of deadpool{told}: use that one" in err
     assert "warp_factor" in err
     assert "damaged" not in err
-
-
-def test_values_of_other_files_that_nobody_wrote(run: RunDirectory, carry_out: CarryOut) -> None:
-    run.coordinator.write_text('{"host": "127.0.0.1", "port": 1e999}')
-    run.node(0).write_text('{"agent": 1, "started": {"a": 1}}')
-    run.node(1).write_text('{"agent": null}')
-    run.node(2).write_text('{"hostname": "elsewhere"}')
-    assert run.node_listings() == {}
-    open_journal(Settings(), "0123abcd", run.journal).write("term", 1, {})
-    status, _, err = carry_out("status", str(run.path))
-    assert (status, len(err.splitlines())) == (2, 1)
-
-
-def test_a_status_of_another_version_is_told_in_a_line(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, complain: Complain, carry_out: CarryOut
-) -> None:
-    """The package was renewed under a run that goes on."""
-    known = {"phase": "running", "waiting_for": "", "epoch": 3}
-    monkeypatch.setattr(status, "ask", lambda *_: {"status": known})
-    assert "another version" in complain("status", run.path)
-    answer, out, _ = carry_out("status", run.path, "--json")
-    assert (answer, json.loads(out)) == (0, known)

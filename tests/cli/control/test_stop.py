@@ -43,13 +43,3 @@ def test_a_stop_that_nobody_takes_is_said_so(tmp_path: Path) -> None:
     late = deadpool("stop", "--wait", "0.3", str(run.path))
     assert late.returncode == 2
     assert "no coordinator took the request within 0.3 s" in late.stderr
-
-
-def test_agent_says_which_node_it_must_be_told(tmp_path: Path) -> None:
-    where = ("--run-dir", str(tmp_path / "r"))
-    unknown = deadpool("agent", *where)
-    assert unknown.returncode == 2
-    assert "give --node-id I, --attach or --from-slurm" in unknown.stderr
-    outside = deadpool("agent", *where, "--from-slurm")
-    assert outside.returncode == 2
-    assert "this is no Slurm job" in outside.stderr

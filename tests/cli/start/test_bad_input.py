@@ -8,7 +8,6 @@ import shutil
 import socket
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,17 +164,6 @@ def test_what_the_system_refuses_is_one_line(
     line = complain(*arguments)
     assert LONG in line
     assert "File name too long" in line
-
-
-def test_what_the_system_refuses_later_keeps_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_launcher: launch.Launcher) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(launch.Launcher, "run", fail)
-    with pytest.raises(OSError, match="Too many open files"):
-        cli.main(run_arguments(tmp_path / "r"))
 
 
 def test_resume_points_that_cannot_be_used(tmp_path: Path, complain: Complain) -> None:
@@ -338,16 +326,6 @@ def test_port_that_is_taken(tmp_path: Path, complain: Complain) -> None:
         line = complain(*run_arguments(tmp_path / "r", "--port", port))
     assert "Address already in use" in line
     assert not (tmp_path / "r" / "run.json").exists()
-
-
-def test_an_agent_on_a_host_without_the_file_of_domains(tmp_path: Path, complain: Complain) -> None:
-    """Which the host that has made the run has: said before anything is imported."""
-    run = old_run(tmp_path / "r")
-    info = run.read_run()
-    settings = replace(info.settings, domains_file="/nonexistent/file")
-    write_json(run.path / "run.json", replace(info, settings=settings).to_dict())
-    line = complain("agent", "--run-dir", str(run.path), "--node-id", "0", "--preload", "")
-    assert "/nonexistent/file: No such file" in line
 
 
 @pytest.mark.parametrize(

@@ -214,28 +214,3 @@ def test_a_run_directory_that_is_away_for_a_moment_ends_no_run(
     status, said = start(lambda _: not any(refused.values()))
     assert refused == {"final.json": 0, "1.json": 0}
     assert status == 0, said
-
-
-@pytest.mark.slow
-def test_a_host_that_is_short_of_processes_has_its_new_spare_later(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It must not cost the run, which has other nodes."""
-    fork, short = os.fork, [OSError(errno.EAGAIN, "no more processes")] * 3
-    opened: list[int] = []
-
-    def forks() -> int:
-        opened.append(len(list(Path("/proc/self/fd").iterdir())))
-        if len(opened) > 2 and short:
-            raise short.pop()
-        return fork()
-
-    def look(run: RunDirectory) -> bool:
-        return run.log("node2-agent").exists()
-
-    monkeypatch.setattr(os, "fork", forks)
-    status, said = start(look, refill=1)
-    assert (status, short) == (0, [])
-    assert opened[2:] == [opened[2]] * 4, "each try has left its pipe open"
-    assert sum("no more processes" in line for line in said) == 1
-    assert "node 2 starts as a new spare" in said

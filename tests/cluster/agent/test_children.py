@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.agent import node_check as module
-from deadpool_megatron.cluster.agent import standby_process as standby_keeper
 from deadpool_megatron.cluster.agent import vault_process as vault_keeper
 from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.fence import CloseLimits
@@ -330,25 +329,6 @@ async def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Pat
     assert looks[0] == (2, "claimed", 5.0)
 
 
-async def test_a_standby_that_the_kernel_holds_does_not_hold_its_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a call to a file system that hangs, where SIGKILL waits too."""
-    monkeypatch.setattr(standby_keeper, "_END_SECONDS", 0.05)
-    claimed = asyncio.Event()
-    keeper = kept(tmp_path, _CLAIMS, lambda term, beat, at: claimed.set())
-    keeper.start()
-    await asyncio.wait_for(claimed.wait(), 20.0)
-    await until(lambda: keeper._watcher is not None)
-    held = [*keeper._coordinators, keeper._watcher]
-    with monkeypatch.context() as patched:
-        patched.setattr(ChildWatch, "kill", lambda _self: None)
-        await asyncio.wait_for(keeper.close(0.0), 20.0)
-    for one in held:
-        assert one is not None
-        assert await one.end(20.0)
-
-
 class FakeVault:
     """Answers every probe the same, or not at all."""
 
@@ -423,17 +403,6 @@ def test_facts_are_read_by_a_process_of_its_own(segments: Path) -> None:
     told = HostFacts.from_dict(sent[0]["facts"])
     assert (told.address, told.noted) == ("127.0.0.1", FACTS.noted)
     assert made.told() == sent[0]["facts"]
-
-
-@pytest.mark.parametrize("command", [("timeit", "-n1", "-r1", "while True: pass"), ("this",)])
-def test_what_cannot_be_found_out_stays_as_it_was(command: tuple[str, ...], segments: Path) -> None:
-    """A process that hangs, and one that answers nothing of use."""
-    made, sent = examiner(segments, 1, *command)
-    made._limit_seconds = 0.3 if command[0] == "timeit" else 30.0
-    made._command = command
-    asyncio.run(made.look())
-    assert sent == []
-    assert HostFacts.from_dict(made.told()) == FACTS
 
 
 def test_a_vault_that_does_not_answer_is_no_reason_to_end(segments: Path) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.agent import Agent, Leaving
+from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.fence import CloseLimits
 from deadpool_megatron.cluster.agent.members import Member, Members
 from deadpool_megatron.cluster.agent.standby_process import CoordinatorAddress, StandbyKeeper
 from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, Ending
 from deadpool_megatron.cluster.process.logs import Files
@@ -89,32 +88,6 @@ def test_the_process_id_of_a_vault_that_has_ended_is_sent_nothing(
     agent._members.by_slot = {}
     agent._on_order({"t": "hurt", "part": "vault", "number": 0, "signal": "KILL"})
     assert sent == ([] if ended else [(1 << 30, signal.SIGKILL)])
-
-
-@pytest.mark.parametrize("is_fenced_first", [True, False])
-def test_who_is_told_to_end_and_is_fenced_does_not_come_back(is_fenced_first: bool) -> None:
-    """The signal is not lost, whichever comes first: another agent after this one would not get it,
-    and nobody would take up the slots."""
-
-    async def end() -> tuple[int, tuple[str, bool]]:
-        agent: Any = object.__new__(Agent)
-        options: Any = SimpleNamespace(leave_seconds=0.0, keeps_slots=True, node=3)
-        agent._members = SimpleNamespace(by_slot={}, send_all=lambda message: None)
-        agent._node, agent._options, agent._exit_code, agent._ending = 3, options, 0, None
-        agent._stopping, told = asyncio.Event(), asyncio.Event()
-        agent._leaving = Leaving(options, told.set)
-        if is_fenced_first:
-            agent._fence("cut off")
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(told.wait(), 20)
-        if not is_fenced_first:
-            agent._fence("cut off")
-        assert agent._exit_code == ExitStatus.FENCED
-        return agent._leaving.status(agent._exit_code), agent._ending
-
-    status, (_, is_removed) = asyncio.run(end())
-    assert status == ExitStatus.TERMINATED
-    assert is_removed != is_fenced_first
 
 
 def test_the_log_of_a_member_that_has_ended_does_not_stay_in_memory() -> None:
@@ -290,14 +263,3 @@ def test_a_save_that_waits_is_told_to_each_coordinator_until_it_is_valid() -> No
     node.done(10)
     node.meet("fourth")
     assert node.told == []
-
-
-def test_a_save_of_a_closed_epoch_is_not_told_again() -> None:
-    node = Node()
-    node.ask(10)
-    node.agent._closed = 1
-    node.meet("second")
-    assert node.told == []
-    request = node.ask(10, epoch=2)
-    node.meet("third")
-    assert node.told == [request]

@@ -15,9 +15,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator import ending
 from deadpool_megatron.cluster.coordinator import files as run_files
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal, open_journal
-from deadpool_megatron.cluster.journal.terms import claim_term
+from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
@@ -141,28 +139,6 @@ def test_the_end_waits_for_what_is_being_made_valid(
     assert f"the run ends when this is valid, in {limit_seconds:g} s at most: {what}" in said
     assert (f"the run ends before this is valid, after 0 s: {what}" in said) != becomes_valid
     assert said.index("the run ends") < said.index("run-ended"), "its end is told when it has come"
-
-
-@pytest.mark.parametrize("first_good_try", [1, 4])
-def test_a_coordinator_that_is_followed_while_it_writes_the_result_steps_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_good_try: int
-) -> None:
-    """The next one goes on with the run, and with the agents."""
-    tries, removes = list[bool](), list[bool]()
-
-    def trouble() -> None:
-        tries.append(True)
-        if len(tries) == 1:
-            claim_term(DirectoryJournal(tmp_path / "journal"), 2, "other", 1, 1)
-        if len(tries) < first_good_try:
-            raise OSError(errno.EIO, "Input/output error")
-
-    replace_writes(monkeypatch, trouble)
-    status, _ = end(tmp_path, monkeypatch, removes)
-    assert (status, removes) == (ExitStatus.SUPERSEDED, [])
-    assert len(tries) == 1
-    # A write that has begun cannot be called back.
-    assert (tmp_path / "run" / FINAL).exists() == (first_good_try == 1)
 
 
 @pytest.mark.slow

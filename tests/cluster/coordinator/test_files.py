@@ -96,19 +96,3 @@ def test_what_is_saved_counts_though_nobody_has_told_of_it(tmp_path: Path) -> No
     end = Finish(75, "no spare", Restore("dump", Generation(1, 10), path="/dump/1-10"))
     assert files.result(end, Rig().state)["iterations"] == 10
     files.close(10.0)
-
-
-def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    """The rest of a line that arrives while it is read is not taken for a line."""
-    run = RunDirectory(tmp_path)
-    files = RunFiles(run, info(), 1, Progress())
-    for iteration in range(1, 3000):
-        files.write(step(iteration))
-    files.close(10.0)
-    whole = run.events.read_bytes()
-    run.events.write_bytes(whole[:-40])
-    reading = read_events(run.events)
-    next(reading)
-    with open(run.events, "ab") as file:
-        file.write(whole[-40:])
-    assert [event.iteration for event in reading][-1] in (2998, 2999)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator import standby
-from deadpool_megatron.cluster.coordinator.files import EventWriter
 from deadpool_megatron.cluster.coordinator.standby import Standby
 from deadpool_megatron.cluster.coordinator.succession import (
     Estate,
@@ -29,15 +26,12 @@ from deadpool_megatron.cluster.journal.journal import (
     DirectoryJournal,
     LostRace,
     open_journal,
-    write_patiently,
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm, claim_term, sign
 from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
-from tests.cluster.journal.journal_steps import coordinator
 from tests.common.waiting import PATIENCE_SECONDS
 
 _RHYTHM = Rhythm(beat=0.01, gap=0.02, stall=0.04, alone=0.04)
@@ -117,58 +111,12 @@ def test_a_look_does_not_grow_with_the_journal(
     assert live(journal, meanwhile) == (["term 2 has begun"], [])
 
 
-def test_a_slow_write_elsewhere_does_not_delay_it(
-    journal: DirectoryJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file of events that hangs when it is opened, and records whose sync does not return."""
-    events, works, syncing = tmp_path / "events.jsonl", threading.Event(), threading.Event()
-    os.mkfifo(events)
-
-    def slow_sync(_: int) -> None:
-        syncing.set()
-        works.wait(PATIENCE_SECONDS)
-
-    async def meanwhile(newer: list[str]) -> None:
-        writer = EventWriter(EventLog(events))
-        writer.write(Event(Kind.LOG, data={"text": "x"}))
-        records = [
-            asyncio.create_task(write_patiently(journal, ("epoch", n), {}, 0.0, print))
-            for n in range(1, 9)
-        ]
-        await until(syncing.is_set)
-        await until(moving(journal))
-        assert writer.describe()["waiting"] == 1
-        assert not any(record.done() for record in records)
-        assert newer == []
-        works.set()
-        await asyncio.gather(*records)
-        with open(events, "rb"):
-            assert writer.close(PATIENCE_SECONDS) == 0
-
-    monkeypatch.setattr(os, "fsync", slow_sync)
-    assert live(journal, meanwhile) == ([], [])
-
-
 def made(tmp_path: Path) -> Standby:
     run = RunDirectory(tmp_path)
     info = SimpleNamespace(settings=Settings(), nodes=2, spares=1, ended_term=0)
     options: Any = SimpleNamespace(run=run, info=info, node=2, report_fd=1)
     journal: Any = None
     return Standby(options, journal)
-
-
-@pytest.mark.usefixtures("pipes_hang")
-def test_a_result_on_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
-    """With the journal elsewhere the looks go on; the result is seen once it can be."""
-    final = tmp_path / "final.json"
-    one = made(tmp_path)
-    assert one._look_for_result() is None
-    os.mkfifo(final)
-    for _ in range(3):
-        assert one._look_for_result() is None
-    with open(final, "w") as file:
-        file.write(json.dumps({"slots_kept": True}))
-    assert one._result.look(20.0) == {"slots_kept": True}
 
 
 @pytest.mark.usefixtures("pipes_hang")
@@ -182,44 +130,6 @@ def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path)
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
     run.latest.write_text(json.dumps(saved.to_dict()))
     assert durable.look(20.0) == (saved,)
-
-
-@pytest.mark.usefixtures("pipes_hang")
-def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_path: Path) -> None:
-    saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
-
-    async def live() -> list[str]:
-        one = coordinator(lambda _: journal, tmp_path, "run")
-        os.mkfifo(one._run.latest)
-        looking = asyncio.create_task(one._look_for_durable())
-        await asyncio.sleep(0.1)
-        assert not one.state.line.valid
-        await asyncio.to_thread(one._run.latest.write_text, json.dumps(saved.to_dict()))
-        await looking
-        return [known.path for known in one.state.line.valid]
-
-    journal = open_journal(Settings(), "run", tmp_path / "journal")
-    assert asyncio.run(live()) == [saved.path]
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *({}, {"host": "h", "port": None}, {"host": "h", "port": "x"}),
-        {"host": "h", "port": math.inf},
-    ],
-)
-def test_a_term_of_another_version_ends_no_standby(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], entry: dict[str, Any]
-) -> None:
-    """Each would end at it, and then the run would have no coordinator more."""
-    one = made(tmp_path)
-    one._journal = open_journal(Settings(), "run", tmp_path / "journal")
-    one._journal.write("term", 1, {"node": None, "hostname": "h", "pid": 1, **entry})
-    looks = iter((True, True, False))
-    one._pause = lambda: next(looks)  # type: ignore[method-assign]
-    assert one.watch() is None
-    assert capfd.readouterr().err.count("what is there is not understood") == 1
 
 
 def test_orders_of_the_agent_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

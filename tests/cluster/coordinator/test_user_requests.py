@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import commands
 from deadpool_megatron.cluster.coordinator.commands import UserRequests
 from deadpool_megatron.cluster.journal import requests
 from deadpool_megatron.cluster.journal.journal import (
@@ -133,40 +132,6 @@ async def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
     assert known(journal) == []
 
 
-class Gated(DirectoryJournal):
-    """Cannot be read until the gate is open."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.gate = threading.Event()
-
-    def numbers(self, kind: str) -> list[int]:
-        assert self.gate.wait(10.0)
-        return super().numbers(kind)
-
-
-async def test_a_journal_that_cannot_be_read_yet_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The coordinator before may have taken it, and what can be is not known."""
-    monkeypatch.setattr(commands, "_ASK_SECONDS", 0.2)
-    monkeypatch.setattr(commands, "_STOP_SECONDS", 0.05)
-    one = await Coordinator(DirectoryJournal(tmp_path / "journal"), 1).begun()
-    await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-    gated = Gated(tmp_path / "journal")
-    following = Coordinator(gated, 2)
-    beginning = asyncio.ensure_future(following.begun())
-    for what in (DRAIN, {"node": 7}):
-        answer = await following.desk.ask(Verb.DRAIN, lambda what=what: what, "a")
-        assert (answer["ok"], answer["again"]) == (False, True)
-        assert "refused" not in answer
-        assert "the journal cannot be read: nothing was taken on (unless" in answer["error"]
-    assert (await following.desk.ask(Verb.STOP, lambda: STOP, "b"))["ok"]
-    gated.gate.set()
-    await beginning
-    assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["request"]["number"] == 1
-
-
 async def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
     one = await Coordinator(journal, 1).begun()
     answer = await one.desk.ask(Verb.DRAIN, lambda: {"node": 7}, "a")
@@ -204,61 +169,6 @@ async def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
     answer = await one.desk.ask(Verb.STOP, lambda: STOP, "b")
     assert answer["ok"]
     assert [item.request.verb for item in one.fed] == [Verb.STOP]
-
-
-class Hanging(DirectoryJournal):
-    """Writes hang until it works; with ``lies`` one is carried out then, and fails all the same."""
-
-    lies = False
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.works = threading.Event()
-
-    def write(self, kind: str, number: int, entry: Any) -> None:
-        self.works.wait(10.0)
-        super().write(kind, number, entry)
-        if self.lies:
-            self.lies = False
-            raise JournalError("the answer was lost")
-
-
-@pytest.mark.parametrize("lies", [False, True])
-async def test_what_was_refused_is_not_found_by_the_next_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lies: bool
-) -> None:
-    monkeypatch.setattr(commands, "_ASK_SECONDS", 0.05)
-    slow = Hanging(tmp_path / "journal")
-    one = Coordinator(slow, 1)
-    one.desk._patience = 0.0
-    slow.lies = lies
-    await one.begun()
-    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-    assert "the journal does not answer: nothing was taken on (unless" in answer["error"]
-    assert answer["again"]
-    slow.works.set()
-    await asyncio.gather(*one.tasks)
-    assert one.stepped_down == []
-    following = await Coordinator(slow, 2).begun()
-    assert following.fed[0].requests == ()
-
-
-async def test_one_whose_journal_failed_writes_no_entry_behind_that_of_the_next_coordinator(
-    tmp_path: Path, journal: DirectoryJournal
-) -> None:
-    """It lost no race for the number that failed: then it must not take the one behind it."""
-    broken = Broken(tmp_path / "journal")
-    one = await Coordinator(broken, 1).begun()
-    assert not (await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["ok"]
-    following = await Coordinator(journal, 2).begun()
-    one.desk._journal = journal
-    answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
-    assert "another coordinator has taken over" in answer["error"]
-    assert answer["again"]
-    assert one.stepped_down == ["another coordinator takes the requests"]
-    assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "c"))["ok"]
-    assert following.stepped_down == []
-    await asyncio.gather(*one.tasks)
 
 
 class Contested(DirectoryJournal):

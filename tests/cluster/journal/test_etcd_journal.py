@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -248,44 +246,6 @@ def test_etcd_under_tls(
             open_journal(settings, "r", tmp_path)
     finally:
         server.kill()
-
-
-def test_a_key_that_wants_a_word_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
-    """Without a terminal the question goes to standard input: a standby's is its agent's pipe, on
-    which nothing like an answer ever comes."""
-    made = certificates.make(tmp_path)
-    locked = tmp_path / "locked.key"
-    encrypt = ["openssl", "pkey", "-aes256", "-passout", "pass:word", "-out", str(locked)]
-    subprocess.run([*encrypt, "-in", made["tls_key"]], check=True, capture_output=True)
-    program = (
-        "import os\n"
-        "from deadpool_megatron.cluster.journal.etcd import EtcdError, credentials_from\n"
-        "try:\n"
-        "    credentials_from(os.environ, secure=True)\n"
-        "except EtcdError as error:\n"
-        "    print(error)\n"
-    )
-    reading, writing = os.pipe()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={
-                **os.environ,
-                "ETCDCTL_CERT": made["tls_certificate"],
-                "ETCDCTL_KEY": str(locked),
-            },
-            stdin=reading,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            start_new_session=True,
-            check=False,
-        )
-    finally:
-        os.close(reading)
-        os.close(writing)
-    assert "etcd's certificates cannot be loaded" in done.stdout
-    assert str(locked) in done.stdout
 
 
 def test_users_of_etcd(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -15,7 +14,6 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.listener import Door, Lock
-from deadpool_megatron.wire.records import RecordWriter
 from deadpool_megatron.wire.tls import open_stream
 
 SECRET = b"secret"
@@ -184,71 +182,6 @@ def test_an_agent_that_greets_again_before_its_welcome_has_one_answer() -> None:
     serve(scenario)
 
 
-def test_agent_that_goes_over_to_a_newer_term_says_so_before_it_leaves() -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        _, writer = await connect(address)
-        writer.write(framing.encode(join(3)))
-        await events.until(lambda: events.joined)
-        writer.write(framing.encode({"t": "superseded", "why": "went over to term 2"}))
-        writer.close()
-        await events.until(lambda: events.left)
-        assert events.farewells == ["node 3: went over to term 2"]
-
-    serve(scenario)
-
-
-def test_coordinator_hears_most_agents_its_own_one_not_counted() -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        agents = [await connect(address) for _ in range(4)]  # kept: what is dropped is closed
-        for node, (_, writer) in enumerate(agents):
-            writer.write(framing.encode(join(node)))
-        await events.until(lambda: len(events.joined) == 4)
-        peers = events.peers
-        assert peers is not None
-        now = max(peer.heard_at for peer in peers.agents.values())
-        for node in (0, 1):
-            peers.agents[node].heard_at = now - 3.0
-        assert peers.hears_most(2.0, now, own_node=None)
-        assert peers.hears_most(4.0, now, own_node=3)
-        assert not peers.hears_most(2.0, now, own_node=3)
-        assert peers.hears_most(2.0, now, own_node=0)
-
-    serve(scenario)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        ConnectionResetError("of another connection"),
-        KeyError("epoch"),
-        AssertionError("a mistake of ours"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_what_our_own_code_raises_at_a_report_is_no_cut_connection(error: Exception) -> None:
-    """Refused, counted, shown and acknowledged: neither the agent nor this process ends by it."""
-
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        events.fails_at = {"poison": error}
-        reader, writer = await connect(address)
-        writer.write(framing.encode(join(3)))
-        assert (await framing.read_frame(reader))["t"] == "welcome"
-        for number, value in ((1, "before"), (2, "poison"), (3, "after")):
-            writer.write(framing.encode({"t": "report", "n": number, "value": value}))
-        writer.write(framing.encode({"t": "beat", "members": {}, "vault": {}, "b": 1.0, "o": 0}))
-        assert (await framing.read_frame(reader))["n"] == 3
-        assert events.peers is not None
-        assert events.peers.refusals == 1
-        assert list(events.peers.agents) == [3]
-        assert events.left == []
-
-    events = serve(scenario)
-    assert events.said == ["before", "after"]
-    assert len(events.refusals) == 1
-    assert type(error).__name__ in events.refusals[0]
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -270,34 +203,3 @@ def test_message_without_sense_is_refused_and_its_agent_stays(message: dict[str,
     events = serve(scenario)
     assert len(events.refusals) == 1
     assert events.farewells == []
-
-
-def test_agent_whose_first_message_cannot_be_used_is_told_so() -> None:
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        events.fails_at = {"node-joined": AssertionError("a mistake of ours")}
-        reader, writer = await connect(address)
-        writer.write(framing.encode(join(3)))
-        assert (await framing.read_frame(reader))["t"] == "refused"
-        await events.until(lambda: events.left)
-
-    assert len(serve(scenario).refusals) == 1
-
-
-def test_what_is_cut_in_the_middle_is_an_end_like_any_other() -> None:
-    """A host that is gone while its agent speaks has sent no garbage."""
-
-    async def scenario(events: Events, address: tuple[str, int]) -> None:
-        reader, writer = await connect(address)
-        report = framing.encode({"t": "report", "n": 1, "value": "x" * 1000})
-        # At once: what comes behind the first message is not lost either.
-        writer.write(framing.encode(join(3)) + framing.encode({"t": "report", "n": 1, "value": 1}))
-        assert (await framing.read_frame(reader))["t"] == "welcome"
-        await events.until(lambda: events.said)
-        assert isinstance(writer, RecordWriter)
-        assert writer._sending is not None
-        asyncio.StreamWriter.write(writer, writer._sending.seal(report)[:500])
-        writer.close()
-        await events.until(lambda: events.left)
-
-    events = serve(scenario)
-    assert (events.said, events.left, events.refusals) == ([1], [3], [])

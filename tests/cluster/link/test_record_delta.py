@@ -134,13 +134,6 @@ def test_the_journal_gives_a_record_back(record: EpochRecord) -> None:
     assert EpochRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
 
 
-def test_a_record_of_a_version_without_plans_can_be_read() -> None:
-    """Its run was protected by copies of every iteration, and can be gone on from."""
-    values = cluster(2).to_dict()
-    del values["protection"], values["restore"]["recipes"]
-    assert EpochRecord.from_dict(values) == cluster(2)
-
-
 def cluster(nodes_count: int, epoch: int = 1) -> EpochRecord:
     roles = range(nodes_count * 8)
     return EpochRecord(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from typing import Any, cast
@@ -18,12 +17,7 @@ from deadpool_megatron.cluster.link.agent_link import (
     Session,
 )
 from deadpool_megatron.cluster.link.pacing import (
-    Pace,
-    acknowledge_seconds,
     answer_seconds,
-    beat_seconds,
-    contact_seconds,
-    is_told,
 )
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -265,20 +259,6 @@ def test_an_agent_keeps_its_place_in_a_queue(has_session: bool) -> None:
     before_doors(scenario)
 
 
-def test_an_agent_in_a_queue_goes_to_the_successor_that_is_elsewhere() -> None:
-    """A coordinator that was stopped has a kernel that still takes connections."""
-
-    async def scenario(line: Line, doors: Doors) -> None:
-        await beginning(line)
-        doors.are_slow(1, repeat(NEVER_SECONDS))
-        line.cuts = {line.frames: How.RESET}
-        await line.until("a connection to the stopped one", lambda: doors.opened)
-        new = line.take_over()
-        await line.until("a welcome", new.peers.listening, line.settings.fence_seconds / 6)
-
-    before_doors(scenario)
-
-
 def test_a_greeting_whose_network_was_cut_holds_up_no_other() -> None:
     async def scenario(line: Line, doors: Doors) -> None:
         await beginning(line)
@@ -302,38 +282,3 @@ def test_a_coordinator_that_never_answers_is_given_up() -> None:
         assert doors.most_waiting == 2
 
     before_doors(scenario)
-
-
-@pytest.mark.parametrize("agents", [2, 400, 4096, 100_000])
-@pytest.mark.parametrize("fence_seconds", [1.2, 3.0, 6.0])
-def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float) -> None:
-    settings = Settings(
-        fence_seconds=fence_seconds,
-        node_silence_seconds=fence_seconds * 4 / 3,
-        freeze_seconds=1.0,
-        takeover_seconds=fence_seconds,
-    )
-    beat = beat_seconds(agents, settings)
-    assert agents > 400 or beat == settings.beat_interval_seconds
-    # The newest acknowledged beat is at most so old while all is well.
-    assert beat + min(beat, acknowledge_seconds(settings)) <= contact_seconds(beat, settings)
-    assert 2 * contact_seconds(beat, settings) < settings.fence_seconds
-    # As long for the handshake of the second greeting as for the answer to the first.
-    assert 2 * answer_seconds(settings) < settings.fence_seconds
-
-
-def test_routine_events_of_a_large_run_come_from_other_roles_each_time() -> None:
-    assert all(is_told(role, 7, 512) for role in range(512))
-    told = Counter(
-        role for iteration in range(64) for role in range(32768) if is_told(role, iteration, 32768)
-    )
-    assert set(told.values()) == {1}
-    assert len(told) == 32768
-
-
-def test_who_asks_a_moment_early_need_not_wait_a_whole_period() -> None:
-    pace = Pace(1.0)
-    assert pace.is_due(100.0)
-    assert not pace.is_due(100.9)
-    assert pace.is_due(100.99)
-    assert not pace.is_due(101.5)

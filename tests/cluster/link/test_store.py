@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.link import store
 from deadpool_megatron.cluster.link.store import CoordinatorStore, MemberStore, StoreHub, StoreRelay
-from deadpool_megatron.wire.framing import FrameBuffer, encode
+from deadpool_megatron.wire.framing import FrameBuffer
 
 EPOCH = 5
 SLOTS = 2
@@ -223,39 +223,3 @@ def test_the_first_value_of_a_key_stays() -> None:
     assert hub.put({"a/1": "AQ=="}) == {}
     assert list(hub.deliveries()) == [([7], {"a/1": "AA=="})]
     assert list(hub.deliveries()) == []
-
-
-def test_large_folders_come_in_pieces() -> None:
-    hub: StoreHub[int] = StoreHub()
-    hub.enter(1)
-    hub.put({f"a/{number}": "A" * 400_000 for number in range(9)})
-    hub.want(7, "a")
-    pieces = [piece for _, piece in hub.deliveries()]
-    assert len(pieces) == 3
-    assert sum(len(piece) for piece in pieces) == 9
-
-
-async def test_what_an_agent_repeats_comes_in_pieces_that_fit_into_a_frame() -> None:
-    """Of an epoch that holds little enough it was lost as a whole, with everything unsaid."""
-    values = {f"a/{number}": "A" * store.MAXIMUM_VALUE_BYTES for number in range(40)}
-    folders = [f"{number}/".ljust(store.MAXIMUM_KEY_CHARACTERS, "f") for number in range(4000)]
-    sent: list[dict[str, Any]] = []
-
-    def said() -> dict[str, str]:
-        return {key: value for message in sent for key, value in message["values"].items()}
-
-    def asked() -> list[str]:
-        return [folder for message in sent for folder in message["want"]]
-
-    relay = StoreRelay(lambda message: sent.extend(FrameBuffer().feed(encode(message))))
-    relay.enter(EPOCH)
-    member = Member(relay)
-    relay.from_member(member, store.pack(EPOCH, values, folders))
-    await asyncio.sleep(0)
-    assert (said(), asked()) == (values, folders)
-    sent.clear()
-    relay.repeat()
-    await asyncio.sleep(0)
-    assert (said(), asked()) == (values, folders)
-    assert member.killed == ""
-    assert len(sent) == 40

@@ -6,8 +6,6 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
@@ -94,27 +92,6 @@ def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
     assert outcome(rig, 2) == (Stage.UNDER_WAY, "its roles move")
 
 
-def test_nor_does_one_whose_spare_is_lost_in_the_meantime() -> None:
-    rig = with_one_of_two_drained()
-    rig.feed(ev.MemberLost(0, 0, 0, signal=9))
-    rig.warm(0)
-    rig.steps(10)
-    rig.join(3)
-    at = rig.one(act.Pause).iteration
-    rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, at) for role in (0, 1)))
-    rig.lose(3, g(at, rig.record.epoch))
-    assert nodes_of(rig.pending) == {0: 2, 1: 1}
-
-
-def test_where_no_drain_is_open_a_drained_node_is_a_spare_for_the_next() -> None:
-    rig = begun()
-    ask(rig, Verb.DRAIN, node=0)
-    moved(rig)
-    rig.steps(10)
-    ask(rig, Verb.DRAIN, which=2, node=1)
-    assert outcome(rig, 2) == (Stage.UNDER_WAY, "its roles move")
-
-
 def test_a_failure_moves_roles_to_a_drained_node_if_there_is_no_other() -> None:
     rig = with_one_of_two_drained()
     rig.feed(ev.MemberLost(0, 0, 0, signal=9))
@@ -189,20 +166,6 @@ def test_a_new_start_ends_what_was_open_at_once() -> None:
     assert (outcome(rig, 1), outcome(rig, 2)) == (STARTED_AGAIN, STARTED_AGAIN)
 
 
-@pytest.mark.parametrize("found_first", [True, False])
-def test_what_was_only_taken_for_a_restart_ends_no_request(*, found_first: bool) -> None:
-    old = begun()
-    rig = successor(old, restarted=True)
-    if not found_first:
-        rejoin(rig, old, 0)
-    rig.feed(ev.RequestsFound(OPEN[:1], restarted=True))
-    if found_first:
-        rejoin(rig, old, 0)
-    rejoin(rig, old, 1, 2)
-    repeat(rig)
-    assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
-
-
 def plan(rig: Rig, every: int) -> dict[str, Any]:
     wanted = replace(rig.state.protection.plan, every=every)
     return {"plan": wanted.to_dict(), "words": plan_in_words(wanted)}
@@ -216,14 +179,6 @@ def test_protection_is_done_when_an_epoch_has_it() -> None:
     moved(rig)
     assert rig.record.protection.every == 3
     assert outcome(rig)[0] is Stage.DONE
-
-
-def test_protection_that_is_overtaken_says_by_what() -> None:
-    rig = begun()
-    ask(rig, Verb.PROTECT, 1, **plan(rig, 3))
-    ask(rig, Verb.PROTECT, 2, **plan(rig, 5))
-    assert outcome(rig, 1) == (Stage.REFUSED, "buddy; every 5 iterations was chosen after it")
-    assert outcome(rig, 2)[0] is Stage.UNDER_WAY
 
 
 def test_protection_goes_on_after_a_takeover() -> None:
@@ -259,14 +214,6 @@ def test_a_checkpoint_that_is_being_published_as_the_run_is_to_end_is_done_all_t
     assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
 
 
-def test_a_checkpoint_that_nobody_has_answered_at_the_end_is_refused() -> None:
-    rig = begun()
-    ask(rig, Verb.PERSIST, directory="/a")
-    rig.feed(ev.DumpRequested("time limit", 100.0))
-    rig.feed(ev.UserStop())
-    assert outcome(rig) == (Stage.REFUSED, "the run is ending")
-
-
 def test_a_checkpoint_waits_until_the_run_trains_and_is_begun_again_after_a_takeover() -> None:
     old = begun()
     ask(old, Verb.PERSIST, directory="/a")
@@ -295,26 +242,9 @@ def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:
     assert outcome(rig) == (Stage.DONE, "the run is ending")
 
 
-def test_a_stop_without_a_dump_waits_for_nobody() -> None:
-    rig = taken_over(begun())
-    ask(rig, Verb.DRAIN, 1, node=1)
-    ask(rig, Verb.STOP, 2, dump=False, reason="enough")
-    assert rig.one(act.Finish).exit_status == 130
-    assert outcome(rig, 1) == (Stage.REFUSED, "the run is ending")
-    assert outcome(rig, 2)[0] is Stage.DONE
-
-
 def test_what_cannot_be_is_refused_before_it_is_journalled() -> None:
     rig = begun()
     assert "there are: 0, 1, 2" in refusal(rig.state, Verb.DRAIN, {"node": 9})
     over = copy.deepcopy(rig)
     over.feed(ev.UserStop())
     assert refusal(over.state, Verb.DRAIN, {"node": 0}) == "the run is ending"
-
-
-def test_only_the_newest_that_ended_are_remembered() -> None:
-    rig = begun()
-    for number in range(1, 40):
-        ask(rig, Verb.DRAIN, number, node=2)
-    assert [one.number for one in rig.state.requests] == list(range(23, 40))
-    assert {one.stage for one in rig.state.requests} == {Stage.DONE}

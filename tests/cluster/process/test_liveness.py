@@ -24,7 +24,6 @@ from deadpool_megatron.cluster.process.posix import (
 from tests.common.waiting import wait_for
 
 SECONDS = 20.0
-BUSY = "while True: pass"
 IDLE = "import signal; signal.pause()"
 TITLE = "import ctypes, signal; ctypes.CDLL(None).prctl(15, 'rank10 \u8bad\u7ec3\u8fdb'.encode());"
 PR_SET_CHILD_SUBREAPER = 36

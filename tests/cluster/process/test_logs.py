@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import tempfile
 from pathlib import Path
 
@@ -88,37 +87,6 @@ async def test_logs_are_copied_once_whoever_copies(tmp_path: Path) -> None:
     assert copy.read_text() == "of an earlier run\nfirst\nsecond\nthird\n"
 
 
-def test_a_log_is_copied_once_by_one_that_is_killed_as_it_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it has copied it could not write down."""
-    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
-    target.mkdir()
-    logs.log("one").write_text("first\n")
-    LogCopier(logs.directory, target).copy()
-    logs.log("one").write_text("first\nsecond\n")
-
-    class Killed(BaseException):
-        pass
-
-    def write(descriptor: int, piece: bytes) -> int:
-        real_write(descriptor, piece[:3])
-        raise Killed
-
-    def keep_nothing(_self: LogCopier, under_way: dict[str, int]) -> None:
-        if under_way:
-            real_keep(_self, under_way)
-
-    real_write, real_keep = os.write, LogCopier._keep
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", write)
-        patched.setattr(LogCopier, "_keep", keep_nothing)
-        with pytest.raises(Killed):
-            LogCopier(logs.directory, target).copy()
-    assert LogCopier(logs.directory, target).copy() == ""
-    assert (target / "one.log").read_text() == "first\nsecond\n"
-
-
 def test_the_log_of_a_process_that_has_ended_leaves_memory_once_it_is_copied(
     tmp_path: Path,
 ) -> None:
@@ -140,30 +108,6 @@ def test_the_log_of_a_process_that_has_ended_leaves_memory_once_it_is_copied(
     logs.log("member-0").write_text("again\n")
     assert copier.copy() == ""
     assert (target / "member-0.log").read_text() == "last words of 0\nagain\n"
-
-
-def test_a_log_that_cannot_be_copied_keeps_none_of_the_others(tmp_path: Path) -> None:
-    """As one that has come to the largest size that the user's limits allow."""
-    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
-    target.mkdir()
-    names = [f"member-{number}" for number in range(6)]
-    for name in names:
-        logs.log(name).write_text("words\n")
-    logs.log("member-3").write_bytes(b"x" * (1 << 20))
-    copier = LogCopier(logs.directory, target)
-    for name in names:
-        copier.is_over(f"{name}.log")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    try:
-        assert "File too large" in copier.copy()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(list(target.iterdir())) == len(names)
-    assert list(logs.directory.glob("*.log")) == [logs.log("member-3")]
-    assert copier.copy() == ""
-    assert (target / "member-3.log").read_bytes() == b"x" * (1 << 20)
-    assert not list(logs.directory.glob("*.log"))
 
 
 def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path: Path) -> None:

@@ -11,25 +11,21 @@ from socket import gethostname
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cluster.coordinator.files import BadNodes, is_bad
+from deadpool_megatron.cluster.coordinator.files import is_bad
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory import bad_nodes
 from deadpool_megatron.cluster.run_directory.bad_nodes import (
     BadNode,
     add_bad_node,
-    forget_host,
     read_bad_nodes,
     recent_hosts,
     why_left_out,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.ownership import OwnershipError
-from tests.common.waiting import PATIENCE_SECONDS
 
 NODE = BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
 #: an entry at a time that is filled in
-ENTRY = '{"nodes": [{"host": "a", "kind": "b", "run": "c", "evidence": "", "wall_seconds": %s}]}'
 
 
 def test_a_file_that_somebody_keeps_locked_is_left_in_time(
@@ -71,36 +67,6 @@ def test_a_file_that_others_could_have_written_or_that_is_damaged_is_refused(
         add_bad_node(tmp_path, NODE)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[]",
-        '{"nodes": 5}',
-        '{"nodes": [5]}',
-        *(ENTRY % when for when in ("null", '"inf"', "NaN", "1e300", "1" + 400 * "0", "-1")),
-    ],
-)
-def test_a_file_that_somebody_else_has_filled_costs_a_line(content: str, tmp_path: Path) -> None:
-    """Whatever stands there: what notes the nodes goes on, and tells of the next one as well."""
-    run, said = RunDirectory(tmp_path / "run"), list[str]()
-    run.node(0).parent.mkdir(parents=True)
-    write_json(run.node(0), {"hostname": NODE.host})
-    file = bad_nodes.bad_nodes_file(tmp_path)
-    file.write_text(content)
-    file.chmod(0o600)
-    noting = BadNodes(run, "another", "", said.append)
-    aside = {"cause": "node 0 is put aside", "kind": "slow-node"}
-    event = Event(Kind.NODE_ASIDE, node=0, wall_seconds=NODE.wall_seconds, data=aside)
-    noting.note(event)
-    noting.flush(time.monotonic() + PATIENCE_SECONDS)
-    (line,) = said
-    assert "is damaged" in line
-    file.unlink()
-    noting.note(event)
-    noting.flush(time.monotonic() + PATIENCE_SECONDS)
-    assert [one.host for one in read_bad_nodes(tmp_path)] == [NODE.host]
-
-
 def test_old_ones_are_used_again_and_never_too_many_are_left_out() -> None:
     known = [replace(NODE, host=f"node{n}", wall_seconds=100.0 * n) for n in (4, 1, 2, 3)]
     again = replace(NODE, host="node1", wall_seconds=350.0)
@@ -129,28 +95,6 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
     assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 0
     assert why_left_out(tmp_path, "node7", "another", now) == ""
     assert [one.host for one in read_bad_nodes(tmp_path)] == ["node8"]
-
-
-def test_a_host_that_is_left_out_for_an_entry_is_not_noted_anew(tmp_path: Path) -> None:
-    """Else the entry would never be too old."""
-    run = RunDirectory(tmp_path / "run")
-    run.node(0).parent.mkdir(parents=True)
-    write_json(run.node(0), {"hostname": NODE.host})
-    left_out = {"kind": "left-out", "cause": "left out: of another reason"}
-    event = Event(Kind.NODE_LOST, node=0, wall_seconds=NODE.wall_seconds + 60.0, data=left_out)
-
-    def note() -> list[str]:
-        said: list[str] = []
-        noting = BadNodes(run, "another", "", said.append)
-        noting.note(event)
-        noting.flush(time.monotonic() + PATIENCE_SECONDS)
-        assert not said
-        return [one.run for one in read_bad_nodes(tmp_path)]
-
-    add_bad_node(tmp_path, NODE)
-    assert note() == [NODE.run]
-    forget_host(tmp_path, NODE.host)
-    assert note() == ["another"]
 
 
 def test_a_run_on_a_bad_host_is_refused_before_it_starts(

@@ -8,12 +8,10 @@ from typing import Any
 
 from deadpool_megatron.cluster.watch.hang import OnDevice, OnHost, RoleStatus, Waiting
 from deadpool_megatron.cluster.watch.hang_table import (
-    MESSAGES,
     MOST_GROUPS,
     MOST_ROLES,
     table_of,
 )
-from deadpool_megatron.comms.operations import POINT_TO_POINT
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import group_name
 from tests.common.event_schema import check_event
@@ -77,23 +75,6 @@ def test_who_waits_in_another_operation_is_told_with_it() -> None:
     assert rows == {0: ("waits", None), 1: ("missing", "all_gather"), 2: ("waits", "recv")}
 
 
-def test_messages_are_no_evidence_that_somebody_is_missing() -> None:
-    assert MESSAGES == POINT_TO_POINT
-    (group,) = table(
-        {0: on_host(("pp(0,1)", "recv", 3), ("pp(0,1)", 2, 3)), 1: on_host(None, ("pp(0,1)", 2, 1))}
-    )
-    assert (group["operation"], group["number"]) == ("recv", None)
-    places = [(row["where"], row["begun"]) for row in group["rows"]]
-    assert places == [("elsewhere", 1), ("waits", 3)]
-    (group,) = table(
-        {
-            0: on_device(("pp(0,1)", 9, 9, 8), collective=False),
-            1: on_device(("pp(0,1)", 3, 3, 3), collective=False),
-        }
-    )
-    assert [row["where"] for row in group["rows"]] == ["elsewhere", "waits"]
-
-
 def test_on_devices_the_numbers_are_those_of_the_recorder() -> None:
     (group,) = table(
         {
@@ -107,34 +88,6 @@ def test_on_devices_the_numbers_are_those_of_the_recorder() -> None:
         {"roles": [1], "where": "missing", "begun": 4, "started": 4, "ended": 4},
         {"roles": [2], "where": "not-started", "begun": 5, "started": 4, "ended": 4},
         {"roles": [0], "where": "waits", "begun": 5, "started": 5, "ended": 4},
-    ]
-
-
-def test_numbers_of_hosts_are_not_held_against_those_of_devices() -> None:
-    """A role whose recorder cannot be read still says where its host is."""
-    (group,) = table(
-        {
-            0: on_device(("dp(0-3)", 9, 9, 8)),
-            1: on_device(("dp(0-3)", 8, 8, 8)),
-            2: on_host(("dp(0-3)", "all_reduce", 3), ("dp(0-3)", 3, 0)),
-            3: on_host(None, ("dp(0-3)", 40, 0)),
-        }
-    )
-    assert group["number"] == 9
-    rows = {row["roles"][0]: (row["where"], row.get("begun")) for row in group["rows"]}
-    assert rows == {
-        0: ("waits", 9),
-        1: ("missing", 8),
-        2: ("waits", None),
-        3: ("elsewhere", None),
-    }
-
-
-def test_a_role_of_which_nothing_is_known_is_not_accused() -> None:
-    (group,) = table({0: on_host(("dp(0,1)", "all_reduce", 9)), 1: on_host(None)})
-    assert group["rows"] == [
-        {"roles": [1], "where": "elsewhere"},
-        {"roles": [0], "where": "waits", "begun": 9},
     ]
 
 

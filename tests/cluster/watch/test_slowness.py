@@ -195,18 +195,6 @@ def run(meter: StretchMeter, first: int, count: int, seconds: float, wait: float
         meter.step(EPOCH, iteration, 1000.0 + iteration * seconds)
 
 
-def test_the_meter_counts_the_longest_wait_of_each_iteration() -> None:
-    meter = StretchMeter()
-    run(meter, 11, 53, seconds=1.0, wait=0.5)
-    stretch = meter.stretch()
-    assert (stretch.iterations, stretch.seconds) == (50, 50.0)
-    assert stretch.share == pytest.approx(0.5)
-    assert stretch.ship_seconds == pytest.approx(0.5)
-    assert meter.step_seconds == pytest.approx(1.0)
-    assert meter.look(1) == (3, stretch)
-    assert meter.stretch().iterations == 0, "the next stretch has begun"
-
-
 def test_the_first_iterations_of_an_epoch_do_not_count() -> None:
     """They wait for copies of what was restored."""
     meter = StretchMeter()
@@ -218,15 +206,3 @@ def test_the_first_iterations_of_an_epoch_do_not_count() -> None:
     assert meter.stretch().stall_seconds == 0
     meter.waited(EPOCH - 1, 40, 9.0)
     assert meter.stretch().stall_seconds == 0, "of an epoch that is closed"
-
-
-def test_a_wait_between_calm_stretches_begins_the_calm_anew() -> None:
-    meter = StretchMeter()
-    meter.step(EPOCH, 1, 1000.0)
-    meter.step(EPOCH, 2, 1000.0)
-    begin = 3
-    for wait, calm in ((0.0, 1), (0.0, 2), (0.03, 0), (0.0, 1)):
-        run(meter, begin, 51, seconds=1.0, wait=wait)
-        meter.look(4)
-        assert meter.calm == calm
-        begin += 51

@@ -150,23 +150,6 @@ def test_what_train_writes_first_is_not_repeated(book: Book, megatron: Any) -> N
     assert book.writer.lines == ["log 1"]
 
 
-def test_lines_that_were_cut_off_are_written_again(
-    book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    def write_half() -> None:
-        with book.lines("log", 1, open_epoch, epoch=2):
-            megatron._GLOBAL_TENSORBOARD_WRITER.add("log 1")
-            print("what came before")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_half()
-    assert capsys.readouterr().out == "what came before\n"
-    write(book, megatron, "log", 1)
-    assert book.writer.lines == ["log 1"]
-
-
 def test_what_a_closed_epoch_has_computed_is_not_written(
     book: Book, megatron: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,13 +323,6 @@ class FakeWandb:
         self.logged.append((step, values))
 
 
-def test_with_a_server_only_what_it_lacks_is_logged_again(tmp_path: Path) -> None:
-    WandbRows(tmp_path).keep([({"a": 1, "picture": object()}, 1), ({"b": 2}, 1), ({"a": 3}, 2)])
-    wandb = FakeWandb(starting_step=2)
-    WandbRows(tmp_path).log_again(wandb)
-    assert wandb.logged == [(2, {"a": 3})]
-
-
 def test_the_newest_rows_are_kept_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,14 +339,6 @@ def test_the_newest_rows_are_kept_and_no_more(
     later.keep([({"a": 96}, 96)])
     assert [step for step, _ in wandb.logged] == list(range(86, 96))
     assert file.read_text().splitlines()[-1] == '[[96, {"a": 96}]]'
-
-
-def test_a_run_that_begins_anew_logs_nothing_of_before(tmp_path: Path) -> None:
-    WandbRows(tmp_path).keep([({"a": 1}, 1)])
-    WandbRows(tmp_path).begin()
-    wandb = FakeWandb()
-    WandbRows(tmp_path).log_again(wandb)
-    assert not wandb.logged
 
 
 @pytest.mark.parametrize(

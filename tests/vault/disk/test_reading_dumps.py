@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, S
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump
-from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Place
@@ -74,56 +72,6 @@ def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) 
     restoring.join(20)
     (places,) = found
     assert {place.name for place in places.values()} == set(NAMES)
-
-
-def test_a_file_system_that_is_away_costs_a_restore_and_no_vault(
-    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = record_of(2, restore=_from_dump(writer, tmp_path))
-    state = _vault(tmp_path / "after", record)
-
-    def stale(*_: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(Path, "glob", stale)
-    with pytest.raises(RestoreUnavailable, match="Stale file handle"):
-        _obtainer(state, record).obtain(LAYOUT)
-
-
-@pytest.mark.parametrize("what", ["open", "read_into"])
-def test_a_moment_without_descriptors_is_waited_for(
-    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    """The disk is well, and no other place has the parts."""
-    record = record_of(2, restore=_from_dump(writer, tmp_path))
-    state = _vault(tmp_path / "after", record)
-    there, calls = getattr(Segment, what), [0]
-
-    def short(*args: object, **more: object) -> object:
-        calls[0] += 1
-        if calls[0] in (2, 4, 7):
-            raise OSError(errno.EMFILE, "Too many open files")
-        return there(*args, **more)
-
-    monkeypatch.setattr(Segment, what, short)
-    places = _obtainer(state, record).obtain(LAYOUT)
-    assert {place.name for place in places.values()} == set(NAMES)
-    assert calls[0] > 4
-
-
-def test_a_shortage_that_lasts_is_told_at_the_deadline(
-    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = record_of(2, restore=_from_dump(writer, tmp_path))
-    state = _vault(tmp_path / "after", record)
-    state.settings = Settings(restore_seconds=0.01)
-
-    def short(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(Segment, "open", short)
-    with pytest.raises(RestoreUnavailable, match="Too many open files"):
-        _obtainer(state, record).obtain(LAYOUT)
 
 
 def test_a_file_that_was_not_written_is_not_named(

@@ -16,7 +16,7 @@ import pytest
 
 from deadpool_megatron.preflight.facts import Link
 from deadpool_megatron.vault.net import probe
-from deadpool_megatron.vault.net.transport import Channel, Sent, TcpTransport
+from deadpool_megatron.vault.net.transport import Channel, Sent
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 from tests.vault.fake_network import FakeNetwork, FakeTransport
@@ -96,38 +96,6 @@ def test_little_of_a_copy_waits_in_a_socket(pair: tuple[socket.socket, socket.so
     assert 0 < unsent <= 512 << 10
 
 
-def test_links_within_a_process_have_no_class() -> None:
-    transport = FakeNetwork().transport("fake", 0, 5.0)
-    channel = transport.connect(0, "fake", 0)
-    channel.give_way(8)
-    assert channel.sent() == Sent()
-    channel.close()
-    transport.close()
-
-
-def test_what_fetches_has_no_class() -> None:
-    """Restores do not give way: only who offers copies marks its connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        transport = TcpTransport(listener, b"x" * 32, "run", 0, 5.0)
-        accepted = []
-
-        def serve() -> None:
-            channel = transport.accept(5.0)
-            assert channel is not None
-            channel.authenticate()
-            accepted.append(channel)
-
-        serving = threading.Thread(target=serve)
-        serving.start()
-        channel = transport.connect(0, "127.0.0.1", port)
-        serving.join(10)
-        for end in (channel, *accepted):
-            assert isinstance(end, Channel)
-            assert class_of(end._socket) == (0, 0)
-            end.close()
-
-
 @contextmanager
 def answering(transport: FakeTransport, node: int) -> Iterator[None]:
     """A vault that serves one prober until it leaves."""
@@ -163,10 +131,6 @@ def test_what_is_found_about_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     assert link.bytes_per_second is not None
     assert link.bytes_per_second > 0
     assert probe_one(1, bulk=False).bytes_per_second is None
-
-
-def test_another_node_at_the_address_is_no_link() -> None:
-    assert probe_one(2, bulk=False).error == "node 1 answers there"
 
 
 def test_nobody_there() -> None:

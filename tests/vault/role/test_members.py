@@ -16,7 +16,7 @@ from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Se
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Interrupted, VaultError
+from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
@@ -108,15 +108,6 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path
     assert asked == [LAYOUT]
 
 
-def test_a_close_ends_the_wait_for_the_slots_of_a_role(tmp_path: Path) -> None:
-    """A vault that makes them may take seconds, and one that is gone for good never answers."""
-    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=3600.0)
-    closed = os.eventfd(1, os.EFD_CLOEXEC)
-    with pytest.raises(Interrupted, match="register"):
-        client.register(LAYOUT, 1, closed)
-    os.close(closed)
-
-
 def leaves_the_gate_at_once(client: VaultClient, why: str) -> None:
     interrupted = os.eventfd(0, os.EFD_CLOEXEC)
     with pytest.raises(VaultError, match=why):
@@ -181,13 +172,3 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     theirs.close()
     bad = {"t": "bad", "epoch": 1, "generation": [1, 4], "part": "shard"}
     assert [one for one in said if one["t"] == "bad"] == [bad]
-
-
-def test_the_gate_does_not_wait_for_a_vault_that_cannot_use_its_slots(tmp_path: Path) -> None:
-    """One that was restarted, and no longer finds the file or cannot read it, commits nothing."""
-    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
-    client._link, vault = socket.socketpair()
-    client._enter(1)
-    framing.send(vault, {"t": "unregistered", "code": "failed", "text": "segment of role 3: gone"})
-    leaves_the_gate_at_once(client, "segment of role 3: gone")
-    vault.close()

@@ -168,20 +168,6 @@ def test_the_next_process_on_the_place_gets_it_from_the_slots_of_the_last(tmp_pa
         assert not old.exists(), "nobody can any more"
 
 
-def test_slots_of_a_role_that_has_gone_elsewhere_are_taken_away(tmp_path: Path) -> None:
-    with cluster(tmp_path, 4, roles=2) as running:
-        first, second = running.nodes[2], running.nodes[3]
-        running.open(swap(running, _lose_one(running), FIRST))
-        _restored(first)
-        inventories = running.close(2, gone={1})
-        record = swap(running, inventories, FIRST, epoch=3, to=Seat(3, 0, 0))
-        running.open(record)
-        Member(second, LAYOUTS[1], 3).check(record)
-        running.close(3, gone={1})
-        running.open(running.record(4, seats=record.seats, gone={1}))
-        assert not (first.directory / own_name(1, Seat(2, 0, 0))).exists()
-
-
 def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as running:
         members = begin(running)

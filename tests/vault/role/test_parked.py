@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from deadpool_megatron.layout.records import Generation, Seat
-from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.memory import Budget, allocated_bytes
 from deadpool_megatron.vault.shm.own_slots import make_own, park
 from deadpool_megatron.vault.shm.segment import Segment, own_name
@@ -47,28 +46,6 @@ def test_a_role_of_another_size_gets_slots_of_its_own(tmp_path: Path) -> None:
         member.write(Generation(1, 0))
         assert _parked(node.directory) == []
         assert allocated_bytes(node.directory) < NBYTES
-
-
-def test_what_is_parked_while_the_role_gets_other_slots_goes(tmp_path: Path) -> None:
-    with cluster(tmp_path, 1) as running:
-        (node,) = running.nodes
-        member = Member(node, make_layout(0, nbytes=64 << 10))
-        Segment.create(node.directory / own_name(0, member.seat), member.layout, member.seat, ())
-        member.client.park(make_layout(7, nbytes=NBYTES))
-        running.open(running.record(1))
-        member.client.register(member.layout, 1)
-        assert _parked(node.directory) == []
-
-
-def test_what_an_earlier_process_on_the_place_has_left_goes(tmp_path: Path) -> None:
-    for incarnation in range(2):
-        seat = Seat(0, 3, incarnation)
-        client = VaultClient("", tmp_path, seat, connect_seconds=0.0)
-        client.park(make_layout(7, nbytes=NBYTES))
-    (left,) = _parked(tmp_path)
-    assert left.name.startswith(".parked-0.3.1.")
-    client.close()
-    assert _parked(tmp_path) == []
 
 
 def _left_by_the_first(directory: Path) -> None:

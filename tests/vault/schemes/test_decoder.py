@@ -27,7 +27,6 @@ from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, dump_name
-from tests.common.threads import short_of_threads
 from tests.vault.harness import wait_until
 from tests.vault.schemes.coded import GENERATION, CodedGroup, flip
 from tests.vault.schemes.decoding import SETTINGS, Vaults, plan, seats_of
@@ -180,17 +179,6 @@ def of_other_bytes(told: Members) -> Members:
     nbytes, digest = told.contributions[1]["shard"]
     other = {**told.contributions[1], "shard": (nbytes, digest ^ 1)}
     return replace(told, contributions={**told.contributions, 1: other})
-
-
-def test_a_moment_without_threads_is_waited_out(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vaults = begin(3, 1, {0})
-    record = vaults.opened()
-    refused = short_of_threads(monkeypatch, "block-2-from-2")
-    vaults.obtain(record, 0)
-    assert refused
-    assert vaults.decoded() == [[1, 2, 3]]
 
 
 def test_each_place_of_a_block_says_what_it_was_computed_from(begin: Begin) -> None:

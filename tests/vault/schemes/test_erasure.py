@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
-import threading
-import time
 
 import pytest
 import zfec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.vault.schemes import parity_code as erasure
 from deadpool_megatron.vault.schemes.parity_code import Coder
 
 
@@ -66,41 +62,6 @@ def test_what_cannot_be_computed_is_refused() -> None:
         coder.begin({0, 3}, 1, memoryview(bytearray(2)))
     with pytest.raises(ValueError, match="no code for 255 data and 2 parity"):
         Coder(255, 2)
-
-
-def test_the_tables_of_bytes_and_of_pairs_agree() -> None:
-    """Lengths that are no whole number of pairs, and more than what is looked up at once."""
-    table = bytes(random.Random(5).sample(range(256), 256))
-    for length in (0, 1, 2, 3, 1001, (1 << 17) + 1):
-        chunk = random.Random(length).randbytes(length)
-        for piece in (chunk, bytearray(chunk), memoryview(bytearray(chunk))):
-            assert bytes(erasure._translated(table, piece)) == chunk.translate(table)
-
-
-def test_others_work_while_a_block_is_computed() -> None:
-    """The interpreter lock is not kept for as long as megabytes take."""
-    coder, data = Coder(2, 2), memoryview(random.Random(6).randbytes(16 << 20))
-    out = memoryview(bytearray(len(data)))
-    combination = coder.begin({0, 1}, 3, out)
-    combination.add(1, 0, data[:16])
-    turns, over = 0, threading.Event()
-
-    def compute() -> None:
-        combination.add(1, 16, data[16:])
-        over.set()
-
-    thread = threading.Thread(target=compute)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(100.0)  # nobody is made to let go: only who does so by itself
-    try:
-        thread.start()
-        while not over.wait(0):
-            turns += 1
-            time.sleep(0)
-    finally:
-        sys.setswitchinterval(interval)
-    thread.join()
-    assert turns > 50
 
 
 def test_what_was_given_up_stays_as_it_is() -> None:

@@ -32,7 +32,6 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.schemes.base import Target, scheme_of
@@ -220,20 +219,6 @@ def held_by(state: VaultState) -> dict[Generation, set[str]]:
 def blocks(directory: Path) -> int:
     """Bytes of memory behind all files."""
     return sum(path.stat().st_blocks * 512 for path in directory.glob("*.seg"))
-
-
-def test_steps_laid_out_for_longer_chains_are_not_taken_for_shorter_ones(tmp_path: Path) -> None:
-    layout, state = make_layout(), opened(tmp_path)
-    assert put(state, layout, g(0), WHOLE).slots == 2
-    assert put(state, layout, g(1), STEP).slots == 6
-    (tmp_path / "later").mkdir()
-    other = opened(tmp_path / "later", 8)
-    other.table = state.table
-    assert put(other, layout, g(4), WHOLE).slots == 2
-    with pytest.raises(VaultError, match=r"steps-0\.seg on node 1 has 6 slots, not 10"):
-        put(other, layout, g(5), STEP)
-    with pytest.raises(VaultError, match="layout other of role 0"):
-        put(state, replace(layout, layout_hash="other"), g(2), STEP)
 
 
 def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> None:

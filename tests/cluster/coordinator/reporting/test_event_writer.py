@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -124,20 +123,3 @@ def test_a_large_file_is_followed_by_another_one(tmp_path: Path) -> None:
     assert names[:2] == ["events.jsonl", "events-0001-0002.jsonl"]
     assert names[names.index("events-0002.jsonl") + 1] == "events-0002-0002.jsonl"
     assert all(file.stat().st_size < 2000 for file in event_files(path))
-
-
-def test_what_is_no_event_is_skipped_and_of_a_newer_version_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "events.jsonl"
-    newer = {"kind": "teleported", "epoch": 3, "data": {"where": "mars"}, "wall_seconds": 1.0}
-    lines = [b"\0" * 300, b'{"kind":"step","iteration":"x"}', b"[]", json.dumps(newer).encode()]
-    writer = EventWriter(EventLog(path))
-    writer.write(step(1))
-    writer.close(PATIENCE_SECONDS)
-    with open(path, "ab") as file:
-        file.write(b"".join(line + b"\n" for line in lines))
-    found = list(read_events(path))
-    assert [event.kind for event in found] == [Kind.STEP, Kind.LOG]
-    assert found[1].data["text"] == 'teleported: {"where": "mars"}'
-    assert capsys.readouterr().err.count("skipped") == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
@@ -51,20 +49,6 @@ def test_a_cadence_does_not_send_a_lost_node_to_a_checkpoint() -> None:
     rig.steps(24)
     rig.lose(1, g(10), g(20))
     assert (rig.pending.restore.kind, rig.pending.restore.generation) == ("memory", g(20))
-
-
-def test_a_pause_after_a_return_to_an_old_checkpoint_is_of_the_next_iterations() -> None:
-    """All copies were lost. What was computed before that is not to be waited for."""
-    rig = Rig(nodes=2, spares=2).run(1000)
-    rig.feed(ev.DurableValid(100, "/ck/100", "save"))
-    rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
-    rig.closed()
-    assert rig.pending.restore.generation.iteration == 100
-    rig.opened()
-    rig.steps(103)
-    assert rig.state.line.newest == 1000, "lines for people are not shown twice"
-    rig.feed(ev.DumpRequested("the time is over"))
-    assert rig.one(act.Pause).iteration == 105
 
 
 def test_member_that_is_past_the_iteration_makes_it_later() -> None:
@@ -151,56 +135,6 @@ def test_wanted_dump_pauses_saves_and_ends_although_there_is_a_spare() -> None:
     assert finish.resume == Restore("dump", g(9), "step", path="/dump/1-9")
 
 
-@pytest.mark.parametrize(("seconds", "share"), [(None, 1.0), (50.0, 0.2), (1e6, 1.0)])
-def test_wanted_dump_spends_a_part_of_its_time_on_the_pause(
-    seconds: float | None, share: float
-) -> None:
-    rig = wanted_dump(seconds)
-    limit = share * (seconds if share < 1.0 and seconds else rig.settings.hang_seconds)
-    rig.tick(limit - 0.01)
-    assert not rig.of(act.CloseEpoch)
-    rig.tick(0.01)
-    assert rig.one(act.CloseEpoch).cause == "time is over"
-    rig.closed(g(7))
-    assert rig.one(act.Dump).generation == g(7)
-
-
-def test_wanted_dump_that_becomes_urgent_pauses_no_longer() -> None:
-    rig = wanted_dump()
-    assert not rig.feed(ev.DumpRequested("the time limit", 50.0))
-    assert not rig.feed(ev.DumpRequested("time is over"))
-    rig.tick(10.0)
-    assert rig.one(act.CloseEpoch).cause == "time is over"
-
-
-def test_wanted_dump_without_a_journal_for_the_epoch_under_way() -> None:
-    rig = Rig(nodes=2, spares=1).run(7)
-    rig.lose(1, g(7), why="connection closed")
-    assert rig.state.phase is Phase.DECIDING
-    rig.feed(ev.DumpRequested("time is over"))
-    rig.feed(ev.JournalFailed(rig.pending.epoch, "no space left"))
-    assert rig.one(act.Dump).generation == g(7)
-
-
-def test_wanted_dump_joins_a_pause_and_moves_nothing() -> None:
-    """A node was to be drained; the run ends instead."""
-    rig = drained()
-    rig.feed(ev.DumpRequested("time is over", 50.0))
-    assert not rig.of(act.Pause)
-    assert not rig.of(act.CloseEpoch)
-    rig.tick(10.0)
-    assert rig.one(act.CloseEpoch)
-    rig.closed(g(7))
-    assert rig.one(act.Dump).nodes == (0, 1, 2)
-
-
-def test_wanted_dump_does_not_wait_for_roles_that_just_failed() -> None:
-    rig = Rig(nodes=2, spares=1).run(7)
-    rig.feed(ev.MemberFault(*rig.seat(1), 1, "connection reset"))
-    rig.feed(ev.DumpRequested("time is over"))
-    assert rig.one(act.CloseEpoch).cause == "time is over"
-
-
 def test_a_run_that_is_complete_before_its_dump_needs_none() -> None:
     rig = wanted_dump()
     rig.feed(*(ev.MemberDone(*rig.seat(role), 1) for role in (0, 1)))
@@ -267,13 +201,6 @@ def test_wanted_dump_outlives_the_loss_of_a_node_meanwhile() -> None:
     assert rig.one(act.Finish).exit_status == 75
 
 
-def test_wanted_dump_before_anything_was_begun_ends_at_once() -> None:
-    rig = Rig(nodes=2, spares=1)
-    rig.feed(ev.DumpRequested("time is over"))
-    assert rig.one(act.Finish).exit_status == 75
-    assert not rig.of(act.Dump)
-
-
 def test_wanted_dump_before_the_first_record_was_announced() -> None:
     rig = Rig(nodes=2, spares=1)
     rig.gather()
@@ -302,24 +229,6 @@ def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:
     assert rig.one(act.Pause).epoch == 2
 
 
-def test_spare_that_is_lost_before_the_drain_closed_keeps_the_roles_where_they_are() -> None:
-    rig = drained()
-    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.lose(2, g(9))
-    assert nodes_of(rig.pending) == {0: 0, 1: 1}
-    rig.journal()
-    assert not rig.of(act.KillMember)
-
-
-def test_drain_of_an_unknown_or_idle_node_changes_nothing() -> None:
-    rig = Rig().run()
-    before = deepcopy(rig.state)
-    rig.feed(ev.DrainRequested(9))
-    assert rig.emitted(Kind.REFUSED)
-    rig.feed(ev.DrainRequested(2))
-    assert rig.state == before
-
-
 def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
     rig = Rig(nodes=2, spares=0, replicas=2).run()
     assert rig.record.fewer_copies == {0, 1}
@@ -331,17 +240,6 @@ def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
     rig.closed(g(2))
     assert rig.pending.fewer_copies == frozenset()
     assert rig.pending.seats == rig.record.seats
-
-
-def test_drained_node_is_the_last_choice_as_a_spare() -> None:
-    rig = drained()
-    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.decided(g(9))
-    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
-    rig.restored()
-    rig.join(3)
-    rig.lose(0, g(9))
-    assert rig.pending.seats[0] == Seat(3, 0, 0)
 
 
 def test_account_of_a_recovery() -> None:

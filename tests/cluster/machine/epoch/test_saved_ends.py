@@ -15,13 +15,11 @@ from deadpool_megatron.layout.planner import NoRestore, RestoreQuery
 from deadpool_megatron.layout.records import (
     BadPart,
     Generation,
-    Holding,
-    Inventory,
     Recipe,
     Replay,
     Restore,
 )
-from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout
+from tests.cluster.machine.rig import Phase, Rig, g, killed
 
 WHERE = {"persist_directory": "/exports"}
 DUMP = Restore("dump", g(7), "step", path="/dump/1-7")
@@ -178,23 +176,6 @@ def test_a_run_of_which_every_generation_is_damaged_does_not_pass_for_saved() ->
     assert "generation 1:7 lacks part main of role 1" in end.reason
 
 
-def damaged_beside_another_copy(nodes: int) -> Rig:
-    """The last node is lost and no spare comes: node 0 has dumped, but for a part of its copy of
-    the lost role, of which another node has one as well."""
-    rig, lost = Rig(nodes=nodes, spares=0, replicas=2).run(), nodes - 1
-    rig.lose(lost, g(6), g(7))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    rig.feed(ev.Dumped(0, g(7), damaged=bad(0, lost, 7)))
-    return rig
-
-
-def test_a_damaged_part_that_another_node_has_written_costs_nothing() -> None:
-    rig = damaged_beside_another_copy(nodes=3)
-    rig.feed(ev.Dumped(1, g(7)))
-    end = rig.one(act.Finish)
-    assert (end.exit_status, end.resume) == (75, Restore("dump", g(7), "step", path="/dump/1-7"))
-
-
 def test_nodes_are_asked_for_another_generation_when_all_have_written_the_first() -> None:
     """One that still writes could not begin, and would have less time for it than the others."""
     rig = sole_copies(g(6), g(7), nodes=3)
@@ -204,15 +185,6 @@ def test_nodes_are_asked_for_another_generation_when_all_have_written_the_first(
     rig.feed(ev.Dumped(1, g(7)))
     dump = rig.one(act.Dump)
     assert (dump.generation, dump.nodes) == (g(6), (0, 1))
-
-
-@pytest.mark.parametrize("lost", [True, False])
-def test_what_is_damaged_is_known_when_the_last_node_does_not_answer(lost: bool) -> None:
-    rig = damaged_beside_another_copy(nodes=4)
-    rig.feed(ev.Dumped(2, g(7)))
-    last = ev.NodeLost(1, "gone") if lost else ev.Dumped(1, g(7), error="disk full")
-    rig.feed(last)
-    assert rig.one(act.Dump).generation == g(6)
 
 
 def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
@@ -234,24 +206,6 @@ def test_what_any_try_has_led_to_stays_known_of_a_node_that_has_written(
     rig.feed(ev.Dumped(0, g(7)), ev.Dumped(1, g(7), error="disk full"), ev.NodeLost(0, "gone"))
     written = {holding.generation for holding in rig.state.memory.held[0].holdings}
     assert written == {g(5), g(6), g(7)}
-
-
-def test_extras_of_an_earlier_boundary_are_another_try() -> None:
-    """Of the same generation, and written to the same place."""
-    rig = Rig(nodes=2, spares=0).run()
-    rig.feed(ev.NodeLost(1, "gone"))
-    holding = Holding(0, g(7), STEP | {"extras@save"})
-    layouts = tuple(layout(role, 2) for role in range(2))
-    holdings = (holding, replace(holding, role=1))
-    rig.feed(ev.NodeInventory(Inventory(0, 1, holdings, layouts)))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    assert rig.one(act.Dump).boundary == "save"
-    rig.feed(ev.Dumped(0, g(7), boundary="save", damaged=bad(0, 1, 7, "extras@save")))
-    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
-    rig.feed(ev.Dumped(0, g(7), boundary="save"))
-    assert rig.emitted(Kind.REFUSED), "said of the first try"
-    rig.feed(ev.Dumped(0, g(7), boundary="step"))
-    assert rig.one(act.Finish).resume == Restore("dump", g(7), "step", path="/dump/1-7")
 
 
 def test_a_process_that_does_not_die_costs_no_state_that_is_being_written() -> None:
@@ -313,48 +267,6 @@ def test_an_export_has_a_deadline() -> None:
     assert rig.one(act.Finish).exit_status == 75
     told = [one.data["text"] for one in rig.emitted(Kind.LOG)]
     assert "waited long enough for the checkpoint of what was dumped to /dump/1-7" in told
-
-
-def test_a_node_that_is_lost_meanwhile_ends_nothing_by_itself() -> None:
-    rig = dumped(nodes=4)
-    rig.feed(ev.NodeLost(2, "connection closed"))
-    assert not rig.of(act.Finish)
-    assert not rig.of(act.ExportDump)
-    rig.feed(ev.DumpExported(g(7), ""))
-    assert rig.one(act.Finish).exit_status == 75
-
-
-def test_who_has_no_time_ends_it() -> None:
-    rig = dumped()
-    rig.feed(ev.DumpRequested("time is over"))
-    assert rig.one(act.Finish).exit_status == 75
-    assert not rig.of(act.Dump)
-
-
-def test_the_end_of_another_export_is_passed_over() -> None:
-    rig = dumped()
-    rig.feed(ev.DumpExported(g(6), "/exports/iter_0000006"))
-    assert not rig.of(act.Finish)
-    running = Rig(nodes=2, spares=0, **WHERE).run()
-    running.feed(ev.DumpExported(g(7), ""))
-    assert running.state.phase is Phase.RUNNING
-
-
-def test_a_run_that_had_its_last_export_before_ends_with_the_dump() -> None:
-    rig = Rig(nodes=2, spares=0, **WHERE).run(7)
-    rig.feed(ev.DumpRequested("time is over"))
-    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.closed(g(9))
-    rig.feed(*(ev.Dumped(node, g(9)) for node in (0, 1)))
-    assert rig.one(act.Finish).exit_status == 75
-
-
-def test_who_interrupts_the_export_does_not_lose_what_was_dumped() -> None:
-    rig = dumped()
-    rig.feed(ev.UserStop("interrupted"))
-    finish = rig.one(act.Finish)
-    assert (finish.exit_status, finish.resume) == (75, DUMP)
-    assert "continue with 'deadpool run --resume" in finish.reason
 
 
 def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it() -> None:

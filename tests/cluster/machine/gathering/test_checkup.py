@@ -79,21 +79,6 @@ def test_a_weak_node_waits_as_the_last_spare() -> None:
     assert standing(rig, 0) is Standing.WEAK
 
 
-def test_a_weak_node_trains_where_no_good_one_is_left() -> None:
-    rig = Rig(nodes=3, spares=1)
-    come(rig, n0=FEW_FILES, n1=FEW_FILES)
-    assert nodes_of(rig.pending) == {0: 3, 1: 1, 2: 2}
-    alone = Rig(nodes=2, spares=1)
-    come(alone, n0=FEW_FILES, n1=FEW_FILES, n2=FEW_FILES)
-    assert nodes_of(alone.pending) == {0: 0, 1: 1}
-
-
-def test_a_good_spare_goes_to_the_place_of_a_node_left_out_before_that_of_a_weak_one() -> None:
-    rig = Rig(nodes=3, spares=1)
-    come(rig, n0=FEW_FILES, n2=OTHER)
-    assert nodes_of(rig.pending) == {0: 0, 1: 1, 2: 3}
-
-
 def test_too_few_fit_nodes_end_the_run_at_once_naming_them() -> None:
     rig = Rig(nodes=2, spares=0)
     come(rig, n1=OTHER)
@@ -109,13 +94,6 @@ def test_without_facts_or_with_the_check_off_nobody_is_judged() -> None:
     silent = Rig(nodes=2, spares=0)
     silent.gather()
     assert nodes_of(silent.pending) == {0: 0, 1: 1}
-
-
-def test_shared_memory_that_the_settings_ask_for() -> None:
-    rig = Rig(nodes=1, spares=1, shm_gb=50.0)
-    come(rig, n0=dataclasses.replace(GOOD, shm_free_bytes=10**9))
-    assert nodes_of(rig.pending) == {0: 1}
-    assert "1.0 GB free, 50.0 GB are needed" in rig.one(act.DropNode).cause
 
 
 # Later.
@@ -135,14 +113,6 @@ def test_a_node_that_joins_later_is_held_against_the_run() -> None:
     assert not rig.emitted(Kind.NODE_JUDGED)
 
 
-def test_who_brings_state_of_the_run_is_not_turned_away() -> None:
-    rig = Rig(nodes=2, spares=0)
-    come(rig)
-    rig.opened()
-    rig.feed(joined(5, OTHER, found=Inventory(5, 1)))
-    assert rig.of(act.Welcome)
-
-
 def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> None:
     rig = Rig(nodes=2, spares=2)
     come(rig)
@@ -153,19 +123,6 @@ def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> No
     assert rig.one(act.DropNode).node == 2
     rig.lose(1, g(0))
     assert nodes_of(rig.pending) == {0: 0, 1: 3}
-
-
-def test_a_spare_becomes_weak_and_good_again() -> None:
-    rig = Rig(nodes=1, spares=2, shm_gb=50.0)
-    come(rig)
-    rig.journal()
-    # Its copies take their room by now: that is not held against it.
-    rig.feed(ev.FactsTold(1, dataclasses.replace(FEW_FILES, shm_free_bytes=10**9)))
-    assert rig.state.fleet.avoid == {1}
-    rig.feed(ev.FactsTold(1, GOOD))
-    assert rig.state.fleet.avoid == frozenset()
-    rig.feed(ev.FactsTold(0, OTHER))
-    assert not rig.of(act.DropNode), "a node that trains is not judged"
 
 
 def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
@@ -181,15 +138,6 @@ def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
     rig.feed(ev.FactsTold(1, sick))
     assert not rig.emitted(Kind.NODE_ASIDE), "told once"
     assert rig.state.phase is Phase.PAUSING
-
-
-def test_a_node_whose_health_is_gone_trains_on_while_there_is_no_spare() -> None:
-    rig = Rig(nodes=2, spares=0)
-    come(rig)
-    rig.opened()
-    rig.feed(ev.FactsTold(1, dataclasses.replace(GOOD, health=Answer(Health.OUT, "ECC"))))
-    assert rig.state.phase is Phase.RUNNING
-    assert rig.state.fleet.drains == {1}
 
 
 def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_good() -> None:
@@ -251,12 +199,6 @@ def answers(rig: Rig, slow: dict[int, float] | None = None, broken: tuple[int, .
     return len(probes)
 
 
-def measured(rig: Rig, **how: Any) -> None:
-    come(rig)
-    while answers(rig, **how):
-        pass
-
-
 def test_all_links_are_tried_then_their_speed_one_at_a_time() -> None:
     rig = Rig(nodes=3, spares=1, check="links")
     come(rig)
@@ -274,14 +216,6 @@ def test_all_links_are_tried_then_their_speed_one_at_a_time() -> None:
         pass
     assert nodes_of(rig.pending) == {0: 0, 1: 1, 2: 2}
     assert rig.state.agreed is not None
-
-
-def test_the_slow_end_of_a_link_is_weak_not_its_partner() -> None:
-    rig = Rig(nodes=3, spares=2, check="links")
-    measured(rig, slow={1: 2e8})
-    assert nodes_of(rig.pending) == {0: 0, 1: 3, 2: 2}
-    assert [n for n in range(5) if standing(rig, n) is not Standing.GOOD] == [1]
-    assert "carries 0.20 GB/s" in rig.state.fleet.nodes[1].judged.text
 
 
 def test_a_node_that_cannot_be_reached_is_left_out() -> None:
@@ -308,29 +242,6 @@ def test_who_does_not_answer_is_judged_by_what_is_known() -> None:
     assert nodes_of(rig.pending) == {0: 0, 1: 1}
 
 
-def test_a_node_lost_meanwhile_is_not_waited_for() -> None:
-    rig = Rig(nodes=2, spares=1, check="links")
-    come(rig)
-    asked = rig.of(act.Probe)
-    rig.feed(ev.Probed(0, 1, ()), ev.Probed(2, 1, ()))
-    assert len(asked) == 3
-    rig.feed(ev.NodeLost(1, "gone"))
-    while answers(rig):
-        pass
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
-
-
-def test_at_the_end_of_patience_those_who_came_are_measured() -> None:
-    rig = Rig(nodes=2, spares=1, check="links")
-    rig.feed(joined(0), joined(2))
-    rig.hello(0, 2)
-    rig.tick(rig.settings.start_seconds)
-    assert [p.node for p in rig.of(act.Probe)] == [0, 2]
-    while answers(rig):
-        pass
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
-
-
 # Only to know.
 
 
@@ -348,24 +259,6 @@ def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
 
 
 SICK = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed"))
-
-
-def test_a_drained_node_that_is_not_fit_stays_until_its_state_is_elsewhere() -> None:
-    rig = Rig(nodes=2, spares=1, protection="local")
-    come(rig)
-    rig.opened()
-    rig.warm(2)
-    rig.feed(ev.FactsTold(1, SICK))
-    rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
-    rig.decided(g(2))
-    assert nodes_of(rig.record) == {0: 0, 1: 2}
-    rig.feed(ev.FactsTold(1, SICK))
-    assert rig.state.phase is Phase.OPENING
-    assert not rig.of(act.DropNode), "its slots are the only source"
-    rig.restored()
-    rig.feed(ev.FactsTold(1, SICK))
-    assert rig.one(act.DropNode).node == 1
-    assert rig.state.phase is Phase.RUNNING
 
 
 def test_a_node_that_comes_back_not_fit_brings_what_it_holds() -> None:

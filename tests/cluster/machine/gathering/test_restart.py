@@ -12,7 +12,6 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
-from deadpool_megatron.layout.schemes import plan_in_words
 from tests.cluster.machine.rig import STEP, Phase, Rig, Seat, g, layout
 
 
@@ -82,27 +81,6 @@ def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
     assert rig.state.phase is Phase.RUNNING
     assert not rig.state.memory.inherited
     assert not rig.state.restarted
-
-
-@pytest.mark.parametrize(("begins_anew", "wanted"), [(True, "parity(4)"), (False, "local")])
-def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wanted: str) -> None:
-    """Agents that come back by themselves have the command that the run began with."""
-    old = Rig(nodes=2, spares=1, protection="local").run(7)
-    records = [write.record for write in old.of(act.WriteRecord, old.log)]
-    settings = replace(old.settings, protection="parity")
-    old.config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
-    old.take_over(records[-1])
-    assert plan_in_words(old.state.protection.plan) == wanted
-
-
-def test_without_the_spare_it_goes_on_after_a_while() -> None:
-    old = Rig(nodes=2, spares=1).run()
-    rig = started_again(old)
-    for node in range(2):
-        join(rig, node, 0, 1, generations=(g(7),))
-    rig.tick(rig.settings.connect_seconds + 1)
-    assert rig.of(act.CloseEpoch)
-    assert [e.node for e in rig.emitted(Kind.NODE_LOST)] == [2]
 
 
 def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
@@ -269,38 +247,6 @@ def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
     assert rig.pending.seats[1] == Seat(4, 0, 0)
 
 
-def test_who_does_not_come_back_in_time_is_not_waited_for() -> None:
-    rig = outlived_by_their_slots(Rig(nodes=2, spares=0).run())
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    closed(rig, 0, 0, generations=(g(7),))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    assert rig.one(act.Dump).held == (g(7),)
-
-
-def test_nobody_waits_for_a_node_whose_slots_went_with_its_agent() -> None:
-    rig = Rig(nodes=2, spares=0, protection="local").run()
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    closed(rig, 0, 0, generations=(g(7),))
-    assert rig.one(act.Dump).held == (g(7),)
-
-
-def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing() -> None:
-    """It has come under a new number, so that it was not asked for what it holds at the close."""
-    old = Rig(nodes=3, spares=0).run(7)
-    rig = started_again(old)
-    rig.alter("line", newest=7)
-    join(rig, 0, 0, generations=(g(7),))
-    join(rig, 5, 1, generations=(g(7),))
-    rig.tick(rig.settings.start_seconds)
-    closed(rig, 0, 0, generations=(g(7),))
-    assert rig.one(act.Dump).nodes == (0, 5)
-    rig.feed(ev.Dumped(5, g(7)))
-    rig.feed(ev.NodeLost(5, "connection closed"))
-    assert not rig.of(act.Finish)
-    rig.feed(ev.Dumped(0, g(7)))
-    assert "nodes [0, 5] wrote what they held" in rig.one(act.Finish).reason
-
-
 def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump() -> None:
     """The coordinator was lost with its node, while the dump became a checkpoint."""
     old = Rig(nodes=4, spares=0).run(7)
@@ -318,21 +264,6 @@ def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump()
     assert finish.exit_status == 75
     assert finish.resume is not None
     assert (finish.resume.kind, finish.resume.path) == ("dump", "/dump/1-7")
-
-
-@pytest.mark.parametrize(("status", "times"), [(1, 2), (2, 1)])
-def test_a_program_that_does_not_come_up_again_leaves_memory_as_it_was(
-    status: int, times: int
-) -> None:
-    old = Rig(nodes=2, spares=0).run()
-    rig = started_again(old)
-    join(rig, 0, 0, 1, generations=(g(7),))
-    for _ in range(times):
-        number = rig.state.fleet.members[0, 0].incarnation
-        rig.feed(ev.MemberLost(0, 0, number, exit_code=status, last_line="no such file"))
-    end = rig.one(act.Finish)
-    assert (end.exit_status, end.keeps_slots) == (status, True)
-    assert "the command that it had, with --run-dir /, goes on from it" in end.reason
 
 
 @pytest.mark.parametrize(("finished", "ends"), [(7, True), (0, False)])

@@ -67,25 +67,6 @@ def test_spares_have_some_time_to_be_in_the_first_record() -> None:
     assert rig.one(act.WriteRecord).record.fewer_copies == {0}
 
 
-def test_late_training_node_is_replaced_by_a_spare() -> None:
-    rig = Rig(nodes=2, spares=1)
-    rig.join(0, 2)
-    rig.hello(0, 2)
-    assert rig.state.phase is Phase.GATHERING
-    rig.tick(rig.settings.start_seconds)
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
-    rig.join(1)
-    assert rig.one(act.DropNode).node == 1
-
-
-def test_node_lost_at_the_start_is_replaced_at_once() -> None:
-    rig = Rig(nodes=2, spares=1)
-    rig.join(0, 1, 2)
-    rig.hello(0, 2)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
-
-
 def test_too_few_members_at_the_deadline_end_the_run_naming_them() -> None:
     rig = Rig(nodes=2, spares=0)
     rig.join(0, 1)
@@ -126,13 +107,6 @@ def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained: bool, sta
     assert finish.exit_status == status
     words = "the program ended by itself: ERROR: Invalid metadata file [role 0 on node 0"
     assert finish.reason.startswith(words)
-
-
-def test_start_from_a_checkpoint() -> None:
-    start = Restore("durable", g(40, 3), "save", path="/ck")
-    rig = Rig(start=start)
-    rig.gather()
-    assert rig.pending.restore == Restore("durable", g(40), "save", path="/ck")
 
 
 def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> None:

@@ -309,27 +309,6 @@ def test_dead_in_dumping_dumps_again() -> None:
     assert rig.one(act.Finish).exit_status == 75
 
 
-def test_nobody_comes_back() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    rig = successor(old)
-    rig.tick(rig.settings.rejoin_seconds)
-    assert rig.state.phase is Phase.WAITING_SPARE
-    rig.tick(rig.settings.spare_timeout_seconds)
-    assert rig.one(act.Finish).exit_status == 75
-
-
-def test_node_that_was_given_up_does_not_come_back() -> None:
-    """It was cut off when the newest record was made, and still has the one before."""
-    old = Rig(nodes=2, spares=1).run()
-    first = copy.deepcopy(old)
-    old.lose(1, g(7), why="silent")
-    old.journal()
-    rig = successor(old)
-    rejoin(rig, first, 1)
-    assert rig.one(act.DropNode) == act.DropNode(1, "epoch 2 went on without this node")
-    assert 1 not in rig.state.fleet.nodes
-
-
 def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
     old = Rig(nodes=2, spares=1).run()
     rig = successor(old)
@@ -362,30 +341,6 @@ def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(
         assert "node 2: gone" in rig.one(act.CloseEpoch).cause
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_a_lost_spare_delays_no_failure_of_a_role(*, is_seen: bool) -> None:
-    """Its process will never tell its layout."""
-    old = Rig(nodes=2, spares=1).run()
-    old.feed(ev.NodeLost(2, "gone"))
-    rig = successor(old, gone={2: "gone"})
-    rejoin(rig, old, 0, 1, ended=() if is_seen else [1])
-    if is_seen:
-        rig.feed(killed(old, 1))
-        rig.tick(0.6)
-    assert rig.one(act.CloseEpoch).epoch == 1
-
-
-def test_member_that_died_before_the_journal_was_begun_is_started_again() -> None:
-    old = Rig().run()
-    rig = successor(old)
-    rig.feed(ev.NodeJoined(0, "host", 1, "node0"))
-    assert rig.one(act.StartMembers).slots == {0: 1}
-    rig.feed(ev.NodeJoined(1, "host", 1, "node1", {}, {0: 4}))
-    assert rig.one(act.StartMembers).slots == {0: 5}
-    rig.feed(ev.NodeJoined(2, "host", 1, "node1", {0: 4}, {0: 4}))
-    assert not rig.of(act.StartMembers)
-
-
 def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
     old = Rig(spares=0).run()
     old.kill(1, g(7))
@@ -415,20 +370,6 @@ def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> 
     assert (rig.state.last_words is None) == progress
     if not progress:
         assert "ValueError" in rig.saved_end(g(7)).reason
-
-
-@pytest.mark.parametrize("status", [1, 2])
-def test_a_spare_that_does_not_come_up_meanwhile_does_not_end_the_run(status: int) -> None:
-    """Its roles train; a spare costs itself at most. Status 2: as for wrong arguments."""
-    old = Rig(nodes=2, spares=1).run()
-    rig = successor(old)
-    rejoin(rig, old, 0, 2)
-    for incarnation in range(4):
-        rig.feed(ev.MemberLost(2, 0, incarnation, exit_code=status, last_line="no device"))
-    rejoin(rig, old, 1)
-    repeat(rig)
-    assert (rig.state.phase, rig.state.epoch) == (Phase.RUNNING, 1)
-    assert not rig.of(act.Finish, rig.log)
 
 
 @pytest.mark.parametrize("gone", [NOBODY, {1: "connection closed"}])

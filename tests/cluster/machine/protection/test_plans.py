@@ -9,7 +9,6 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import sizing as choice
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, plan_of_kind
 from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.settings import Settings
@@ -78,15 +77,6 @@ def test_a_failure_takes_the_wanted_plan_along() -> None:
     assert rig.pending.protection == EVERY_THIRD
 
 
-def test_a_plan_asked_for_while_an_epoch_opens_follows_it() -> None:
-    rig = Rig(nodes=2, spares=1).opening()
-    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "early"))
-    assert rig.state.phase is Phase.OPENING
-    rig.restored()
-    assert rig.record.protection.every == 1
-    assert rig.state.phase is Phase.PAUSING
-
-
 @pytest.mark.parametrize("opened", [True, False])
 def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool) -> None:
     rig = asked(EVERY_THIRD)
@@ -104,13 +94,6 @@ def test_local_keeps_no_copies_and_can_be_left_again() -> None:
     rig.feed(ev.ProtectionRequested(ProtectionPlan(), "safety"))
     changed(rig, 9)
     assert rig.record.replicas == 1
-
-
-def test_nothing_is_changed_at_the_end() -> None:
-    rig = asked(ProtectionPlan())
-    rig.feed(ev.UserStop())
-    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "late"))
-    assert rig.one(act.EmitEvent).data["why"] == "the run is ending"
 
 
 RECOMPUTE = Settings(protection="recompute")
@@ -145,33 +128,3 @@ def test_what_cannot_hold_is_refused(
     found = refusal(plan, nodes, settings)
     assert why in found
     assert bool(found) == bool(why)
-
-
-def test_the_cadence_of_a_plan_that_lacks_nodes_can_be_changed() -> None:
-    """Two copies were wanted, and a lost spare has left room for one, which goes on."""
-    two = Settings(replicas=2)
-    assert not refusal(EVERY_THIRD, 2, two, ProtectionPlan())
-    parity = plan_of_kind("parity", two, 3, 4)
-    assert "needs at least 4 nodes" in refusal(parity, 2, two, ProtectionPlan())
-    rig = Rig(nodes=2, spares=1, replicas=2).run()
-    rig.lose(2, g(0), why="connection closed")
-    rig.opened()
-    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "the network is slow"))
-    assert rig.state.phase is Phase.PAUSING
-
-
-def test_several_blocks_need_the_package_that_computes_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nobody looks for it at the start of a run that begins with another scheme."""
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    two = Settings(replicas=2)
-    assert "needs the package zfec" in refusal(plan_of_kind("parity", two, 1, 4), 9, two)
-    assert not refusal(plan_of_kind("parity", Settings(), 1, 4), 9, Settings())
-
-
-def test_refused_plans_change_nothing() -> None:
-    rig = asked(plan_of_kind("recompute", Settings(), 1, 0))
-    assert rig.one(act.EmitEvent).kind is Kind.REFUSED
-    assert rig.state.phase is Phase.RUNNING
-    assert rig.state.protection.plan == ProtectionPlan()

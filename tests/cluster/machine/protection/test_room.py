@@ -15,7 +15,6 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.protection import scene_of
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import sizing as choice
 from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from deadpool_megatron.layout.sizing import GROUP_SIZES, memory_needs
@@ -136,29 +135,12 @@ def test_room_is_left_for_roles_that_a_spare_takes_over() -> None:
     assert room(few, nodes=2, spares=1, replicas=2).begin().record.protection == ProtectionPlan()
 
 
-def test_other_schemes_are_what_the_user_has_said() -> None:
-    rig = Room(nodes=6, spares=0)
-    rig.usual = 1
-    assert rig.begin().record.protection == ProtectionPlan()
-
-
 def test_nothing_fits_ends_the_start_with_one_line() -> None:
     rig = room(2 * MEGA, nodes=4, spares=0).begin()
     (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
     assert end.exit_status == 2
     assert "no scheme fits, parity(3) needs least: node 0 would need" in end.reason
     assert end.reason.endswith("raise --deadpool-memory-gb or add nodes")
-
-
-def test_blocks_that_nothing_here_can_compute_are_not_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    _, least = sizes(6, replicas=2)
-    rig = room(least, nodes=6, spares=0, replicas=2).begin()
-    (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
-    assert end.exit_status == 2
-    assert "needs the package zfec on all nodes" in end.reason
 
 
 def without_its_spare() -> Room:
@@ -183,21 +165,6 @@ def test_where_lost_nodes_make_memory_tight_a_node_that_joins_ends_the_wait() ->
     rig.opened()
     assert rig.record.protection == chosen
     assert needs(rig.state, rig.record.protection, rig) <= rig.usual
-
-
-def test_what_was_chosen_is_not_chosen_again() -> None:
-    """Copies would fit once the nodes have more memory; the plan of the start stays."""
-    copies, least = sizes(6, 1)
-    rig = room(least + MEGA, nodes=6, spares=1).begin()
-    chosen = rig.record.protection
-    assert chosen.kind is Scheme.PARITY
-    rig.usual = 9 * copies
-    rig.alter_nodes(memory_bytes=rig.usual)
-    rig.warm(6)
-    rig.feed(ev.NodeLost(0, "gone"))
-    rig.again(5)
-    assert rig.state.phase is Phase.RUNNING
-    assert rig.record.protection == chosen
 
 
 def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch() -> None:

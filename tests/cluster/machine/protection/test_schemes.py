@@ -29,7 +29,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Source,
 )
-from deadpool_megatron.layout.replaying import REPLAY, key, step_parts
+from deadpool_megatron.layout.replaying import REPLAY, step_parts
 from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import recomputes
 from tests.cluster.link.test_record_delta import for_node
@@ -58,18 +58,6 @@ def test_local_falls_to_the_checkpoint_when_a_node_is_lost() -> None:
     rig.feed(ev.DurableValid(5, "/ck/5"))
     rig.lose(1, g(7))
     assert (rig.pending.restore.kind, rig.pending.restore.path) == ("durable", "/ck/5")
-
-
-def test_local_without_a_checkpoint_says_what_it_cannot_survive() -> None:
-    rig = Rig(nodes=2, spares=1, protection="local").run()
-    rig.lose(1, g(7))
-    order = rig.one(act.Dump)
-    rig.feed(*(ev.Dumped(node, order.generation) for node in order.nodes))
-    end = rig.one(act.Finish)
-    assert end.exit_status == 1
-    assert end.reason.startswith("--deadpool-protection local keeps the state of a node")
-    assert "no generation can be restored" in end.reason
-    assert "\n" not in end.reason
 
 
 def test_the_loss_of_a_holder_makes_a_new_epoch_that_of_another_spare_does_not() -> None:
@@ -255,19 +243,6 @@ def test_a_replay_that_is_refused_is_given_up_for_whole_copies() -> None:
     assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), SUMS_PART)}
     assert rig.pending.restore.generation == g(6), "the next older one, recomputed as well"
     assert not recomputes(rig.pending.protection)
-
-
-def test_a_step_that_cannot_be_fetched_is_not_counted_on_again() -> None:
-    rig = Rig(protection="recompute", full_every=4).run()
-    lost_role(rig)
-    rig.journal()
-    part = key(g(7), UPDATE_PART)
-    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, part, "checksum does not match"))
-    rig.tick(0.6)
-    answer(rig)
-    assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), UPDATE_PART)}
-    assert rig.pending.restore.generation == g(6)
-    assert recomputes(rig.pending.protection), "nothing was computed wrong"
 
 
 def test_a_node_that_holds_a_part_of_a_chain_matters_until_it_is_restored() -> None:
