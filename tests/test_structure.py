@@ -206,3 +206,17 @@ def test_modules_are_short_documented_and_careful(path: Path) -> None:
             if path == RESTRICTED_UNPICKLER and node.attr == "Unpickler":
                 continue
             assert owner not in ("pickle", "cloudpickle", "dill"), f"line {node.lineno}: unpickling"
+
+
+def test_each_of_ten_things_is_decided_in_the_one_place_that_the_design_names() -> None:
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| .* \| `(\w+)`.* \| `(\S+\.py)` \|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    defined = [
+        (node.name, str(path.relative_to(PACKAGE)))
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
+    for symbol, file in rows:
+        assert [place for name, place in defined if name == symbol] == [file]

@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Scheme:
+class SchemeNumbers:
     """One scheme with its numbers. How many lost nodes it survives is EpochRecord.replicas (r):
     r copies, or r parity blocks for ``group`` roles; 0 for both that stay on the own node.
 
@@ -52,10 +52,10 @@ class Scheme:
         return [str(self.kind), self.group, self.full_every]
 
     @staticmethod
-    def from_list(values: Any) -> Scheme:
+    def from_list(values: Any) -> SchemeNumbers:
         """Inverse of :meth:`to_list`."""
         kind, group, full_every = values
-        return Scheme(Kind(kind), int(group), int(full_every))
+        return SchemeNumbers(Kind(kind), int(group), int(full_every))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ProtectionPlan:
     are protected (and can be restored).
     """
 
-    scheme: Scheme = Scheme(Kind.BUDDY)
+    scheme: SchemeNumbers = SchemeNumbers(Kind.BUDDY)
     every: int = 1
 
     @property
@@ -82,7 +82,7 @@ class ProtectionPlan:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ProtectionPlan:
         """Inverse of :meth:`to_dict`."""
-        return ProtectionPlan(Scheme.from_list(values["scheme"]), int(values["every"]))
+        return ProtectionPlan(SchemeNumbers.from_list(values["scheme"]), int(values["every"]))
 
 
 def first_plan(settings: Settings) -> ProtectionPlan:
@@ -94,7 +94,7 @@ def first_plan(settings: Settings) -> ProtectionPlan:
 
 def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
     """The plan with a scheme of this kind. Raises ValueError for one that there is not."""
-    scheme = Scheme(
+    scheme = SchemeNumbers(
         Kind(kind),
         group=group if kind == Kind.PARITY else 0,
         full_every=settings.full_every if kind == Kind.RECOMPUTE else 1,
@@ -116,7 +116,7 @@ def plan_in_words(plan: ProtectionPlan) -> str:
     return scheme_in_words(plan.scheme) + cadence
 
 
-def scheme_in_words(scheme: Scheme) -> str:
+def scheme_in_words(scheme: SchemeNumbers) -> str:
     """``parity(4)``: groups of 4; ``recompute(8)``: a whole copy every 8 generations."""
     if scheme.kind is Kind.PARITY:
         return f"{scheme.kind}({scheme.group})"
@@ -151,4 +151,4 @@ def recomputes(plan: ProtectionPlan) -> bool:
 
 def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
     """The same plan with whole copies of every generation."""
-    return replace(plan, scheme=Scheme(Kind.BUDDY)) if recomputes(plan) else plan
+    return replace(plan, scheme=SchemeNumbers(Kind.BUDDY)) if recomputes(plan) else plan

@@ -29,7 +29,7 @@ from deadpool_megatron.layout.schemes import (
     MOST_BLOCKS,
     Kind,
     ProtectionPlan,
-    Scheme,
+    SchemeNumbers,
     losses_survived,
     plan_in_words,
     scheme_in_words,
@@ -117,9 +117,9 @@ def largest_group(nodes: int, survived: int) -> int:
 
 
 def _plans(scene: Scene, every: int) -> Iterator[ProtectionPlan]:
-    schemes = [Scheme(Kind.BUDDY)]
+    schemes = [SchemeNumbers(Kind.BUDDY)]
     most = largest_group(len(scene.domains), scene.survived)
-    schemes += [Scheme(Kind.PARITY, group=size) for size in GROUP_SIZES if size <= most]
+    schemes += [SchemeNumbers(Kind.PARITY, group=size) for size in GROUP_SIZES if size <= most]
     for scheme in schemes:
         yield ProtectionPlan(scheme, every)
 

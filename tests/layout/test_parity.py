@@ -32,11 +32,11 @@ from deadpool_megatron.layout.records import (
     Seat,
     is_parity_role,
 )
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
 
 
 def plan(size: int) -> ProtectionPlan:
-    return ProtectionPlan(Scheme(Kind.PARITY, group=size))
+    return ProtectionPlan(SchemeNumbers(Kind.PARITY, group=size))
 
 
 def record(

@@ -66,21 +66,6 @@ def test_the_command_line_works_without_any_peer() -> None:
     assert "--rounds: must be at least 1" in bad.stderr
 
 
-def test_what_cannot_be_run_is_named_with_its_reason() -> None:
-    program = """
-import json, pathlib, sys
-sys.path.insert(0, sys.argv[1])
-import peers
-print(json.dumps(peers.available([], pathlib.Path("none"))))
-"""
-    command = [sys.executable, "-c", program, str(BENCH)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    sides, reasons = json.loads(done.stdout)
-    assert sides == {}
-    assert reasons["torchft"].startswith("torchft 0.2: its replica groups hold the whole optimizer")
-    assert "torchft 0.2 was not run" in (ROOT / "README.md").read_text().replace("\n", " ")
-
-
 @pytest.mark.parametrize(
     ("page", "place", "file"),
     [

@@ -28,7 +28,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     Source,
 )
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
 from deadpool_megatron.wire.framing import WireError
 
 nodes = st.integers(0, 6)
@@ -57,7 +57,7 @@ replays = st.builds(
 recipes = st.builds(Recipe, st.dictionaries(st.just("main"), decodings), st.none() | replays)
 plans = st.builds(
     ProtectionPlan,
-    st.builds(Scheme, st.sampled_from(Kind), st.integers(0, 4), st.integers(1, 8)),
+    st.builds(SchemeNumbers, st.sampled_from(Kind), st.integers(0, 4), st.integers(1, 8)),
     st.integers(1, 9),
 )
 

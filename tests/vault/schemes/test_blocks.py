@@ -26,7 +26,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom
@@ -92,7 +92,7 @@ class Making:
             nodes={n: NodeAddress("fake", n, r, n >= len(self.layouts)) for n, r in racks.items()},
             restore=restore,
             replicas=self.parities,
-            protection=ProtectionPlan(Scheme(schemes.Kind.PARITY, group=len(self.layouts))),
+            protection=ProtectionPlan(SchemeNumbers(schemes.Kind.PARITY, group=len(self.layouts))),
         )
 
     def adopt(self, record: EpochRecord) -> None:

@@ -10,7 +10,7 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
-from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from tests.vault.harness import Cluster, Member, cluster, wait_until
 from tests.vault.schemes.coded import GENERATION, CodedGroup
 from tests.vault.schemes.decoding import plan, seats_of
@@ -55,7 +55,7 @@ def test_what_decoding_needs_is_loaded_before_anything_is_lost(
     tmp_path: Path, kind: SchemeKind
 ) -> None:
     """In a spare that holds nothing. Elsewhere it is not at all."""
-    plan = ProtectionPlan(Scheme(kind, group=2))
+    plan = ProtectionPlan(SchemeNumbers(kind, group=2))
     with cluster(tmp_path, 1) as running:
         running.open(replace(running.record(1), protection=plan))
         process = running.nodes[0].process

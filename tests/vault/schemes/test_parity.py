@@ -19,7 +19,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     is_parity_role,
 )
-from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import (
     Cluster,
@@ -37,7 +37,7 @@ BIG = 6 << 20
 
 
 def with_parity(record: EpochRecord, group: int = 3) -> EpochRecord:
-    scheme = Scheme(schemes.Kind.PARITY, group=group)
+    scheme = SchemeNumbers(schemes.Kind.PARITY, group=group)
     return replace(record, protection=ProtectionPlan(scheme))
 
 

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.protection import scene_of
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.schemes import Kind as Scheme
+from deadpool_megatron.layout.schemes import Kind as SchemeNumbers
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from deadpool_megatron.layout.sizing import GROUP_SIZES, memory_needs
 from tests.cluster.machine import rig as rig_module
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_left_before_anything_is_waited_for() -> None:
     rig.closed()
     assert rig.pending.epoch == 2
     assert rig.pending.restore.kind == "initial"
-    assert rig.pending.protection.kind is Scheme.PARITY
+    assert rig.pending.protection.kind is SchemeNumbers.PARITY
     assert "buddy needs more memory than there is" in rig.pending.cause
     rig.opened()
     assert rig.state.phase is Phase.RUNNING
@@ -181,7 +181,7 @@ def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch()
         rig.feed(ev.NodeJoined(node, *address, found=held, memory_bytes=less))
     rig.closed(g(7))
     assert rig.pending.restore.kind == "memory"
-    assert rig.pending.protection.kind is Scheme.PARITY
+    assert rig.pending.protection.kind is SchemeNumbers.PARITY
 
 
 def test_where_nobody_joins_the_state_is_saved() -> None:

@@ -30,7 +30,7 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.layout.replaying import REPLAY, step_parts
-from deadpool_megatron.layout.schemes import Kind as Scheme
+from deadpool_megatron.layout.schemes import Kind as SchemeNumbers
 from deadpool_megatron.layout.schemes import recomputes
 from tests.cluster.link.test_record_delta import for_node
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
@@ -42,7 +42,7 @@ LED = frozenset({gradients_part("main"), UPDATE_PART, SUMS_PART, "extras@step"})
 
 def test_local_goes_on_from_memory_after_a_crash_and_needs_no_spare() -> None:
     rig = Rig(nodes=2, spares=1, protection="local").run()
-    assert (rig.record.replicas, rig.record.protection.kind) == (0, Scheme.LOCAL)
+    assert (rig.record.replicas, rig.record.protection.kind) == (0, SchemeNumbers.LOCAL)
     assert not rig.record.fewer_copies
     rig.feed(ev.NodeLost(2, "gone"))
     assert rig.state.phase is Phase.RUNNING
