@@ -1,3 +1,3 @@
 """Hot-swap fault tolerance for hybrid-parallel Megatron training; see README.md."""
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
