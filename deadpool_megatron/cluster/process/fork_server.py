@@ -199,7 +199,8 @@ def _serve(connection: socket.socket) -> None:
                 continue
             request, handles = _receive(connection)
             if not request or request == _KILL_ALL:
-                for pid, _ in children.values():
+                # The server of a node ends with its agent, not with this one.
+                for pid in [pid for pid, is_member in children.values() if is_member]:
                     posix.kill_group(pid)
             if not request:
                 return
