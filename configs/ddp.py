@@ -102,7 +102,7 @@ class DdpLoop(SteppedLoop):
             self.emit("step", facts)
 
     def reset_after_interrupt(self):
-        # A backward pass that was left in the middle: torch's own way to begin anew.
+        # A backward pass that was left in the middle: torch's own way to begin again.
         self.ddp._update_process_group(dist.group.WORLD)
 
     def segments_after(self, iteration):

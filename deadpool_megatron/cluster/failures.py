@@ -28,7 +28,7 @@ class ExitStatus(IntEnum):
     SUPERSEDED = 71  # a coordinator whose successor has taken over
     NO_DEVICE = 72  # a member without a device where its run has one for each
     UNCLEAN = 73  # a member that cannot show that nothing writes into its memory any more
-    SAVED = 75  # what there was is saved: the run can go on later
+    SAVED = 75  # what there was is saved: the run can continue later
     EXTRAS_OUTGROWN = 76  # what changes beside the optimizer's state is too large for its room
     STOPPED = 130  # interrupted, or stopped by its user
     TERMINATED = 143  # an agent that left when it was told to

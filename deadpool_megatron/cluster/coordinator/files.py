@@ -350,7 +350,7 @@ class BadNodes:
             # It is there from the node's start to its run's end, however the node was lost.
             host = read_json(self._run.node(event["node"]))["hostname"]
             kind, runs = event["data"].get("kind"), self._run.path.parent
-            # Left out for what stands there: noted anew, that would never be too old.
+            # Left out for what stands there: noted again, that would never be too old.
             if kind == FailureKind.LEFT_OUT and why_left_out(
                 runs, host, self._run_id, event["wall_seconds"]
             ):

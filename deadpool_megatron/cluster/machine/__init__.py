@@ -7,7 +7,7 @@
 | state | what is known: nodes, members, memory, the line, the phases; data and look-ups |
 | core | the state and the input at hand, as every topic has them |
 | bootstrap | nodes come and are judged, the first epoch |
-| takeover | another coordinator goes on with a run |
+| takeover | another coordinator continues a run |
 | membership | nodes are lost or given up, the life of member processes |
 | epoch | closed, decided, opened |
 | pauses | all stand still at one iteration: drains, other protection, a dump |

@@ -338,7 +338,7 @@ def _announce(core: Core, record: EpochRecord) -> None:
     fleet.avoid |= leaving
     fleet.leaving = fleet.returning = frozenset()
     line.kept = record.history.kept
-    # Of an iteration that was thrown away: nothing says so once that is computed anew.
+    # Of an iteration that was thrown away: nothing says so once that is computed again.
     line.valid = state.blame.trusted(line.valid)
     state.blame.poisoned_from = None
     core.act(Announce(record, poisoned))

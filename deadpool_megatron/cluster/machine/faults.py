@@ -30,7 +30,7 @@ def roles_hung(core: Core, event: ev.RolesHung) -> None:
 
 
 def not_restored(core: Core, roles: tuple[int, ...]) -> None:
-    """The epoch did not open in time for want of these roles."""
+    """The epoch did not open in time for lack of these roles."""
     _close_for(core, roles, f"roles {list(roles)} did not restore in time", "opening")
 
 

@@ -1,4 +1,4 @@
-"""Takeover: another coordinator goes on with a run, unless something happened to it.
+"""Takeover: another coordinator continues a run, unless something happened to it.
 
 The journal says what was decided last, the agents say what became of it. While they come back the
 machine is GATHERING, members continue working, and what goes wrong is only remembered (``missed``).

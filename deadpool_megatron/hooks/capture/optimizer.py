@@ -194,7 +194,7 @@ def _complete_fused_adam(adam: Any) -> None:
 
 
 # What holds the values of Transformer Engine's quantised tensors. Their transposed and column-wise
-# copies are made anew from these.
+# copies are made again from these.
 _RAW = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 
 

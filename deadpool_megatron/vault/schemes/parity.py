@@ -9,7 +9,7 @@ what has gone into the block stays in the slots of its owners, whose members do 
 
 * A block needs the memory of one slot, as a copy does, and a piece for each owner that sends.
 * Bytes cannot be taken out of a sum. So a part of which one owner's bytes come damaged, break off
-  or come twice is begun anew, and its owners, who ask again, are told that it is needed once more.
+  or come twice is begun again, and its owners, who ask again, are told that it is needed again.
 * A half-made part is ABSENT, so a close promises nothing of it; after :meth:`Block.cut` no thread
   writes into its slot. A block is sealed at once with the list of what it is made of, under the
   lock that a close takes.
@@ -341,7 +341,7 @@ class Block:
 
     def _take(self, channel: Channel, making: _Making, name: str, offer: Offer) -> bool:
         """Add the bytes of a part as they come; False when they are damaged. Raises
-        ConnectionClosed when the part has been begun anew meanwhile."""
+        ConnectionClosed when the part has been begun again meanwhile."""
         state, role, (nbytes, expected) = self._state, offer.role, offer.parts[name]
         number, digest = self._group.roles.index(role), xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(nbytes, self._piece_bytes)))

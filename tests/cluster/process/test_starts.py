@@ -202,7 +202,8 @@ async def test_a_server_of_one_node_outlives_that_of_all_and_ends_with_its_agent
     own = server.serve_node()
     assert own is not None
     started, _ = await member_of(own, tmp_path)
-    server.end()
+    server.connection.close()
+    os.waitpid(server.pid, 0)  # it has seen that nobody asks any more, and has ended by itself
     await asyncio.sleep(0.1)
     assert posix.is_alive(started.watch.pid)
     asyncio.get_running_loop().remove_reader(own.connection.fileno())
