@@ -42,9 +42,9 @@ def test_the_walks_of_a_run_are_counted_in_all_its_processes(tmp_path: Path) -> 
     facts = json.loads(out.read_text())
     lost, iteration = (set(facts[name]["walk"]) for name in ("lost node", "iteration"))
     assert not lost & iteration
-    # Of the coordinator; of a member; of a vault.
+    # Of the coordinator; of a member; of a vault. None that a tick also enters.
     assert lost >= {
-        "cluster/machine/membership.py",
+        "layout/planner.py",
         "comms/builders.py",
         "vault/role/restore.py",
     }
