@@ -158,13 +158,6 @@ class Settings:
         "where decisions are kept: directory (in the run directory), or"
         " etcd://HOST:PORT,HOST:PORT/PREFIX (etcds:// with TLS)",
     )
-    tls_certificate: str = _setting(
-        "", "file with this node's certificate (PEM): TLS for control and vault connections"
-    )
-    tls_key: str = _setting("", "file with the key of tls_certificate (PEM)")
-    tls_authority: str = _setting(
-        "", "file with the certificate authority (PEM) that every node's certificate comes from"
-    )
 
     freeze_seconds: float = _limit(
         "node_silence_seconds",
@@ -347,7 +340,6 @@ class Settings:
                 "--deadpool-persist-directory must be an absolute path (every node writes to it),"
                 f" got {self.persist_directory!r}"
             )
-        self._check_tls()
         self._check_ladder()
 
     def _followed(self, entry: dataclasses.Field[Any]) -> float:
@@ -382,20 +374,6 @@ class Settings:
                 "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
                 f" gradients of every iteration, got {self.cadence}"
             )
-
-    def _check_tls(self) -> None:
-        """All three files or none; what is in them is looked at where they are used."""
-        names = ("tls_certificate", "tls_key", "tls_authority")
-        given = [name for name in names if getattr(self, name)]
-        if given and len(given) < len(names):
-            missing = ", ".join(flag_name(name) for name in names if name not in given)
-            raise SettingsError(f"{flag_name(given[0])} needs {missing} as well")
-        for name in given:
-            if not Path(getattr(self, name)).is_absolute():
-                raise SettingsError(
-                    f"{flag_name(name)} must be an absolute path (each node reads its own file),"
-                    f" got {getattr(self, name)!r}"
-                )
 
     def _check_ladder(self) -> None:
         """Each limit must be longer than what has to fit in it, or an inner wait never reports."""

@@ -32,9 +32,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.preflight import host
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire import auth, framing, tls
+from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError
-from deadpool_megatron.wire.tls import TlsError
 
 INTERFACE_VARIABLE = "DEADPOOL_INTERFACE_NAME"
 _SIOCGIFADDR = 0x8915
@@ -145,7 +144,7 @@ def ask(
     told, failure = coordinator_address(run), RunNotReachable(f"{run.path} has no coordinator yet")
     if told is not None:
         try:
-            return ask_at(told, run, info.run_id, message, info.settings, limit_seconds)
+            return ask_at(told, run, info.run_id, message, limit_seconds)
         except RunNotReachable as error:
             failure = error
     try:
@@ -154,7 +153,7 @@ def ask(
         raise failure from None  # none, or a claim that is not understood: of another version
     if term is None or term.address == told or run.final.exists():
         raise failure
-    return ask_at(term.address, run, info.run_id, message, info.settings, limit_seconds)
+    return ask_at(term.address, run, info.run_id, message, limit_seconds)
 
 
 def ask_at(
@@ -162,13 +161,12 @@ def ask_at(
     run: RunDirectory,
     run_id: str,
     message: Mapping[str, Any],
-    settings: Settings,
     limit_seconds: float = _ASK_SECONDS,
 ) -> dict[str, Any]:
     """:func:`ask` at a known address."""
-    secret, contexts = auth.load_secret(run.path), tls.contexts(settings)
+    secret = auth.load_secret(run.path)
     try:
-        with auth.connect(address, secret, run_id, limit_seconds, contexts) as connection:
+        with auth.connect(address, secret, run_id, limit_seconds) as connection:
             framing.send(connection, {"t": "control", **message})
             answer = framing.receive(connection)
     except (OSError, UnicodeError, WireError) as error:
@@ -206,7 +204,7 @@ class Asker:
             status: dict[str, Any] = ask(self._run, {"command": "status"}, LOOK_SECONDS)["status"]
         except CommandError:
             return None
-        except (RunDirectoryError, OwnershipError, WireError, TlsError) as error:
+        except (RunDirectoryError, OwnershipError, WireError) as error:
             if str(error) != self._said:
                 self._said = str(error)
                 print(f"the coordinator cannot be asked: {error}", file=sys.stderr, flush=True)
@@ -351,18 +349,6 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def warn_in_the_clear(host: str, settings: Settings) -> None:
-    """Say in one line that what passes can be read, where it leaves this host without TLS."""
-    leaves = host != "localhost" and not host.startswith("127.")
-    if leaves and not settings.tls_certificate:
-        print(
-            f"listens on {host} without TLS: states and records can be read on the way"
-            " (docs/security.md)",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def warn_of_danger_above(path: Path, info: RunInfo | None = None) -> None:

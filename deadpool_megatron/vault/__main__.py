@@ -24,7 +24,7 @@ from deadpool_megatron.vault.net.transport import TcpTransport
 from deadpool_megatron.vault.pace import interface_of
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm.affinity import settle_process
-from deadpool_megatron.wire import auth, tls
+from deadpool_megatron.wire import auth
 
 
 def _die(details: threading.ExceptHookArgs) -> None:
@@ -56,14 +56,12 @@ def main() -> int:
         secret = auth.load_secret(given.run_dir)
         settings = Settings.from_environment(os.environ)
         run_id = os.environ["DEADPOOL_RUN_ID"]
-        contexts = tls.contexts(settings)
         settle_process(settings.vault_cpus, settings.vault_nice)
     except (auth.AuthenticationError, ValueError, KeyError) as error:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2
     listener = socket.socket(fileno=given.tcp_fd)
-    limit = settings.connect_seconds
-    transport = TcpTransport(listener, secret, run_id, given.node, limit, contexts)
+    transport = TcpTransport(listener, secret, run_id, given.node, settings.connect_seconds)
     local = socket.socket(fileno=given.unix_fd)
     interface = interface_of(listener.getsockname()[0])
     vault = Vault(given.node, given.segment_dir, settings, transport, local, interface)

@@ -4,6 +4,5 @@ in its header; nothing that arrives is ever unpickled or evaluated.
 framing   frames, their size limits, waits for a descriptor
 auth      the handshake with the run secret
 records   what passes behind it, each piece under a MAC
-tls       the same under certificates of the user
 listener  where connections come in: strangers wait
 """

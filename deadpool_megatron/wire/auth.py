@@ -7,7 +7,7 @@ service and one relayed from another address are useless. The run secret is made
 (file ``secret`` in the run directory, mode 0600) or given in ``DEADPOOL_SECRET``.
 
 What follows passes in records with keys from the same secret and nonces
-(:mod:`~deadpool_megatron.wire.records`), or under TLS (:mod:`~deadpool_megatron.wire.tls`).
+(:mod:`~deadpool_megatron.wire.records`), which are not encrypted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import socket
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from deadpool_megatron.file_systems import linking
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireError
 from deadpool_megatron.wire.records import Direction, RecordReader, RecordSocket, RecordWriter
-from deadpool_megatron.wire.tls import Tls
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
 # A stranger's first frame may be no larger than a challenge needs.
@@ -178,38 +176,28 @@ class Handshake:
 
 
 def connect(
-    address: tuple[str, int],
-    secret: bytes,
-    realm: str,
-    timeout_seconds: float,
-    tls: Tls | None = None,
-) -> socket.socket:
+    address: tuple[str, int], secret: bytes, realm: str, timeout_seconds: float
+) -> RecordSocket:
     """Open an authenticated TCP connection; the timeout stays set on the socket.
 
-    Raises OSError when nobody listens or TLS fails, and AuthenticationError for a stranger.
+    Raises OSError when nobody listens, and AuthenticationError for a stranger.
     """
-    connection = socket.create_connection(address, timeout=timeout_seconds)
+    connection = RecordSocket.of(socket.create_connection(address, timeout=timeout_seconds))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if tls is not None:
-            connection = tls.wrap(connection, accepted=False)
-            connection.do_handshake()
-        else:
-            connection = RecordSocket.of(connection)
         handshake = Handshake(secret, realm, address_of(connection.getpeername()))
         framing.send(connection, handshake.hello())
         framing.send(connection, handshake.answer(framing.receive(connection, _HANDSHAKE_BYTES)))
-        if isinstance(connection, RecordSocket):
-            connection.begin(handshake.direction("connect"), handshake.direction("accept"))
+        connection.begin(handshake.direction("connect"), handshake.direction("accept"))
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def accept(connection: socket.socket, secret: bytes, realm: str) -> socket.socket:
-    """Authenticate a connection just accepted; the caller has set its timeout. Returns the socket
-    to continue with: without TLS, one that speaks in records.
+def accept(connection: RecordSocket, secret: bytes, realm: str) -> None:
+    """Authenticate a connection just accepted, which speaks in records then; the caller has set its
+    timeout.
     """
     handshake = Handshake(secret, realm, address_of(connection.getsockname()))
     try:
@@ -220,11 +208,7 @@ def accept(connection: socket.socket, secret: bytes, realm: str) -> socket.socke
         raise
     framing.send(connection, handshake.challenge(hello))
     handshake.verify(framing.receive(connection, _HANDSHAKE_BYTES))
-    if isinstance(connection, ssl.SSLSocket):
-        return connection
-    records = connection if isinstance(connection, RecordSocket) else RecordSocket.of(connection)
-    records.begin(handshake.direction("accept"), handshake.direction("connect"))
-    return records
+    connection.begin(handshake.direction("accept"), handshake.direction("connect"))
 
 
 async def connect_stream(
@@ -271,6 +255,5 @@ async def accept_stream(
 def _begin(
     reader: RecordReader, writer: RecordWriter, handshake: Handshake, ours: str, theirs: str
 ) -> None:
-    if writer.get_extra_info("ssl_object") is None:
-        reader.begin(handshake.direction(theirs))
-        writer.begin(handshake.direction(ours))
+    reader.begin(handshake.direction(theirs))
+    writer.begin(handshake.direction(ours))

@@ -1,4 +1,4 @@
-"""Listener for connections on an asyncio loop: TLS, the handshake, and a limit for strangers.
+"""Listener for connections on an asyncio loop: the handshake, and a limit for strangers.
 
 Who has not proved yet that it knows the run secret is a stranger. Who says nothing at all stays in
 the kernel, which hands a connection over when there is something to read. There are never more than
@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import resource
 import socket
-import ssl
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ from typing import Protocol
 
 from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
-from deadpool_megatron.wire.records import RecordReader
-from deadpool_megatron.wire.tls import Tls, accepted_stream
+from deadpool_megatron.wire.records import RecordReader, accepted_stream
 
 # In a crowd a stranger has at least so long: for its first message, and for the whole handshake,
 # which takes milliseconds where both sides are not busy.
@@ -50,11 +48,10 @@ class Visitors(Protocol):
 
 @dataclass(frozen=True)
 class Lock:
-    """The conditions to get in. ``seconds``: limit for TLS and the handshake together."""
+    """The conditions to get in. ``seconds``: limit for the handshake."""
 
     secret: bytes
     run_id: str
-    tls: Tls | None
     seconds: float
 
 
@@ -162,7 +159,7 @@ class Door:
                     connection.setblocking(False)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    reader, writer = await accepted_stream(connection, self._lock.tls)
+                    reader, writer = await accepted_stream(connection)
                     lock = self._lock
                     await accept_stream(
                         reader, writer, lock.secret, lock.run_id, stranger.has_said_hello
@@ -176,13 +173,8 @@ class Door:
                 if type(error) is not ConnectionClosed:
                     self._visitors.refuse(who, f"{type(error).__name__}: {error}")
                 return
-            except OSError as error:
-                # Of a handshake of TLS that fails we may see no more than its end. Without TLS it
-                # is a reset: somebody was in a hurry, or its host is gone.
-                if self._lock.tls is not None:
-                    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-                    self._visitors.refuse(who, f"TLS: {reason or 'not completed'}")
-                return
+            except OSError:
+                return  # a reset: somebody was in a hurry, or its host is gone
             finally:
                 self._strangers.pop(stranger, None)
                 self._fewer.set()

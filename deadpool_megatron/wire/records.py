@@ -1,4 +1,4 @@
-"""Records, which pass behind a handshake without TLS, each under a MAC of its own.
+"""Records, which pass behind the handshake, each under a MAC of its own.
 
 Record: four bytes (the highest bit: bulk; the others: length), the bytes, a tag. The keys come out
 of the run secret and the nonces of both sides, one for each direction; each record has a number,
@@ -9,7 +9,7 @@ Frames are proved by keyed BLAKE2b (RFC 7693), which a coordinator of thousands 
 tens of thousands of times a second: HMAC-SHA256 takes five times as long for so few bytes. Of bulk
 bytes, the copies of states, a checksum of 128 bits enters the MAC instead of the bytes: its seed
 comes out of the keys, and it is never sent itself. It is no MAC: changes that are chosen with care
-get past it in up to 0.9 % of tries. A MAC of all bytes costs what TLS does, which is for that.
+get past it in up to 0.9 % of tries. A MAC of all bytes would cost what encryption does.
 """
 
 from __future__ import annotations
@@ -212,14 +212,6 @@ class RecordSocket(socket.socket):
         return True
 
 
-def send_bulk(connection: socket.socket, view: memoryview) -> None:
-    """Send raw bytes without copying them, over whatever :func:`.auth.connect` has returned."""
-    if isinstance(connection, RecordSocket):
-        connection.send_bulk(view)
-    else:
-        connection.sendall(view)
-
-
 class RecordReader(asyncio.StreamReader):
     """A stream reader; from :meth:`begin` on it has the bytes of records that are whole and as they
     were sent. What was altered ends it with AlteredError."""
@@ -297,3 +289,22 @@ class RecordWriter(asyncio.StreamWriter):
     def write(self, data: Buffer) -> None:
         """Queue bytes, no more than a frame has."""
         super().write(data if self._sending is None else self._sending.seal(bytes(data)))
+
+
+async def open_stream(address: tuple[str, int]) -> tuple[RecordReader, RecordWriter]:
+    """Connect; the caller bounds the time."""
+    loop, (reader, protocol) = asyncio.get_running_loop(), _ends()
+    transport, _ = await loop.create_connection(lambda: protocol, *address)
+    return reader, RecordWriter(transport, protocol, reader, loop)
+
+
+async def accepted_stream(connection: socket.socket) -> tuple[RecordReader, RecordWriter]:
+    """Streams of a connection just accepted; the caller bounds the time."""
+    loop, (reader, protocol) = asyncio.get_running_loop(), _ends()
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+    return reader, RecordWriter(transport, protocol, reader, loop)
+
+
+def _ends() -> tuple[RecordReader, asyncio.StreamReaderProtocol]:
+    reader = RecordReader()
+    return reader, asyncio.StreamReaderProtocol(reader)

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import shown, warn_in_the_clear
+from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cli.watch import Display
 from deadpool_megatron.cluster.process import member_main
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.process_names import interpreter
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 
 PACKAGE = Path(deadpool_megatron.__file__).parent
@@ -32,18 +31,6 @@ def test_text_of_others_does_nothing_to_a_terminal() -> None:
     display.status(text)
     display.close()
     assert "\x1b" not in stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("host", "certificate", "warned"),
-    [("127.0.0.1", "", False), ("10.0.0.1", "", True), ("10.0.0.1", "/node.pem", False)],
-)
-def test_one_line_where_traffic_can_be_read(
-    host: str, certificate: str, warned: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = dict.fromkeys(("tls_certificate", "tls_key", "tls_authority"), certificate)
-    warn_in_the_clear(host, Settings(**files))
-    assert capsys.readouterr().err.count("without TLS") == int(warned)
 
 
 def test_a_member_does_not_have_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

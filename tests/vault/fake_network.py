@@ -9,6 +9,7 @@ import socket
 import threading
 
 from deadpool_megatron.vault.net.transport import Channel, Transport
+from deadpool_megatron.wire.records import RecordSocket
 from tests.common.waiting import PATIENCE_SECONDS
 
 _LOOK_SECONDS = 0.005
@@ -26,7 +27,7 @@ class FakeNetwork:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._waiting: dict[tuple[str, int], list[socket.socket]] = {}
+        self._waiting: dict[tuple[str, int], list[RecordSocket]] = {}
         self.cut: set[tuple[str, int]] = set()
         # From one address to another, as a broken route is.
         self.cut_routes: set[tuple[tuple[str, int], tuple[str, int]]] = set()
@@ -37,9 +38,9 @@ class FakeNetwork:
             self._waiting[host, port] = []
         return FakeTransport(self, (host, port), deadline_seconds)
 
-    def dial(self, address: tuple[str, int], origin: tuple[str, int]) -> socket.socket:
+    def dial(self, address: tuple[str, int], origin: tuple[str, int]) -> RecordSocket:
         """Raises ConnectionRefusedError for an address nobody listens on, or which is cut."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = map(RecordSocket.of, socket.socketpair())
         with self._condition:
             cut = address in self.cut or (origin, address) in self.cut_routes
             if address not in self._waiting or cut:
@@ -50,7 +51,7 @@ class FakeNetwork:
             self._condition.notify_all()
         return ours
 
-    def answer(self, address: tuple[str, int], seconds: float) -> socket.socket | None:
+    def answer(self, address: tuple[str, int], seconds: float) -> RecordSocket | None:
         """The next connection dialled to ``address``."""
         with self._condition:
             queue = self._waiting.get(address, [])

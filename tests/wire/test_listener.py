@@ -13,7 +13,7 @@ import pytest
 
 from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.tls import open_stream
+from deadpool_megatron.wire.records import open_stream
 from tests.vault.harness import RUN_ID, cluster, wait_until
 from tests.wire.visitors import SECONDS, Address, enter, open_door
 
@@ -131,7 +131,7 @@ async def test_who_speaks_another_version_hears_so() -> None:
     """In a form that tells it, whatever its own is: the first bytes say the version."""
 
     async with open_door(most_strangers=4) as (inside, address):
-        reader, writer = await open_stream(address, None)
+        reader, writer = await open_stream(address)
         writer.write(OLDER)
         assert (await framing.read_frame(reader))["t"] == "other-version"
         assert await reader.read() == b""

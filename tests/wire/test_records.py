@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.wire import auth, framing, records
+from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.auth import AuthenticationError
-from deadpool_megatron.wire.records import AlteredError, Direction, Opener
+from deadpool_megatron.wire.records import AlteredError, Direction, Opener, RecordSocket
 from tests.wire.visitors import SECONDS, SECRET, enter, open_door
 
 KEY = b"k" * 32
@@ -75,15 +75,15 @@ def test_no_length_is_believed_beyond_that_of_a_frame() -> None:
             Opener(Direction(KEY)).feed(header)
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def pair() -> tuple[RecordSocket, RecordSocket]:
     """Both ends of an authenticated connection over the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepted: list[socket.socket] = []
+        accepted: list[RecordSocket] = []
 
         def accept() -> None:
-            connection, _ = listener.accept()
-            connection.settimeout(SECONDS)
-            accepted.append(auth.accept(connection, SECRET, "run"))
+            accepted.append(RecordSocket.of(listener.accept()[0]))
+            accepted[0].settimeout(SECONDS)
+            auth.accept(accepted[0], SECRET, "run")
 
         thread = threading.Thread(target=accept)
         thread.start()
@@ -102,13 +102,13 @@ def test_frames_and_bulk_over_sockets() -> None:
             target = bytearray(len(bulk))
             for start in range(0, len(bulk), 3 << 20):  # not as it was cut on the way
                 framing.receive_into(theirs, memoryview(target)[start : start + (3 << 20)])
-            records.send_bulk(theirs, memoryview(target))
+            theirs.send_bulk(memoryview(target))
 
         thread = threading.Thread(target=answer)
         thread.start()
         framing.send(ours, {"n": 1, "text": "x" * 100_000})
         assert framing.receive(ours)["n"] == 1
-        records.send_bulk(ours, memoryview(bulk))
+        ours.send_bulk(memoryview(bulk))
         back = bytearray(len(bulk))
         framing.receive_into(ours, memoryview(back))
         thread.join()
@@ -205,10 +205,10 @@ def test_blocking_ends_do_not_take_what_was_altered(
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            connection, _ = listener.accept()
+            connection = RecordSocket.of(listener.accept()[0])
             connection.settimeout(SECONDS)
             try:
-                connection = auth.accept(connection, SECRET, "run")
+                auth.accept(connection, SECRET, "run")
                 framing.send(connection, {"t": "ready"})
                 while True:
                     taken.append(framing.receive(connection))

@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.listener import Door, Lock
-from deadpool_megatron.wire.tls import Tls, open_stream
+from deadpool_megatron.wire.records import open_stream
 
 SECRET = b"a secret of thirty-two characters"
 SECONDS = 20.0
@@ -50,14 +50,13 @@ async def open_door(
     most_strangers: int | None = None,
     seconds: float = SECONDS,
     listener: socket.socket | None = None,
-    tls: Tls | None = None,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[tuple[Recorder, Address]]:
     """A door, who is behind it, and where it is."""
     inside, listening = Recorder(), listener or socket.socket()
     listening.bind((host, 0))
     listening.listen(1024)
-    door = Door(listening, Lock(SECRET, "run", tls, seconds), inside, most_strangers)
+    door = Door(listening, Lock(SECRET, "run", seconds), inside, most_strangers)
     opened = asyncio.create_task(door.run())
     try:
         yield inside, listening.getsockname()
@@ -66,10 +65,8 @@ async def open_door(
         door.close()
 
 
-async def enter(
-    address: Address, tls: Tls | None = None, secret: bytes = SECRET
-) -> asyncio.StreamWriter:
-    reader, writer = await open_stream(address, tls)
+async def enter(address: Address, secret: bytes = SECRET) -> asyncio.StreamWriter:
+    reader, writer = await open_stream(address)
     try:
         await auth.connect_stream(reader, writer, secret, "run")
         assert await framing.read_frame(reader) == {"t": "welcome"}

@@ -30,7 +30,6 @@ from deadpool_megatron.cli.common import (
     make_info,
     parse_address,
     refusing_system_errors,
-    warn_in_the_clear,
     warn_of_danger_above,
 )
 from deadpool_megatron.cli.prepare import check
@@ -60,7 +59,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire import auth, tls
+from deadpool_megatron.wire import auth
 from deadpool_megatron.wire.framing import WireError
 
 _EXAMPLES = """\
@@ -240,7 +239,6 @@ def _settle(args: argparse.Namespace) -> _Settled:
     if not info.check_only:  # which says by itself what its nodes lack
         checks.check_agreed(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
-    tls.contexts(info.settings)  # this node's files are looked at before anything starts
     checks.check_journal(run, info)
     if not nodes_with_slots(info):  # what they take is not free, and is this node's again
         checks.check_shared_memory(info, 1)
@@ -250,7 +248,6 @@ def _settle(args: argparse.Namespace) -> _Settled:
     place = _place(args, node, slurm, info.settings)
     checks.check_address(run, place.host)
     _check_listening(run, args, place.host)
-    warn_in_the_clear(place.host, info.settings)
     warn_of_danger_above(run.path, info)
     if fixed is not None:
         _probe(fixed, secret, info)
@@ -352,7 +349,6 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         others = Others(run, agents, args.node_id, settings.connect_seconds)
         restore = resume_point(RunDirectory(args.resume), args, others)
     info = replace(make_info(args, settings, restore), check_only=args.check_only)
-    tls.contexts(info.settings)
     checks.check_notify(settings)
     checks.check_sizes(info)
     checks.read_domains(settings)
@@ -409,16 +405,14 @@ def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, 
             f"{run.path} is no run directory: share the coordinator's, or give --run-id and"
             f" {auth.ENVIRONMENT_NAME}"
         )
-    settings = arguments.settings_from(args)  # those of the run come with the answer
-    answer = ask_at(address, run, args.run_id, {"command": "info"}, settings)
+    answer = ask_at(address, run, args.run_id, {"command": "info"})
     run.create(RunInfo.from_dict(answer["info"]))
 
 
 def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
     """Fail at once for a wrong address or secret, rather than after the whole patience."""
     try:
-        limit, contexts = info.settings.connect_seconds, tls.contexts(info.settings)
-        auth.connect(address, secret, info.run_id, limit, contexts).close()
+        auth.connect(address, secret, info.run_id, info.settings.connect_seconds).close()
     except auth.AuthenticationError:
         raise
     except (OSError, WireError) as error:

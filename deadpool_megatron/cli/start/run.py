@@ -17,7 +17,6 @@ from deadpool_megatron.cli.common import (
     local_address,
     make_info,
     refusing_system_errors,
-    warn_in_the_clear,
     warn_of_danger_above,
 )
 from deadpool_megatron.cli.start import checks, scripts
@@ -31,7 +30,6 @@ from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
-from deadpool_megatron.wire import tls
 
 _DESCRIPTION = """\
 Starts N + S nodes (agent, vault, P training processes each) and follows the run.
@@ -143,14 +141,12 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     # Refused here, or it would be in a standby.
     address = local_address(settings.interface)
     listen(address, args.port).close()
-    tls.contexts(settings)
     checks.check_notify(settings)
     checks.check_modules(modules)
     checks.check_memory(info)
     if args.refill < 0:
         raise CommandError(f"--refill must be at least 0, got {args.refill}")
     failpoints.load()  # a plan that cannot be read is better found here than in each process
-    warn_in_the_clear(address, settings)
     warn_of_danger_above(directory.path, info)
     scripts.announce(args.command, os.environ)
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers

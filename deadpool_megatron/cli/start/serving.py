@@ -116,7 +116,7 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
     while True:
         try:
             if fixed is not None and not run.coordinator.exists():
-                answer = ask_at(fixed, run, info.run_id, message, info.settings)
+                answer = ask_at(fixed, run, info.run_id, message)
             else:
                 answer = ask(run, message)
             return int(answer["node"])

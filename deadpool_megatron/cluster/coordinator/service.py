@@ -59,7 +59,6 @@ from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire.listener import Door, Lock
-from deadpool_megatron.wire.tls import contexts
 
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
@@ -135,9 +134,7 @@ class Coordinator:
             loop.add_signal_handler(number, self.feed, stop)
         living = asyncio.create_task(self.sign.run())
         options, settings = self.options, self._settings
-        lock = Lock(
-            options.secret, options.info.run_id, contexts(settings), settings.connect_seconds
-        )
+        lock = Lock(options.secret, options.info.run_id, settings.connect_seconds)
         door = Door(options.listener, lock, self.peers)
         port = options.listener.getsockname()[1]
         if (record := self.state.record) is not None:

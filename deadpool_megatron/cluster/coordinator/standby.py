@@ -45,7 +45,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError, readable
-from deadpool_megatron.wire.tls import contexts
 
 # With a coordinator that is in touch with our agent, looks are only to keep up.
 _CALM_BEATS = 8
@@ -179,9 +178,8 @@ class Standby:
 
     def _nobody_listens(self, address: tuple[str, int]) -> bool:
         info, limit = self._options.info, self._rhythm.beat
-        tls = contexts(info.settings)
         try:
-            with auth.connect(address, self._options.secret, info.run_id, limit, tls) as connection:
+            with auth.connect(address, self._options.secret, info.run_id, limit) as connection:
                 framing.send(connection, {"t": "control", "command": "info"})
                 framing.receive(connection)
         except ConnectionRefusedError:

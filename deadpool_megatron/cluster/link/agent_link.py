@@ -28,7 +28,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.framing import WireError, reset
-from deadpool_megatron.wire.tls import contexts, open_stream
+from deadpool_megatron.wire.records import open_stream
 
 Address = tuple[str, int]
 _FIRST_PAUSE_SECONDS = 0.05
@@ -176,10 +176,9 @@ class Greetings:
             greeting.leave()
 
     async def _open(self, greeting: _Greeting, limit_seconds: float) -> Session:
-        tls = contexts(self._settings)
         # Not wait_for: in Python 3.11 a greeting that was left could go on to its first message.
         async with asyncio.timeout(limit_seconds):
-            reader, writer = await open_stream(greeting.address, tls)
+            reader, writer = await open_stream(greeting.address)
         try:
             async with asyncio.timeout(limit_seconds):
                 await connect_stream(reader, writer, self._secret, self._run_id)

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import select
 import socket
-import ssl
 import struct
 import threading
 from abc import ABC, abstractmethod
@@ -19,8 +18,7 @@ from typing import Any, NamedTuple
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.listener import defer_accept
-from deadpool_megatron.wire.records import RecordSocket, send_bulk
-from deadpool_megatron.wire.tls import Tls
+from deadpool_megatron.wire.records import RecordSocket
 
 # No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
@@ -51,12 +49,12 @@ class Sent(NamedTuple):
 
 
 class Channel:
-    """One connection: a stream socket, under TLS perhaps; ``secret`` None leaves authentication
-    out. One thread at a time per direction; :meth:`shutdown` from any thread.
+    """One connection; ``secret`` None leaves authentication out. One thread at a time per
+    direction; :meth:`shutdown` from any thread.
     """
 
     def __init__(
-        self, connection: socket.socket, deadline_seconds: float, secret: bytes | None, realm: str
+        self, connection: RecordSocket, deadline_seconds: float, secret: bytes | None, realm: str
     ) -> None:
         self._socket = connection
         self._deadline_seconds = deadline_seconds
@@ -68,9 +66,7 @@ class Channel:
         """Accepting side, before anything else. Raises WireError or OSError for a stranger."""
         if self._secret is not None:
             self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
-            if isinstance(self._socket, ssl.SSLSocket):
-                self._socket.do_handshake()
-            self._socket = auth.accept(self._socket, self._secret, self._realm)
+            auth.accept(self._socket, self._secret, self._realm)
             self._socket.settimeout(self._deadline_seconds)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -83,7 +79,7 @@ class Channel:
 
     def send_bulk(self, view: memoryview) -> None:
         """Send raw bytes without copying them."""
-        send_bulk(self._socket, view)
+        self._socket.send_bulk(view)
 
     def receive_bulk(
         self, target: memoryview, taken: Callable[[memoryview], object] = lambda piece: None
@@ -93,7 +89,7 @@ class Channel:
 
     def readable(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a frame or the end of the stream."""
-        if isinstance(self._socket, ssl.SSLSocket | RecordSocket) and self._socket.pending():
+        if self._socket.pending():
             return True  # taken already: the descriptor knows nothing of it
         poll = select.poll()
         try:
@@ -129,9 +125,8 @@ class Channel:
 
     def shutdown(self) -> None:
         """Make every call of both sides fail at once."""
-        # Not that of an SSLSocket: it would go on in plain text in the thread that reads.
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Give the resources back."""
@@ -156,7 +151,7 @@ class Transport(ABC):
 
 
 class TcpTransport(Transport):
-    """TCP, or TLS over it, with the handshake of :mod:`deadpool_megatron.wire.auth`.
+    """TCP, with the handshake of :mod:`deadpool_megatron.wire.auth`.
 
     The listening socket is made by the agent and inherited, so the address and the backlog of
     connections survive a restart of the vault.
@@ -169,20 +164,16 @@ class TcpTransport(Transport):
         run_id: str,
         node: int,
         deadline_seconds: float,
-        tls: Tls | None = None,
     ) -> None:
         self._listener = listener
         self._secret = secret
         self._run_id, self._realm = run_id, realm_of(run_id, node)
         self._deadline_seconds = deadline_seconds
-        self._tls = tls
         defer_accept(listener, HANDSHAKE_SECONDS)
 
     def connect(self, node: int, host: str, port: int) -> Channel:
         realm = realm_of(self._run_id, node)
-        connection = auth.connect(
-            (host, port), self._secret, realm, self._deadline_seconds, self._tls
-        )
+        connection = auth.connect((host, port), self._secret, realm, self._deadline_seconds)
         return Channel(connection, self._deadline_seconds, self._secret, realm)
 
     def accept(self, seconds: float) -> Channel | None:
@@ -193,14 +184,8 @@ class TcpTransport(Transport):
             return None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        try:
-            if self._tls is not None:
-                connection = self._tls.wrap(connection, accepted=True)
-            else:
-                connection = RecordSocket.of(connection)
-        except OSError:  # he has said something, and cut the connection: no reason for a pause
-            return None
-        return Channel(connection, self._deadline_seconds, self._secret, self._realm)
+        records = RecordSocket.of(connection)
+        return Channel(records, self._deadline_seconds, self._secret, self._realm)
 
     def close(self) -> None:
         self._listener.close()

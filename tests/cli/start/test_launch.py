@@ -148,24 +148,6 @@ def test_a_run_whose_directory_others_could_replace_says_so(
         assert capsys.readouterr().err.count("can put another directory in place of") == lines
 
 
-@pytest.mark.parametrize(("interface", "lines"), [("0.0.0.0", 1), ("localhost", 0)])
-def test_a_run_that_leaves_this_host_without_tls_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    interface: str,
-    lines: int,
-) -> None:
-    monkeypatch.setattr("deadpool_megatron.cli.start.run.keep_single_threaded", lambda: None)
-    monkeypatch.setattr(launch.Launcher, "run", lambda _: 0)
-    script = tmp_path / "x.py"
-    script.touch()
-    size = ("--nodes", "2", "--nproc-per-node", "1", "--run-dir", str(tmp_path / "run"))
-    which = ("--deadpool-interface", interface, "--preload", "json")
-    assert main(["run", *size, *which, "--quiet", "--", str(script)]) == 0
-    assert capsys.readouterr().err.count("without TLS") == lines
-
-
 Start = Callable[..., tuple[int, list[str]]]
 SECONDS = 30.0
 

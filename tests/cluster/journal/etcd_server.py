@@ -17,6 +17,21 @@ from deadpool_megatron.cluster.journal.etcd import Credentials, EtcdClient, Etcd
 from tests.common.ports import free_port
 
 _PATIENCE_SECONDS = 30.0
+_CERTIFICATES = """
+openssl req -x509 -newkey ed25519 -nodes -days 400 -subj /CN=a -keyout authority.key -out authority
+openssl req -newkey ed25519 -nodes -subj /CN=node -keyout key -out node.csr
+openssl x509 -req -in node.csr -CA authority -CAkey authority.key -CAcreateserial -days 400 \\
+    -extfile <(echo subjectAltName=IP:127.0.0.1) -out certificate
+"""
+
+
+def certificates_in(directory: Path) -> dict[str, str]:
+    """Make the three files of :class:`EtcdServer`."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the program openssl")
+    command = ["bash", "-ec", _CERTIFICATES]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+    return {name: str(directory / name) for name in ("certificate", "key", "authority")}
 
 
 class EtcdServer:
@@ -44,9 +59,9 @@ class EtcdServer:
         if self._tls is not None:
             scheme = "https"
             secure = [
-                *("--cert-file", self._tls["tls_certificate"]),
-                *("--key-file", self._tls["tls_key"]),
-                *("--trusted-ca-file", self._tls["tls_authority"], "--client-cert-auth"),
+                *("--cert-file", self._tls["certificate"]),
+                *("--key-file", self._tls["key"]),
+                *("--trusted-ca-file", self._tls["authority"], "--client-cert-auth"),
             ]
         client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
         with open(self._directory / "etcd.log", "ab") as log:
@@ -77,8 +92,8 @@ class EtcdServer:
     def _probing(self) -> Credentials:
         if self._tls is None:
             return Credentials()
-        context = ssl.create_default_context(cafile=self._tls["tls_authority"])
-        context.load_cert_chain(self._tls["tls_certificate"], self._tls["tls_key"])
+        context = ssl.create_default_context(cafile=self._tls["authority"])
+        context.load_cert_chain(self._tls["certificate"], self._tls["key"])
         return Credentials(context)
 
     def stop(self) -> None:

@@ -14,11 +14,10 @@ import pytest
 from deadpool_megatron.cluster.journal.etcd import Credentials, EtcdClient, EtcdError, EtcdJournal
 from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, open_journal
 from deadpool_megatron.settings import Settings
-from tests.cluster.journal.etcd_server import EtcdServer
+from tests.cluster.journal.etcd_server import EtcdServer, certificates_in
 from tests.cluster.running import deadpool
 from tests.common.ports import free_port
 from tests.common.waiting import wait_for
-from tests.wire import certificates
 
 SECONDS = 10.0
 
@@ -227,18 +226,16 @@ def test_damage_and_foreign_keys_are_named(etcd: EtcdServer, tmp_path: Path) -> 
 def test_etcd_under_tls(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the certificates that the page on security makes, a host's address in them."""
-    change = ("-out node.pem", "-out node.pem -extfile <(echo subjectAltName=IP:127.0.0.1)")
-    files = certificates.make(tmp_path_factory.mktemp("etcd-tls"), change)
+    files = certificates_in(tmp_path_factory.mktemp("etcd-tls"))
     server = EtcdServer(tmp_path, files)
     place = f"etcds://{server.endpoint}/secure"
     settings = Settings(journal=place, connect_seconds=2 * SECONDS)
     try:
-        monkeypatch.setenv("ETCDCTL_CACERT", files["tls_authority"])
+        monkeypatch.setenv("ETCDCTL_CACERT", files["authority"])
         with pytest.raises(JournalError, match="etcd does not answer"):
             open_journal(replace(settings, connect_seconds=0.5), "r", tmp_path).entries("epoch")
-        monkeypatch.setenv("ETCDCTL_CERT", files["tls_certificate"])
-        monkeypatch.setenv("ETCDCTL_KEY", files["tls_key"])
+        monkeypatch.setenv("ETCDCTL_CERT", files["certificate"])
+        monkeypatch.setenv("ETCDCTL_KEY", files["key"])
         open_journal(settings, "r", tmp_path).write("epoch", 1, {"a": 1})
         assert open_journal(settings, "r", tmp_path).entries("epoch") == {1: {"a": 1}}
         monkeypatch.setenv("ETCDCTL_KEY", str(tmp_path / "none"))

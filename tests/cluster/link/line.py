@@ -265,9 +265,8 @@ class Line:
             assert asyncio.get_running_loop().time() < limit, f"stalled: {what}"
             await asyncio.sleep(_TICK_SECONDS)
 
-    async def open(self, address: tuple[str, int], tls: object) -> tuple[Any, Any]:
+    async def open(self, address: tuple[str, int]) -> tuple[Any, Any]:
         """Instead of a connection over a network."""
-        del tls
         readers = [RecordReader(), RecordReader()]
         connection = _Connection(self, readers)
         task = asyncio.create_task(

@@ -14,7 +14,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.listener import Door, Lock
-from deadpool_megatron.wire.tls import open_stream
+from deadpool_megatron.wire.records import open_stream
 
 SECRET = b"secret"
 SECONDS = 20.0
@@ -92,7 +92,7 @@ def serve(scenario: Scenario) -> Events:
         peers = Peers(Settings(connect_seconds=SECONDS), events, term=1)
         events.peers = peers
         listener = socket.create_server(("127.0.0.1", 0))
-        door = Door(listener, Lock(SECRET, "run", None, SECONDS), peers)
+        door = Door(listener, Lock(SECRET, "run", SECONDS), peers)
         opened = asyncio.create_task(door.run())
         try:
             await scenario(events, listener.getsockname())
@@ -110,7 +110,7 @@ def join(node: int, boot: str = "a", greeting: int = 1) -> dict[str, Any]:
 
 
 async def connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await open_stream(address, None)
+    reader, writer = await open_stream(address)
     await connect_stream(reader, writer, SECRET, "run")
     return reader, writer
 

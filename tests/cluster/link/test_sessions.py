@@ -216,8 +216,8 @@ class Doors:
     def are_slow(self, term: int, seconds: Iterable[float]) -> None:
         self.seconds[term] = iter(seconds)
 
-    async def open(self, address: tuple[str, int], tls: object) -> tuple[Any, Any]:
-        reader, writer = await self._line.open(address, tls)
+    async def open(self, address: tuple[str, int]) -> tuple[Any, Any]:
+        reader, writer = await self._line.open(address)
         if address[1] in self.seconds:
             self.opened.append((asyncio.get_running_loop().time(), writer))
             writer.waits_seconds = next(self.seconds[address[1]])

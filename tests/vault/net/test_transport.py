@@ -19,6 +19,7 @@ from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.transport import Channel, Sent
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.records import RecordSocket
 from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.harness import cluster
 from tests.vault.test_strangers import Peer, is_cut
@@ -30,15 +31,15 @@ _SIOCOUTQNSD = 0x894B
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[RecordSocket, RecordSocket]]:
     family = request.param
     try:
         listener = socket.create_server((FAMILIES[family], 0), family=family)
     except OSError:
         pytest.skip("no such addresses here")
-    with listener, socket.create_connection(listener.getsockname()[:2]) as near:
-        far, _ = listener.accept()
-        with far:
+    with listener:
+        near = RecordSocket.of(socket.create_connection(listener.getsockname()[:2]))
+        with near, RecordSocket.of(listener.accept()[0]) as far:
             yield near, far
 
 
@@ -52,7 +53,7 @@ def class_of(connection: socket.socket) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dscp", [0, 8, 63])
-def test_each_end_marks_what_it_sends(pair: tuple[socket.socket, socket.socket], dscp: int) -> None:
+def test_each_end_marks_what_it_sends(pair: tuple[RecordSocket, RecordSocket], dscp: int) -> None:
     near, far = pair
     assert class_of(near) == class_of(far) == (0, 0)
     Channel(near, 5.0, None, "").give_way(dscp)
@@ -63,7 +64,7 @@ def test_each_end_marks_what_it_sends(pair: tuple[socket.socket, socket.socket],
 
 
 def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
-    pair: tuple[socket.socket, socket.socket],
+    pair: tuple[RecordSocket, RecordSocket],
 ) -> None:
     near, far = (Channel(end, 5.0, None, "") for end in pair)
     before = near.sent().busy_seconds
@@ -84,7 +85,7 @@ def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
     assert near.sent() == Sent()
 
 
-def test_little_of_a_copy_waits_in_a_socket(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_little_of_a_copy_waits_in_a_socket(pair: tuple[RecordSocket, RecordSocket]) -> None:
     """What it has taken goes on leaving when training begins to send."""
     near, _ = pair
     Channel(near, 5.0, None, "").give_way(0)
