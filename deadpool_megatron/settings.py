@@ -65,11 +65,6 @@ class Settings:
         " else parity",
     )
     parity_group: int = _setting(4, "parity: roles, on as many nodes, that share parity blocks")
-    share_snapshots: str = _setting(
-        "off",
-        "on: data-parallel peers with the same optimizer state (without the distributed optimizer)"
-        " capture a part of it each, on as many nodes as copies are wanted; no exports then",
-    )
     cadence: str = _setting(
         "auto",
         "protect every N-th iteration only; auto: every one, and fewer for as long as training"
@@ -324,7 +319,6 @@ class Settings:
                 f"{flag_name('vault_cpus')} must be a list like 0-3,8, or auto, or empty,"
                 f" got {self.vault_cpus!r}"
             )
-        self._check_sharing()
         self._check_cadence()
         if not self.slow_factor > 1:
             raise SettingsError(
@@ -349,18 +343,6 @@ class Settings:
             value *= getattr(self, of) / usual(FIELDS[of], self.communicator)
         least = entry.metadata.get("least")
         return max(value, getattr(self, least)) if least else value
-
-    def _check_sharing(self) -> None:
-        if self.share_snapshots == "on" and self.protection == "recompute":
-            raise SettingsError(
-                "--deadpool-share-snapshots on: a role that holds a part of the state only cannot"
-                " recompute it (--deadpool-protection recompute)"
-            )
-        if self.share_snapshots == "on" and self.exports:
-            raise SettingsError(
-                "--deadpool-share-snapshots on: no role holds all that it would export"
-                " (--deadpool-persist-interval, --deadpool-persist-directory)"
-            )
 
     def _check_cadence(self) -> None:
         known = re.fullmatch(r"[0-9]{1,4}", self.cadence)
@@ -404,11 +386,6 @@ class Settings:
         return bool(self.persist_interval or self.persist_directory)
 
     @property
-    def holders(self) -> int:
-        """Return how many roles capture what more of them have in common; 0: all of them."""
-        return self.replicas + 1 if self.share_snapshots == "on" else 0
-
-    @property
     def memory_bytes(self) -> int:
         """Limit of a node's generations in bytes; 0: none."""
         return int(self.memory_gb * 1e9)
@@ -445,7 +422,6 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = {
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
-    "share_snapshots": ("off", "on"),
     "check": ("off", "facts", "links"),
     "communicator": ("auto", "gloo", "nccl"),
     "rebuild": ("auto", "one-by-one", "side-by-side", "split"),

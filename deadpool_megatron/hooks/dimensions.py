@@ -1,7 +1,7 @@
 """The dimensions of parallelism: what peers along each can rebuild, and must hold equal.
 
-Tensor: parameters that are replicated over the group. Pipeline: tied embeddings. Data: what peers
-have restored for each other, and parameters from their shards.
+Tensor: parameters that are replicated over the group. Pipeline: tied embeddings. Data: parameters
+from the shards of the peers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.optimizer import (
-    SharedCapture,
     inner_optimizers,
     is_distributed,
     plain_tensors,
@@ -30,19 +29,16 @@ class PeerMismatch(RuntimeError):
     """After a restore, peers that must hold equal bytes do not; the message names them."""
 
 
-def rebuild_from_peers(loop: ProtectedLoop, shared: Sequence[SharedCapture]) -> None:
+def rebuild_from_peers(loop: ProtectedLoop) -> None:
     """Collectively derive what need not be restored from a slot: master weights -> model copy ->
     all-gather over the data-parallel group, forced. Along the other dimensions each role restores
-    its own layers and slices. ``shared``: state of which data-parallel peers have captured, and
-    restored, a part each.
+    its own layers and slices.
 
     A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
     done after every restore, whatever the overlap flags say. Where FusedAdam holds the master
     weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
     are cast again, with the restored scales and amaxes.
     """
-    for one in shared:
-        one.gather()
     distributed = False
     for inner in inner_optimizers(loop.optimizer):
         if hasattr(inner, "_copy_main_params_to_model_params"):
@@ -58,11 +54,11 @@ def rebuild_from_peers(loop: ProtectedLoop, shared: Sequence[SharedCapture]) -> 
         bucket_group.param_gather_dispatched = False
 
 
-def verify(loop: ProtectedLoop, shared: Sequence[SharedCapture]) -> None:
+def verify(loop: ProtectedLoop) -> None:
     """Collectively compare what peers must hold equally. Raises PeerMismatch."""
     verify_tensor(loop)
     verify_pipeline(loop)
-    verify_data(loop, shared)
+    verify_data(loop)
 
 
 def verify_tensor(loop: ProtectedLoop) -> None:
@@ -90,11 +86,8 @@ def verify_pipeline(loop: ProtectedLoop) -> None:
         compare_with_peers(tied, group, "tied word embeddings")
 
 
-def verify_data(loop: ProtectedLoop, shared: Sequence[SharedCapture] = ()) -> None:
-    """Parameters over the data-parallel group, expert ones over the experts' group, and the state
-    that peers have gathered."""
-    for one in shared:
-        compare_with_peers(one.tensors, one.group, "the optimizer state")
+def verify_data(loop: ProtectedLoop) -> None:
+    """Parameters over the data-parallel group, expert ones over the experts' group."""
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     compare_with_peers(plain_parameters(loop, expert=False), data, "parameters")
     if expert := plain_parameters(loop, expert=True):

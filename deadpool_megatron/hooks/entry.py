@@ -233,8 +233,8 @@ class EpochEntry:
         self.generation = Generation(record.epoch, self.loop.counters["iteration"])
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
-        """State and parameters from the peers, iterators from the counters, random states last."""
-        dimensions.rebuild_from_peers(self.loop, self._shard_state.shared)
+        """Parameters from the peers, iterators from the counters, random states last."""
+        dimensions.rebuild_from_peers(self.loop)
         self.loop.reset_after_interrupt()
         if self._late:
             megatron_extras.restore_last(self._late)
@@ -242,7 +242,7 @@ class EpochEntry:
 
     def verify(self, record: EpochRecord, role: int) -> None:
         """Peers of every dimension hold equal what they must hold equal."""
-        dimensions.verify(self.loop, self._shard_state.shared)
+        dimensions.verify(self.loop)
         if record.restore.kind in ("initial", "durable"):
             self._frozen_weights.leave(self._waiting(record.epoch, "verify"))
             # The first generation of a new line; sealed and committed before the first update.
@@ -397,7 +397,7 @@ class EpochEntry:
         self._frozen = FrozenWeights(
             loop, RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).frozen
         )
-        self._shard = ShardState(optimizer, self._settings.holders)
+        self._shard = ShardState(optimizer)
         parts = self._shard.parts
         identify(loop, parts)
         lag = self._settings.max_lag

@@ -34,11 +34,9 @@ class Part:
     Not thread-safe; the views may be used from one other thread (the copier).
     """
 
-    def __init__(
-        self, name: str, tensors: Iterable[Tensor], replicas: Sequence[int], meaning: str = ""
-    ) -> None:
+    def __init__(self, name: str, tensors: Iterable[Tensor], replicas: Sequence[int]) -> None:
         self.name = name
-        self.meaning = meaning
+        self.meaning = ""
         self.replicas = tuple(sorted(replicas))
         # detach: an alias on the same storage that may be written in place without autograd.
         self.tensors = [tensor.detach() for tensor in tensors]

@@ -95,13 +95,6 @@ def test_layout_survives(tmp_path: Path, layout: Layout) -> None:
         assert any(step["skipped"] for step in outcome.final["steps"])
 
 
-def test_peers_that_capture_a_part_each_survive(tmp_path: Path) -> None:
-    """Without the distributed optimizer: each piece is in the memory of two of four nodes."""
-    settings = "--deadpool-share-snapshots on"
-    options = {"spares": 2, "refill": len(COMMON), "settings": settings}
-    strike(tmp_path / "run", layouts.FOUR_PEERS, ITERATIONS, COMMON, **options)
-
-
 SEVERAL = [
     *COMMON,
     fault("coordinator", "coordinator.journal", when_epoch=3),

@@ -3,13 +3,6 @@
 ``get_megatron_optimizer`` answers a ChainedOptimizer of inner optimizers (dense, expert, ...); each
 inner one becomes one part, because the bytes of each are shared by another set of roles.
 
-Peers that hold the same optimizer state may capture a part of it each (REFT's shared snapshots).
-Without Megatron's distributed optimizer all data-parallel peers hold, and would capture, the same
-bytes. Dealt out to classes, each class captures its own piece of every tensor, and so many peers
-are in a class as nodes have to hold a copy: the classes take the place of the shards of a
-distributed optimizer with as many instances. After a restore every peer has the piece of its class
-from a sealed slot, and gets the others from the peers that have restored them.
-
 What is said here of FusedAdam, in particular of Megatron's precision-aware use of it, was written
 with the sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to
 2.12, pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
@@ -254,16 +247,13 @@ class ShardState:
     """The tensors of all inner optimizers, one part per inner optimizer, packed where possible.
 
     Packing re-points tensors that own their memory into flat arenas; :meth:`readopt` puts that
-    back after a load of a checkpoint has put other tensors in their place. ``holders``: how many
-    roles are to capture what more of them have in common; 0: all of them do. ``shared`` is what
-    fewer capture.
+    back after a load of a checkpoint has put other tensors in their place.
     """
 
-    def __init__(self, optimizer: Any, holders: int = 0) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._kept = list(_kept(optimizer))
-        self.shared: list[SharedCapture] = []
         self.parts = [
-            self._part(f"shard{index}", inner, holders)
+            Part(f"shard{index}", self._packed(inner), _replicas(inner))
             for index, inner in enumerate(inner_optimizers(optimizer))
         ]
         for kept in self._kept:
@@ -282,77 +272,12 @@ class ShardState:
             if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
                 kept.parameter.data = kept.parameter.detach().clone()
 
-    def _part(self, name: str, inner: Any, holders: int) -> Part:
-        tensors, group = self._packed(inner), _replica_group(inner)
-        if group is None:
-            return Part(name, tensors, [dist.get_rank()])
-        roles = dist.get_process_group_ranks(group)
-        classes = len(roles) // holders if holders else 1
-        if classes < 2:
-            return Part(name, tensors, roles)
-        shared = SharedCapture(tensors, group, classes)
-        self.shared.append(shared)
-        piece = f"piece {roles.index(dist.get_rank()) % classes} of {classes}"
-        return Part(name, shared.own_tensors(), shared.own_roles, piece)
-
     def _packed(self, inner: Any) -> list[Tensor]:
         kept = [one for one in self._kept if one.inner is inner]
         # A shard of the model's parameters is read by the forward pass and by gathers where it is.
         fixed = [one.tensor for one in kept if not one.name and masters_in_adam(inner)]
         movable = [one.tensor for one in kept if one.name or not masters_in_adam(inner)]
         return [*move_into_arenas(movable), *fixed]
-
-
-class SharedCapture:
-    """State that the peers of one inner optimizer have in common, and who captures what of it.
-
-    ``tensors``: all of its state, laid out alike in all peers. ``group``: the peers; ``classes``:
-    into how many of them they are dealt, neighbours into different ones, since they are likely to
-    be on one node.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, classes: int) -> None:
-        self.group = group
-        self._tensors = list(tensors)
-        self._roles = dist.get_process_group_ranks(group)
-        self._classes = classes
-        self._class = self._roles.index(dist.get_rank()) % classes
-
-    @property
-    def own_roles(self) -> list[int]:
-        """Roles that capture the same bytes, the own one included."""
-        return self._roles[self._class :: self._classes]
-
-    def own_tensors(self) -> list[Tensor]:
-        """Return what this role captures: the piece of its class of each tensor; whole tensors
-        where there is nothing to gain, or they are not where the group communicates."""
-        return [
-            pieces(tensor, self._classes)[self._class] if self._is_cut(tensor) else tensor
-            for tensor in self._tensors
-        ]
-
-    def gather(self) -> None:
-        """Collectively bring the pieces of all classes into the tensors of all peers.
-
-        As bytes: not every backend knows every dtype.
-        """
-        for tensor in self.tensors:
-            for number, piece in enumerate(pieces(tensor, self._classes)):
-                dist.broadcast(piece.view(torch.uint8), src=self._roles[number], group=self.group)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those that are cut into pieces."""
-        return [tensor for tensor in self._tensors if self._is_cut(tensor)]
-
-    def _is_cut(self, tensor: Tensor) -> bool:
-        where = self._tensors[0].device
-        return tensor.is_contiguous() and tensor.device == where and tensor.numel() >= self._classes
-
-
-def pieces(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Flat views of a contiguous tensor, each element in one of them, as even as can be."""
-    return torch.tensor_split(tensor.detach().view(-1), count)
 
 
 @dataclass
@@ -395,20 +320,18 @@ def _kept(optimizer: Any) -> Iterator[_Kept]:
                     yield _Kept(inner, parameter, name, tensor)
 
 
-def _replica_group(inner: Any) -> dist.ProcessGroup | None:
-    """Of the roles whose bytes of this inner optimizer are identical; None where no other's are."""
-    group: dist.ProcessGroup
+def _replicas(inner: Any) -> list[int]:
+    """The roles whose bytes of this inner optimizer are identical, the own one included."""
     if is_distributed(inner):
         if inner.ddp_config.num_distributed_optimizer_instances == 1:
-            return None
+            return [dist.get_rank()]
         group = parallel_state.get_inter_distributed_optimizer_instance_group()
-        return group
     # Not by the mark on parameters: master weights, which the groups name then, do not have it.
-    if any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups):
+    elif any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups):
         group = parallel_state.get_expert_data_parallel_group()
     else:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
+    return dist.get_process_group_ranks(group)
 
 
 def statistics_span_the_world(optimizer: Any) -> bool:

@@ -14,7 +14,6 @@ WHOLE_NODES = Layout("pp2-dp2-on-2-nodes", PIPELINE, nodes=2, members_per_node=2
 OVERLAP = Layout("overlap", f"{PIPELINE} --overlap-grad-reduce --overlap-param-gather")
 INSTANCES = Layout("two-instances", f"{DISTRIBUTED} --num-distributed-optimizer-instances 2")
 PLAIN_OPTIMIZER = Layout("plain-optimizer", "--bf16 --pipeline-model-parallel-size 2")
-FOUR_PEERS = Layout("four-peers", "--bf16")
 FOUR_SHARDS = Layout("dp4", DISTRIBUTED)
 FP32 = Layout("fp32", "--use-distributed-optimizer --pipeline-model-parallel-size 2")
 FP16 = Layout(

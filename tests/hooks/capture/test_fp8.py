@@ -328,7 +328,7 @@ def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finishe
     interrupt_cleanup.fp8_state(SimpleNamespace(loop=loop))  # type: ignore[arg-type]
     assert transformer_engine.AUTOCAST_DEPTH == 0
     slot.restore(loop, shard)
-    dimensions.rebuild_from_peers(loop, [])
+    dimensions.rebuild_from_peers(loop)
     assert done == [("data", wanted), ("gathered", True), "finished"]
 
 
