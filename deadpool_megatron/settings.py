@@ -264,10 +264,6 @@ class Settings:
     vault_nice: int = _fixed(
         5, "how much lower the vault's priority for processors is than training's (0 to 19)"
     )
-    numa: str = _fixed(
-        "auto",
-        "auto: slots lie in memory beside their member's device; off: where they come to lie",
-    )
     restarts_in_place: int = _fixed(
         20,
         "process restarts on one node within node_crash_window_seconds before the node is given up",
@@ -430,7 +426,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "evict_slow": ("off", "on"),
     "nonfinite": ("stop", "rollback", "ignore"),
     "link_gaps": ("on", "off"),
-    "numa": ("auto", "off"),
 }
 _COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_interval", "persist_keep")
 _LEAST: Mapping[str, int] = {
@@ -488,6 +483,6 @@ def is_chosen(field_name: str) -> bool:
 
 
 def flag_name(field_name: str) -> str:
-    """``hang_seconds`` -> ``--deadpool-hang-seconds``, ``numa`` -> ``--deadpool-set numa``."""
+    """``hang_seconds`` -> ``--deadpool-hang-seconds``, ``dscp`` -> ``--deadpool-set dscp``."""
     name = field_name.replace("_", "-")
     return f"--deadpool-{name}" if is_chosen(field_name) else f"{SET_FLAG} {name}"

@@ -99,7 +99,6 @@ class EpochEntry:
             # The vault may have to make the slots first.
             connect_seconds=settings.connect_seconds + settings.restore_seconds,
             memory_bytes=settings.memory_bytes,
-            memory_node=self._platform.memory_node() if settings.numa == "auto" else None,
         )
         self._pinned = PinnedSlots(self._platform, self._warn)
         self._loop: ProtectedLoop | None = None

@@ -58,10 +58,6 @@ class Platform(ABC):
         it only whether a copy has ended: its device is then that of the calling thread."""
         return _nothing
 
-    def memory_node(self) -> int | None:
-        """The NUMA node beside the device; None where there is none, or it is not known."""
-        return None
-
     @abstractmethod
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         """Page-lock writable host memory so that :meth:`side_copy` into it is asynchronous.

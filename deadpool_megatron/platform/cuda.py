@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,19 +97,6 @@ class CudaPlatform(Platform):
     def thread_entry(self) -> Callable[[], None]:
         # Elsewhere it is the first one, for each process of a node, and gets a context of each.
         return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-
-    def memory_node(self) -> int | None:
-        device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-        try:
-            place = (device.pci_domain_id, device.pci_bus_id, device.pci_device_id)
-        except AttributeError:  # older torch
-            return None
-        name = "{:04x}:{:02x}:{:02x}.0".format(*place)
-        try:
-            node = int(Path("/sys/bus/pci/devices", name, "numa_node").read_text())
-        except (OSError, ValueError):
-            return None
-        return None if node < 0 else node
 
     def synchronize(self, deadline_seconds: float) -> None:
         wait = _DeviceWait(torch.cuda.current_device())

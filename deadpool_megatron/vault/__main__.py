@@ -22,8 +22,8 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.net.transport import TcpTransport
 from deadpool_megatron.vault.pace import interface_of
+from deadpool_megatron.vault.processors import settle_process
 from deadpool_megatron.vault.service import Vault
-from deadpool_megatron.vault.shm.affinity import settle_process
 from deadpool_megatron.wire import auth
 
 

@@ -41,7 +41,7 @@ DEADLINE = 20.0
 RUN_ID = "test-run"
 # What a vault imports, for its process to be a fork of one that has: most tests here start some.
 VAULT = tuple(
-    f"deadpool_megatron.vault.{name}" for name in ("service", "net.transport", "shm.affinity")
+    f"deadpool_megatron.vault.{name}" for name in ("service", "net.transport", "processors")
 )
 
 

@@ -38,7 +38,7 @@ from deadpool_megatron.preflight.host import available_memory
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.memory import cgroup_memory
-from deadpool_megatron.vault.shm.affinity import choose_cpus
+from deadpool_megatron.vault.processors import choose_cpus
 
 _MIB = 1 << 20
 # What a process needs besides its model: interpreter, imports that are not shared, buffers.

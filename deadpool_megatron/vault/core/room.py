@@ -38,8 +38,7 @@ def ensure_own(
     """The segment of the member on ``seat``, made if it is not there yet: with the role, or for
     what is restored before its process has come to it.
 
-    New memory lies beside the device of that slot, as far as a process there has ever said which
-    it is. ``epoch``: the one it is made for. Raises NoRoom, VaultError when the layouts differ or
+    ``epoch``: the one it is made for. Raises NoRoom, VaultError when the layouts differ or
     that epoch is over.
     """
     path = state.table.directory / own_name(layout.role, seat)
@@ -65,14 +64,13 @@ def ensure_own(
 
 
 def _make_own(state: VaultState, path: Path, layout: RoleLayout, seat: Seat) -> None:
-    memory_node = state.memory_nodes.get(seat.slot)
     try:
-        make_own(path, layout, seat, state.table.budget, memory_node)
+        make_own(path, layout, seat, state.table.budget)
     except NoRoom:
         record = state.record
         if record is None or not give_back(state, record.restore.generation):
             raise
-        make_own(path, layout, seat, state.table.budget, memory_node)
+        make_own(path, layout, seat, state.table.budget)
 
 
 def ensure_copy(

@@ -62,8 +62,6 @@ class VaultState:
     ) -> None:
         self.node = node
         self.settings = settings
-        # Of the device of each slot of this node, as its member has said.
-        self.memory_nodes: dict[int, int | None] = {}
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
         self.link = Link(settings, interface)
         self.lock = threading.RLock()

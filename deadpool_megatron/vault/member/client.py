@@ -50,8 +50,7 @@ _LOOK_SECONDS = 0.5
 class VaultClient:
     """See the module text. ``connect_seconds`` bounds register, which waits for the vault.
 
-    ``memory_bytes``: what all files of the node may occupy (0: no limit); ``memory_node``: NUMA
-    node that the slots are to lie on.
+    ``memory_bytes``: what all files of the node may occupy (0: no limit).
     """
 
     def __init__(
@@ -62,12 +61,10 @@ class VaultClient:
         *,
         connect_seconds: float,
         memory_bytes: int = 0,
-        memory_node: int | None = None,
     ) -> None:
         self._path = socket_path
         self.directory = Path(segment_dir)
         self._budget = Budget(self.directory, memory_bytes)
-        self._memory_node = memory_node
         self._seat = seat
         self._connect_seconds = connect_seconds
         self._lock = threading.RLock()  # the connection; never held while waiting for the vault
@@ -92,7 +89,7 @@ class VaultClient:
 
     def park(self, layout: RoleLayout) -> None:
         """Make slots before there is a role: see :func:`own_slots.park`. Raises NoRoom."""
-        self._parked = park(self.directory, layout, self._seat, self._budget, self._memory_node)
+        self._parked = park(self.directory, layout, self._seat, self._budget)
 
     def register(self, layout: RoleLayout, epoch: int, interrupted: int | None = None) -> None:
         """Tell the vault who plays the role; it has this incarnation's segment made.
@@ -362,7 +359,6 @@ class VaultClient:
                 "layout": self._layout.to_dict(),
                 "rehearsed": self._rehearsed,
                 "has_slots": self._segment is not None,
-                "memory_node": self._memory_node,
             }
             try:
                 link.connect(self._path)

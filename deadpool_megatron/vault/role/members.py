@@ -93,7 +93,6 @@ class MemberDialogue:
         self._seat = Seat.from_list(hello["seat"])
         self._trusted = bool(hello["rehearsed"])
         self._has_slots = bool(hello["has_slots"])
-        state.memory_nodes[self._seat.slot] = hello["memory_node"]
         self._wish: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
         self._over = False

@@ -3,9 +3,9 @@
 Kept twice, a damaged slot of a process that has died is repaired without the network: a restore
 looks at every place of a part on its node, and takes the first one whose checksum matches.
 
-The second copies lie in ``copy-<role>.seg`` of the own node, on another NUMA node where there are
-several. They are owed and acknowledged like the copy of a buddy, so a generation is committed when
-it is there twice. What a role restores from its second copy comes into its own slot.
+The second copies lie in ``copy-<role>.seg`` of the own node. They are owed and acknowledged like
+the copy of a buddy, so a generation is committed when it is there twice. What a role restores from
+its second copy comes into its own slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net.transport import Transport
 from deadpool_megatron.vault.replicate import Sender, Work
 from deadpool_megatron.vault.schemes.base import Scheme, Target
-from deadpool_megatron.vault.shm.affinity import memory_near, other_memory_node
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import WireError
@@ -91,9 +90,7 @@ class Doubler(Sender):
         if slot is None:
             return []
         try:
-            first = places[0].view
-            with memory_near(other_memory_node(first) if state.settings.numa == "auto" else None):
-                room.reserve(state, segment, names, slot, generation)
+            room.reserve(state, segment, names, slot, generation)
             return [place.name for place in places if self._copy(place, segment, slot)]
         finally:
             state.release(segment, slot)

@@ -13,21 +13,18 @@ from pathlib import Path
 from deadpool_megatron.layout.records import RoleLayout, Seat
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.memory import Budget
-from deadpool_megatron.vault.shm.affinity import memory_near
 from deadpool_megatron.vault.shm.segment import Segment, read_description
 
 
-def park(
-    directory: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
-) -> Segment:
+def park(directory: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Segment:
     """Make the slots of the process on ``seat``, which waits for a role, most likely one with this
     ``layout``: to fill gigabytes of memory with zeros takes seconds that a recovery need not have.
 
-    ``memory_node``: NUMA node that they are to lie on. Raises NoRoom.
+    Raises NoRoom.
     """
     for left in _parked_on_place(directory, seat):
         left.unlink(missing_ok=True)
-    return _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget, memory_node)
+    return _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget)
 
 
 def unpark(directory: Path, seat: Seat) -> None:
@@ -41,9 +38,7 @@ def unpark(directory: Path, seat: Seat) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_own(
-    path: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
-) -> None:
+def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None:
     """Make ``path``, the segment of a role: of what its process has parked, if that is laid out as
     the role needs it, else of new memory. By the vault alone. Raises NoRoom."""
     for left in _parked_on_place(path.parent, seat):
@@ -54,7 +49,7 @@ def make_own(
             if _open_parked(parked, seat, budget).become(path, layout):
                 return
     unpark(path.parent, seat)
-    _create(path, layout, seat, budget, memory_node)
+    _create(path, layout, seat, budget)
 
 
 def _open_parked(path: Path, seat: Seat, budget: Budget) -> Segment:
@@ -79,9 +74,6 @@ def _parked(seat: Seat) -> str:
     return f".parked-{seat.node}.{seat.slot}.{seat.incarnation}.seg."
 
 
-def _create(
-    path: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
-) -> Segment:
+def _create(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Segment:
     names = [part.name for part in layout.parts]
-    with memory_near(memory_node):
-        return Segment.create(path, layout, seat, names, budget=budget)
+    return Segment.create(path, layout, seat, names, budget=budget)

@@ -99,12 +99,12 @@ def test_what_nobody_vouches_for_is_refused_or_named(capsys: pytest.CaptureFixtu
 def test_settings_of_the_script_hold() -> None:
     args = adopted(
         "--nodes 2 --deadpool-replicas 2 --deadpool-max-lag 1",
-        "x.py --deadpool --deadpool-replicas 2 --deadpool-set numa=off --deadpool-domains f",
+        "x.py --deadpool --deadpool-replicas 2 --deadpool-set link-gaps=off --deadpool-domains f",
     )
     named = {name: value for name, value in vars(args).items() if name.startswith("deadpool_")}
     assert named == {
         "deadpool_replicas": 2,
-        "deadpool_numa": "off",
+        "deadpool_link_gaps": "off",
         "deadpool_domains_file": "f",
     }
 

@@ -14,13 +14,11 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
-from deadpool_megatron.vault.shm import own_slots
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
@@ -30,16 +28,11 @@ LAYOUT = make_layout(3, nbytes=100)
 
 
 def greeted(
-    state: VaultState,
-    members: Members,
-    seat: Seat,
-    *,
-    has_slots: bool = False,
-    memory_node: int | None = None,
+    state: VaultState, members: Members, seat: Seat, *, has_slots: bool = False
 ) -> tuple[MemberDialogue, socket.socket]:
     """A member has said who it is; also its end of the connection."""
     ours, theirs = socket.socketpair()
-    told = {"has_slots": has_slots, "memory_node": memory_node, "rehearsed": False}
+    told = {"has_slots": has_slots, "rehearsed": False}
     hello = {"layout": LAYOUT.to_dict(), "seat": seat.to_list(), **told}
     return MemberDialogue(state, members, Link(ours), hello), theirs
 
@@ -66,25 +59,6 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     dialogue._answer(1, places)
     assert not any(state.table.pins.values())
     dialogue.link.close()
-
-
-def test_slots_made_before_a_process_has_come_lie_beside_the_device_of_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its vault restores meanwhile, and the process before it has said which memory that is."""
-    asked: list[int | None] = []
-
-    def memory_near(node: int | None) -> contextlib.AbstractContextManager[None]:
-        asked.append(node)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(own_slots, "memory_near", memory_near)
-    state = VaultState(0, tmp_path, Settings(), lambda _: None)
-    _, theirs = greeted(state, Members(state), Seat(0, 2, 0), memory_node=1)
-    theirs.close()
-    room.ensure_own(state, LAYOUT, Seat(0, 2, 1))
-    room.ensure_own(state, make_layout(4, nbytes=100), Seat(0, 3, 0))
-    assert asked == [1, None]
 
 
 def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path) -> None:

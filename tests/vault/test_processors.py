@@ -1,10 +1,8 @@
-"""Where a vault runs and where slots lie: lists of processors, priority, NUMA nodes."""
+"""Processors and priority of a vault, and settings that are refused."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import subprocess
 import sys
 
@@ -13,20 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.settings import Settings, SettingsError
-from deadpool_megatron.vault.shm import affinity
-from deadpool_megatron.vault.shm.affinity import (
-    choose_cpus,
-    format_cpus,
-    memory_near,
-    parse_cpus,
-)
+from deadpool_megatron.vault.processors import choose_cpus
 
 CPUS = st.sets(st.integers(0, 300), min_size=1)
 
 
 @given(CPUS)
-def test_lists_of_processors_are_read_as_they_are_written(cpus: set[int]) -> None:
-    assert parse_cpus(format_cpus(cpus)) == cpus
+def test_a_list_is_read_as_it_is_written_and_must_be_allowed(cpus: set[int]) -> None:
+    pairs = [f"{min(cpus)}-{max(cpus)}", *map(str, cpus)]
+    assert choose_cpus(",".join(pairs), range(301)) == {*range(min(cpus), max(cpus) + 1)}
+    with pytest.raises(ValueError, match="not among"):
+        choose_cpus(",".join(map(str, cpus)), cpus - {max(cpus)})
 
 
 @given(CPUS)
@@ -43,7 +38,7 @@ def test_a_process_puts_itself_in_its_place() -> None:
     cpu = max(os.sched_getaffinity(0))
     code = (
         "import os, threading\n"
-        "from deadpool_megatron.vault.shm.affinity import settle_process\n"
+        "from deadpool_megatron.vault.processors import settle_process\n"
         "before = os.nice(0)\n"
         f"settle_process('{cpu}', 3)\n"
         "seen = []\n"
@@ -53,28 +48,6 @@ def test_a_process_puts_itself_in_its_place() -> None:
         "assert os.nice(0) == min(19, before + 3)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def policy() -> int:
-    """The memory policy of this thread, as the kernel says."""
-    mode = ctypes.c_int(-1)
-    number = affinity._GET_MEMPOLICY[platform.machine()]
-    if ctypes.CDLL(None).syscall(number, ctypes.byref(mode), None, 0, None, 0) != 0:
-        pytest.skip("the kernel tells nobody its memory policy here")
-    return mode.value
-
-
-def test_memory_is_asked_for_near_a_node_and_the_default_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(affinity, "memory_nodes", lambda: frozenset({0, 1}))
-    with memory_near(0) as near:
-        assert policy() == (1 if near else 0)
-        # Whoever has set a policy himself keeps it.
-        with memory_near(0) as again:
-            assert not again
-        assert policy() == (1 if near else 0)
-    assert policy() == 0
 
 
 @pytest.mark.parametrize(
@@ -88,7 +61,6 @@ def test_memory_is_asked_for_near_a_node_and_the_default_comes_back(
         ("vault_nice", 20),
         ("vault_cpus", "1-"),
         ("vault_cpus", "all"),
-        ("numa", "on"),
     ],
 )
 def test_bad_settings_are_refused(setting: str, value: object) -> None:
