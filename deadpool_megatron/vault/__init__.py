@@ -15,4 +15,5 @@ The rooms; each uses only those below it::
     member      what a training process uses       net       connections of vaults, links of a node
     shm         slots: files, their headers, the table of all that a node holds
     memory      how much generations may take, take, and would take
+    processors  where the vault's threads run
 """
