@@ -35,6 +35,8 @@ from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 
 # What comes of values in a file that are not those that were written there.
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+# Settings of 0.5 that told nobody what the bytes of a run mean.
+_GONE = {"bad_node_command", "numa", "tls_authority", "tls_certificate", "tls_key"}
 
 # In the directory of a node in shared memory: what its processes print, before it is copied.
 LOGS = "logs"
@@ -189,7 +191,7 @@ class RunDirectory:
         if not only_to_show:
             self._check_owner()
         try:
-            values = read_json(self.path / RUN_FILE)
+            values = _of_now(read_json(self.path / RUN_FILE))
             _check_version(self.path / RUN_FILE, values)
             return RunInfo.from_dict(values)
         except FileNotFoundError as error:
@@ -230,6 +232,20 @@ class RunDirectory:
             except (OSError, *DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
         return found
+
+
+def _of_now(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a run file of 0.5 without the settings that are gone since, unless
+    what the run holds depends on them."""
+    given = values.get("settings")
+    if not isinstance(given, dict):
+        return values
+    settings = {name: value for name, value in given.items() if name not in _GONE}
+    if given.get("share_snapshots") == "off":
+        del settings["share_snapshots"]
+    if given.get("check") == "links":
+        settings["check"] = "facts"
+    return {**values, "settings": settings}
 
 
 def _check_version(path: Path, values: Mapping[str, Any]) -> None:
