@@ -9,14 +9,16 @@ ends in one clear line on standard error and exit status 2.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import deadpool_megatron
-from deadpool_megatron.cli import standard_streams
 from deadpool_megatron.cli.common import CommandError, refusing_system_errors
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import JournalError
@@ -40,7 +42,6 @@ COMMANDS = {
     "follow-slurm": "slurm",
     "report": "report",
     "metrics": "metrics",
-    "traces": "traces",
     "serve": "serve",
     "compare": "compare",
     "verify": "storage.verify",
@@ -87,10 +88,55 @@ examples:
 """
 
 
+class _Output(io.FileIO):
+    """Standard output or error of a command that outlives who reads it: a terminal goes away,
+    ``head`` has seen enough, the disk behind ``> run.log`` is full. What cannot be written is lost;
+    ``failed``: for what reason, but that nobody reads any more."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """See ``io.FileIO``; raises nothing."""
+        try:
+            return super().write(data) or len(data)
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                self.failed = error
+            return len(data)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; returns the exit status."""
-    standard_streams.open_missing()
-    given = list(sys.argv[1:] if argv is None else argv)
+    """Run one sub-command; returns the exit status. ``argv``: None for that of this process, whose
+    standard streams are then such as outlive their readers."""
+    if argv is not None:
+        return _carry_out(list(argv))
+    output = _open_streams()
+    status = _carry_out(sys.argv[1:])
+    sys.stdout.flush()
+    # Of a command that prints what it has found, nobody has the answer then.
+    if output.failed is not None and sys.argv[1] not in _PARTS_OF_A_RUN:
+        why = f"its output could not be written: {output.failed.strerror}"
+        print(f"deadpool {sys.argv[1]}: {why}", file=sys.stderr)
+        return ExitStatus.BAD_INPUT
+    return status
+
+
+def _open_streams() -> _Output:
+    """Make them, and have those that were closed lead nowhere; returns standard output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a socket would get its number
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin = sys.stdin or os.fdopen(0)
+    output, errors = (_Output(number, "w", closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        # Letters that a terminal does not have are written in others.
+        io.TextIOWrapper(io.BufferedWriter(one), errors="backslashreplace", line_buffering=at_once)
+        for one, at_once in ((output, output.isatty()), (errors, True))
+    )
+    return output
+
+
+def _carry_out(given: list[str]) -> int:
     # Everything behind the first "--" is the user's command and not to be parsed here.
     options, command = given, []
     if "--" in given:
@@ -98,32 +144,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, command = given[:cut], given[cut + 1 :]
     args = _parser(options).parse_args(options)
     args.options, args.command = options, command
+    # Of a part of a run other errors of the system are told with where they happened.
+    is_part = args.subcommand in _PARTS_OF_A_RUN
     try:
         if args.subcommand in _WRITERS:
             os.umask(_umask())
-        if args.subcommand in _PARTS_OF_A_RUN:
-            standard_streams.outlive_readers()
+        with contextlib.nullcontext() if is_part else refusing_system_errors():
             return int(_module(COMMANDS[args.subcommand]).run(args))
-        with refusing_system_errors():  # other statuses of these are verdicts
-            return _answer(args)
     except _REFUSALS as error:
         print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)
         return ExitStatus.BAD_INPUT
     except KeyboardInterrupt:
         return 130
-
-
-def _answer(args: argparse.Namespace) -> int:
-    """Of a command that prints what it has found; raises CommandError where nobody can have it."""
-    status: int | None = None
-    try:
-        with standard_streams.answering():
-            status = int(_module(COMMANDS[args.subcommand]).run(args))
-    except OSError as error:
-        if status is None:
-            raise
-        raise CommandError(f"its output could not be written: {error.strerror}") from error
-    return status
 
 
 def _umask() -> int:
