@@ -51,9 +51,12 @@ def write_files(
 
 def install() -> None:
     """Have Megatron save so on its own; megatron.core must have been imported."""
-    files = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
+    files: Any = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
     # filesystem_async.py:54 starts the process for results; a queue for each save does here.
     _replace(files, _new_queue, "_get_write_results_queue", "get_write_results_queue")
+    if not files.HAVE_PSUTIL:
+        # It only logs how much memory writing took, but refuses to write when it cannot.
+        files._process_memory = int
     # filesystem_async.py:222 forks a process for each file; from 0.17 on these are threads.
     writer, write = files.FileSystemWriterAsync, staticmethod(write_files)
     _replace(writer, write, "write_preloaded_data_multiproc", "write_preloaded_data_multithread")

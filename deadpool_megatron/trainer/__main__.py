@@ -17,10 +17,10 @@ import torch
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.trainer.arguments import BadArgumentsError, TrainerConfig, parse_args
+from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:
-    from deadpool_megatron.trainer.loop import TrainingLoop
+    from deadpool_megatron.trainer.training import TrainingLoop
 
 
 class GptProgram(Program):
@@ -38,7 +38,7 @@ class GptProgram(Program):
 
     def make_loop(self, emit: Emit) -> TrainingLoop:
         """Model, optimizer, scheduler and data."""
-        from deadpool_megatron.trainer.loop import TrainingLoop
+        from deadpool_megatron.trainer.training import TrainingLoop
 
         return TrainingLoop(self._config, emit)
 

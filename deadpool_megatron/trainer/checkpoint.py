@@ -6,7 +6,6 @@ each such place says what would go wrong.
 
 from __future__ import annotations
 
-import queue
 import random
 import shutil
 from pathlib import Path
@@ -19,20 +18,16 @@ import torch.distributed as dist
 from deadpool_megatron.cluster.run_directory.directory import write_text
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from deadpool_megatron.persist.skeleton import FromExtras, HexFloats, Joined, RandomStates
-from deadpool_megatron.platform.saving import write_files
 from deadpool_megatron.trainer.megatron_api import (
-    AsyncRequest,
     ShardedObject,
     TorchDistSaveShardedStrategy,
     dist_checkpointing,
-    filesystem_async,
     get_cuda_rng_tracker,
     parallel_state,
-    save_state_dict_async_finalize,
 )
 
 if TYPE_CHECKING:
-    from deadpool_megatron.trainer.loop import TrainingLoop
+    from deadpool_megatron.trainer.training import TrainingLoop
 
 # Megatron's name of the file that names the newest complete checkpoint of a folder.
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -42,9 +37,9 @@ def write(loop: TrainingLoop, directory: Path) -> None:
     """Write the state of ``loop`` into ``directory``, created if missing. Collective."""
     directory.mkdir(parents=True, exist_ok=True)
     loop.synchronize_parameters()
-    dist_checkpointing.save(
-        _sharded_state(loop, is_loading=False), str(directory), _InProcessSave("torch_dist", 1)
-    )
+    # In the calling process; see :mod:`deadpool_megatron.platform.saving`.
+    writer = TorchDistSaveShardedStrategy("torch_dist", 1)
+    dist_checkpointing.save(_sharded_state(loop, is_loading=False), str(directory), writer)
 
 
 def read(loop: TrainingLoop, directory: Path) -> None:
@@ -177,35 +172,3 @@ def _set_generators(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch_rng_state"])
     torch.cuda.set_rng_state(states["cuda_rng_state"])
     get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
-
-
-class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Writes the shards in the calling process; see :mod:`deadpool_megatron.platform.saving`."""
-
-    # ``how``: since 0.19 by which library; always Megatron's own, since save() asks for that.
-
-    def async_save(
-        self, sharded_state_dict: Any, checkpoint_dir: Path, *how: Any, **named: Any
-    ) -> Any:
-        # Where the writer looks before it would start its result process.
-        filesystem_async._results_queue = queue.Queue()
-        if not filesystem_async.HAVE_PSUTIL:
-            # It only logs how much memory writing took, but refuses to write when it cannot.
-            filesystem_async._process_memory = int
-        return super().async_save(sharded_state_dict, checkpoint_dir, *how, **named)
-
-    def _get_save_and_finalize_callbacks(
-        self, writer: Any, save_state_dict_ret: Any, *how: Any
-    ) -> Any:
-        del how
-
-        def save() -> None:
-            if writer.write_buckets:
-                buckets = writer.preload_tensors(writer.write_buckets, True)
-                transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-                write_files(transforms, False, dist.get_rank(), buckets, writer.results_queue)
-
-        def finalize() -> None:
-            save_state_dict_async_finalize(*save_state_dict_ret)
-
-        return AsyncRequest(save, (), [finalize])

@@ -1,69 +1,57 @@
-"""Micro batches whose position is a pure function of the samples consumed so far."""
+"""Text as bytes, in micro batches whose position is a pure function of the samples consumed."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import logging
+import os
+import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from deadpool_megatron.trainer.config import TrainerConfig
-from deadpool_megatron.trainer.corpus import END_OF_DOCUMENT, PADDING, DataError, token_file
-from deadpool_megatron.trainer.megatron_api import (
-    GPTDataset,
-    GPTDatasetConfig,
-    IndexedDataset,
-    Split,
-)
+from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 
-# Every so many documents one is kept for validation.
-_VALIDATION_STRIDE = 20
-
-# It warns in every rank that an order kept in memory is not kept in a file.
-logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
+# The last part of a text, one of so many, is kept for validation.
+_VALIDATION_PARTS = 20
+_DEFAULT_BYTES = 8 << 20
+_NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
 Batch = dict[str, torch.Tensor]
+_Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """The part of a tokenizer that Megatron's datasets ask for: sizes and special tokens of
-    byte-level text."""
-
-    vocab_size: int
-    eod: int = END_OF_DOCUMENT
-    pad: int = PADDING
-
-    @property
-    def unique_identifiers(self) -> dict[str, object]:
-        return {"class": type(self).__name__, "vocab_size": self.vocab_size}
+class DataError(BadArgumentsError):
+    """The training data cannot be used; the message is one line."""
 
 
 class DataSource:
     """One split of the text, dealt to the data-parallel ranks as Megatron's sampler deals it.
 
-    Global batches follow each other in the dataset's shuffled order; within ``micro_batch_size *
-    data_parallel_size`` consecutive samples, rank r has the r-th run of ``micro_batch_size``.
-    No worker processes, and nothing is drawn from a global random generator.
+    Samples are windows of the text; each pass over it has them in another order, which follows from
+    the seed alone. Within ``micro_batch_size * data_parallel_size`` consecutive samples, rank r has
+    the r-th run of ``micro_batch_size``. Nothing is drawn from a global random generator.
     """
 
-    def __init__(
-        self, dataset: Any, micro_batch_size: int, data_rank: int, data_parallel_size: int
-    ) -> None:
-        self._dataset = dataset
-        self._micro_batch_size = micro_batch_size
-        self._data_rank = data_rank
-        self._stride = micro_batch_size * data_parallel_size
+    def __init__(self, text: _Bytes, config: TrainerConfig, rank: int, ranks: int) -> None:
+        self._text, self._config = text, config
+        self._rank, self._ranks = rank, ranks
+        self._windows = (len(text) - 1) // config.seq_length
+        if not self._windows:
+            raise DataError(
+                f"a text of {len(text)} bytes is less than one sample of --seq-length"
+                f" {config.seq_length} and its successor"
+            )
+        self._order = functools.lru_cache(2)(self._order_of_pass)
 
     def indices_at(self, consumed_samples: int) -> Iterator[list[int]]:
-        """Sample numbers of this rank's micro batches from ``consumed_samples`` on; endless."""
-        size, length = self._micro_batch_size, len(self._dataset)
-        for start in itertools.count(consumed_samples + self._data_rank * size, self._stride):
-            yield [index % length for index in range(start, start + size)]
+        """Numbers of the samples in this rank's micro batches, from so many on; endless."""
+        size = self._config.micro_batch_size
+        for start in itertools.count(consumed_samples + self._rank * size, size * self._ranks):
+            yield list(range(start, start + size))
 
     def iterator_at(self, consumed_samples: int) -> Iterator[Batch]:
         """This rank's micro batches from ``consumed_samples`` on; endless.
@@ -71,68 +59,74 @@ class DataSource:
         Each holds ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), of
         shape [micro batch, sequence], on the current device.
         """
+        positions = torch.arange(self._config.seq_length).expand(self._config.micro_batch_size, -1)
+        mask = torch.ones(positions.shape)
         for indices in self.indices_at(consumed_samples):
-            samples = [self._dataset[index] for index in indices]
+            texts = torch.from_numpy(np.stack(list(map(self._sample, indices))).astype(np.int64))
+            batch = {
+                "tokens": texts[:, :-1].contiguous(),
+                "labels": texts[:, 1:].contiguous(),
+                "position_ids": positions,
+                "loss_mask": mask,
+            }
             yield {
-                key: _to_device(torch.stack([sample[key] for sample in samples]))
-                for key in samples[0]
+                name: tensor.cuda(non_blocking=True) if torch.cuda.is_available() else tensor
+                for name, tensor in batch.items()
             }
 
+    def _sample(self, index: int) -> _Bytes:
+        number, place = divmod(index, self._windows)
+        start = int(self._order(number)[place]) * self._config.seq_length
+        return self._text[start : start + self._config.seq_length + 1]
 
-def _to_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cuda(non_blocking=True) if torch.cuda.is_available() else tensor
+    def _order_of_pass(self, number: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self._config.seed, number]).permutation(self._windows)
 
 
-def build_sources(
-    config: TrainerConfig, data_rank: int, data_parallel_size: int
-) -> tuple[DataSource, DataSource]:
-    """Training and validation data of one data-parallel rank.
+def build_sources(config: TrainerConfig, rank: int, ranks: int) -> tuple[DataSource, DataSource]:
+    """Training and validation data of one data-parallel rank of so many.
 
-    Purely local: every process builds the sample order in memory from the seed, so it does not
-    matter which ranks are there, or when a process joins. Raises DataError for too little text.
+    Purely local: it does not matter which ranks are there, or when a process joins. Raises
+    DataError for too little text.
     """
-    prefix = token_file(config.data, config.data_cache_path)
-    texts = IndexedDataset(str(prefix))
-    documents = np.arange(len(texts.sequence_lengths), dtype=np.int32)
-    held_out = documents % _VALIDATION_STRIDE == _VALIDATION_STRIDE - 1
-    if not held_out.any():
-        # A short text: the last document, or, if it is the only one, the text itself.
-        held_out[-1] = True
-    training = documents[~held_out] if not held_out.all() else documents
-    evaluations = config.train_iters // (config.eval_interval or config.train_iters) + 1
-    wanted = {
-        Split.train: (training, config.train_iters),
-        Split.valid: (documents[held_out], evaluations * config.eval_iters),
-    }
-    sources = []
-    for split, (chosen, batches) in wanted.items():
-        tokens = int(texts.sequence_lengths[chosen].sum())
-        if tokens <= config.seq_length:
-            raise DataError(
-                f"{split.name} text has {tokens} tokens, less than one sample of --seq-length"
-                f" {config.seq_length} and its successor"
-            )
-        dataset = GPTDataset(
-            texts,
-            str(prefix),
-            chosen,
-            max(1, batches) * config.global_batch_size,
-            split,
-            _dataset_config(config),
-        )
-        sources.append(DataSource(dataset, config.micro_batch_size, data_rank, data_parallel_size))
-    return sources[0], sources[1]
-
-
-def _dataset_config(config: TrainerConfig) -> Any:
-    # Without a blend Megatron keeps the sample order in memory. With one, it writes the order to
-    # shared files, which only rank 0 does: a replacement for another rank would find none.
-    return GPTDatasetConfig(
-        random_seed=config.seed,
-        sequence_length=config.seq_length,
-        tokenizer=ByteTokenizer(config.vocab_size),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
+    text = _text(config.data)
+    held_out = len(text) // _VALIDATION_PARTS
+    if held_out <= config.seq_length:  # a short text is both
+        return DataSource(text, config, rank, ranks), DataSource(text, config, rank, ranks)
+    return (
+        DataSource(text[:-held_out], config, rank, ranks),
+        DataSource(text[-held_out:], config, rank, ranks),
     )
+
+
+@functools.cache
+def _text(paths: tuple[Path, ...]) -> _Bytes:
+    files = list(_files(paths) if paths else _standard_library())
+    if not files:
+        raise DataError(f"no text files in {', '.join(map(str, paths)) or 'the standard library'}")
+    return np.frombuffer(b"".join(file.read_bytes() for file in files), dtype=np.uint8)
+
+
+def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
+    for path in paths:
+        yield from [path] if path.is_file() else sorted(filter(_is_text, path.rglob("*")))
+
+
+def _standard_library() -> Iterator[Path]:
+    """Python's own source, in a fixed order, as far as it fits into _DEFAULT_BYTES."""
+    total = 0
+    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = sorted(name for name in inner if name not in _NOT_THE_LIBRARY)
+        for name in sorted(name for name in names if name.endswith(".py")):
+            file = Path(folder, name)
+            total += file.stat().st_size
+            if total > _DEFAULT_BYTES:
+                return
+            yield file
+
+
+def _is_text(path: Path) -> bool:
+    if not path.is_file() or path.name.startswith("."):
+        return False
+    with path.open("rb") as stream:
+        return b"\0" not in stream.read(8192)

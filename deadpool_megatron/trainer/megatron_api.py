@@ -15,7 +15,7 @@ import warnings
 # already when ranks are forked.
 import torch._dynamo
 
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import saving, select_platform
 
 # Megatron overlaps kernels by the order of their launch, which holds with one queue only. The
 # driver reads this when it starts.
@@ -35,15 +35,7 @@ with warnings.catch_warnings():
     select_platform().install()
 
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-    from megatron.core.datasets.utils import Split
     from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-    from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-        save_state_dict_async_finalize,
-    )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -66,3 +58,5 @@ with warnings.catch_warnings():
         get_num_layers_to_build,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    saving.install()

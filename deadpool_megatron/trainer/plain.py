@@ -6,7 +6,6 @@ The control of tests and benches: stock gloo or NCCL, ranks from the environment
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.trainer.arguments import (
+from deadpool_megatron.trainer.config import (
     BadArgumentsError,
     TrainerConfig,
     build_parser,
@@ -36,7 +35,7 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     BadArgumentsError, also where there is no such checkpoint.
     """
     from deadpool_megatron.trainer import checkpoint
-    from deadpool_megatron.trainer.loop import TrainingLoop
+    from deadpool_megatron.trainer.training import TrainingLoop
 
     start = checkpoint.latest(config.load) if config.load is not None else None
     if config.load is not None and start is None:
@@ -93,10 +92,7 @@ def main(argv: Sequence[str]) -> int:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
-    )
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
         facts = train(config)
     except BadArgumentsError as error:

@@ -23,7 +23,7 @@ from common.machine import ROOT
 from common.trainings import WARM_UP, Measured, parameters, run_plain, run_protected
 
 from deadpool_megatron.observe.story import summary
-from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
+from deadpool_megatron.trainer.config import TrainerConfig, parse_args
 
 CONFIG = ROOT / "configs" / "20m.args"
 TOKENS_PER_STEP = (8192, 2048)

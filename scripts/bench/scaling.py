@@ -23,7 +23,7 @@ from common.slow_steps import VARIABLE
 from common.trainings import WARM_UP, parameters, run_plain, run_protected
 from overhead import facts_of
 
-from deadpool_megatron.trainer.arguments import parse_args
+from deadpool_megatron.trainer.config import parse_args
 
 CONFIG = ROOT / "configs" / "small.args"
 NPROC_PER_NODE = 2

@@ -58,16 +58,16 @@ Facts = dict[str, Any]
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Flags that name a small text and a cache of this session."""
+    """Flags that name a small text."""
     folder = tmp_path_factory.mktemp("text")
     words = " ".join(f"{number} is {number * number} squared;" for number in range(4000))
     (folder / "squares.txt").write_text(words)
-    return f"--data {folder / 'squares.txt'} --data-cache-path {folder / 'cache'}"
+    return f"--data {folder / 'squares.txt'}"
 
 
 def train(arguments: str) -> Facts:
     """Run on each rank: the plain trainer; answers its facts."""
-    from deadpool_megatron.trainer.arguments import parse_args
+    from deadpool_megatron.trainer.config import parse_args
     from deadpool_megatron.trainer.plain import train as train_plain
 
     return train_plain(parse_args(arguments.split()))
@@ -75,8 +75,8 @@ def train(arguments: str) -> Facts:
 
 def make_loop(arguments: str) -> tuple[Any, list[tuple[str, Facts]]]:
     """A training loop and the list that its emitted events are added to."""
-    from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.loop import TrainingLoop
+    from deadpool_megatron.trainer.config import parse_args
+    from deadpool_megatron.trainer.training import TrainingLoop
 
     emitted: list[tuple[str, Facts]] = []
     loop = TrainingLoop(

@@ -65,7 +65,7 @@ class Answer:
 def preload() -> None:
     """Import everything a rank needs, so that forks have it at once."""
     select_platform().install()
-    from deadpool_megatron.trainer import checkpoint, loop, plain  # noqa: F401
+    from deadpool_megatron.trainer import checkpoint, plain, training  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.trainer import plain
-from deadpool_megatron.trainer.arguments import BadArgumentsError, parse_args
+from deadpool_megatron.trainer.config import BadArgumentsError, parse_args
 from tests.trainer.layouts import LAYOUTS, MODEL, losses, repository, train
 from tests.trainer.ranks import run_ranks
 
@@ -23,8 +23,7 @@ BAD = {
     "--sequence-parallel": "--sequence-parallel needs",
     "--expert-model-parallel-size 2": "needs --num-experts",
     "--num-experts 4": "need --disable-bias-linear",
-    "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel": "need --disable-bias",
-    "--num-layers-per-virtual-pipeline-stage 1": "needs several pipeline stages",
+    "--num-layers-per-virtual-pipeline-stage 1": "needs --pipeline-model-parallel-size",
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2": "does not split",
     "--overlap-param-gather --use-distributed-optimizer": "needs --overlap-grad-reduce",
     "--num-distributed-optimizer-instances 2": "needs --use-distributed-optimizer",
@@ -52,23 +51,23 @@ def test_a_bad_line_costs_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("line", "ranks", "problem"),
     [
-        ("--pipeline-model-parallel-size 2", 3, "3 ranks do not divide into models of 2"),
-        ("--global-batch-size 6", 4, "--global-batch-size 6 is not a multiple"),
+        ("--pipeline-model-parallel-size 2", 3, "3 ranks are not a multiple of 2"),
+        ("--global-batch-size 6", 4, "6 samples of --global-batch-size"),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
             " --global-batch-size 6",
             4,
-            "multiple of 2 micro batches",
+            "3 micro batches per iteration",
         ),
         (
             "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
             4,
-            "does not divide data-parallel size 4",
+            "4 data-parallel replicas",
         ),
         (
             "--num-experts 4 --expert-model-parallel-size 4 --global-batch-size 6",
             6,
-            "6 ranks do not divide into expert models of 4",
+            "6 ranks are not a multiple of 4",
         ),
     ],
 )
@@ -142,7 +141,7 @@ def test_bad_use_costs_one_line(
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit, match="2"):
         plain.main(["--pipeline-model-parallel-size", "2"])
-    assert "3 ranks do not divide" in capsys.readouterr().err
+    assert "3 ranks are not a multiple" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tracker", [None, "4"], ids=["nothing", "removed"])

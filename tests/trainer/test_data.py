@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from deadpool_megatron.trainer import __main__ as protected
-from deadpool_megatron.trainer.arguments import parse_args
-from deadpool_megatron.trainer.corpus import DataError, token_file
-from deadpool_megatron.trainer.data import build_sources
+from deadpool_megatron.trainer.config import parse_args
+from deadpool_megatron.trainer.data import DataError, build_sources
 from tests.trainer.layouts import MODEL
 
 
@@ -52,28 +50,13 @@ def test_ranks_share_out_every_sample_once(text: str) -> None:
     assert first == [18, 19], "as Megatron's sampler: consecutive samples to consecutive ranks"
 
 
-def test_racing_processes_build_one_cache(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 4000)
-    pids = []
-    for _ in range(4):
-        pid = os.fork()
-        if pid == 0:
-            token_file([tmp_path / "a.txt"], tmp_path / "cache")
-            os._exit(0)
-        pids.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
-    folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    assert len(folders) == 1
-    assert sorted(p.name for p in folders[0].iterdir()) == ["text.bin", "text.idx"]
-
-
 def test_too_little_text_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(DataError, match="train text has 6 tokens"):
-        sources(f"--data {tmp_path / 'short.txt'} --data-cache-path {tmp_path / 'cache'}")
+    with pytest.raises(DataError, match="a text of 5 bytes"):
+        sources(f"--data {tmp_path / 'short.txt'}")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no text files in"):
-        sources(f"--data {tmp_path / 'empty'} --data-cache-path {tmp_path / 'cache'}")
+        sources(f"--data {tmp_path / 'empty'}")
 
 
 def test_a_protected_run_without_text_ends_with_that_line(
@@ -85,7 +68,7 @@ def test_a_protected_run_without_text_ends_with_that_line(
         """A session that builds at once."""
 
         def run(self, program: Any) -> None:
-            sources(f"--data {tmp_path / 'empty'} --data-cache-path {tmp_path / 'cache'}")
+            sources(f"--data {tmp_path / 'empty'}")
 
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("DEADPOOL_AGENT_FD", "-1")

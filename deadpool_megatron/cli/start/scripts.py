@@ -24,7 +24,7 @@ PRELOAD = f"{MODULE}.preload"
 VARIABLE = "DEADPOOL_SCRIPT"
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 DEFAULT_PRELOAD = (
-    "deadpool_megatron.platform.preload,deadpool_megatron.trainer.loop,deadpool_megatron.hooks"
+    "deadpool_megatron.platform.preload,deadpool_megatron.trainer.training,deadpool_megatron.hooks"
 )
 
 

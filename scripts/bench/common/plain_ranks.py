@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer import (
-    loop,  # noqa: F401 - loaded before the forks
     plain,
+    training,  # noqa: F401 - loaded before the forks
 )
 
 # Below the range from which the kernel gives out ports to others at any moment.

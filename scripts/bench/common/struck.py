@@ -14,7 +14,7 @@ from common.trainings import WARM_UP, BenchError, Measured
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.observe.story import Step
-from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
+from deadpool_megatron.trainer.config import TrainerConfig, parse_args
 
 NODES = 4
 # Unmeasured steps before and after the one that is interrupted.

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
-from deadpool_megatron.trainer.loop import TrainingLoop
 from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker, parallel_state
 from deadpool_megatron.trainer.model import inner_optimizers
+from deadpool_megatron.trainer.training import TrainingLoop
 
 # DCP writes it last, under another name first.
 _COMPLETE = ".metadata"

@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
-from deadpool_megatron.trainer.arguments import build_parser, config_from
-from deadpool_megatron.trainer.config import TrainerConfig
-from deadpool_megatron.trainer.loop import TrainingLoop
+from deadpool_megatron.trainer.config import TrainerConfig, build_parser, config_from
+from deadpool_megatron.trainer.training import TrainingLoop
 from other_systems.keepers import CheckpointKeeper, Keeper
 
 KEEPERS = ("none", "dcp", "dcp-async", "lm-resiliency")

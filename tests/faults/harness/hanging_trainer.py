@@ -12,9 +12,9 @@ import threading
 from typing import Any
 
 from deadpool_megatron.trainer import __main__ as trainer
-from deadpool_megatron.trainer import loop
+from deadpool_megatron.trainer import training
 
-_forward = loop._forward
+_forward = training._forward
 
 
 def hanging(role: str, last: int) -> Any:
@@ -32,5 +32,5 @@ def hanging(role: str, last: int) -> Any:
 if __name__ == "__main__":
     role, last, *rest = sys.argv[1:]
     if os.environ.get("DEADPOOL_INCARNATION", "0") == "0":
-        loop._forward = hanging(role, int(last))
+        training._forward = hanging(role, int(last))
     sys.exit(trainer.main(rest))

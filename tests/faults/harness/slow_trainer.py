@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from deadpool_megatron.trainer import __main__ as trainer
-from deadpool_megatron.trainer import loop
+from deadpool_megatron.trainer import training
 
-_forward = loop._forward
+_forward = training._forward
 
 
 def slow(seconds: float) -> Any:
@@ -29,5 +29,5 @@ def slow(seconds: float) -> Any:
 if __name__ == "__main__":
     node, seconds, *rest = sys.argv[1:]
     if os.environ["DEADPOOL_NODE"] == node:
-        loop._forward = slow(float(seconds))
+        training._forward = slow(float(seconds))
     sys.exit(trainer.main(rest))

@@ -84,8 +84,8 @@ def described(role: int, arguments: str) -> Iterator[tuple[str, RoleLayout]]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Layouts]:
-    data = f"--data {__file__} --data-cache-path {tmp_path_factory.mktemp('cache')}"
+def models() -> dict[str, Layouts]:
+    data = f"--data {__file__}"
     first, second = (dict(described(role, f"{MODEL} {data}")) for role in (0, 1))
     torch.use_deterministic_algorithms(False)  # as it was
     return {name: {0: first[name], 1: second[name]} for name in first}

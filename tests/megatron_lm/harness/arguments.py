@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.megatron_lm.harness.checkout import TAG
@@ -71,11 +72,20 @@ def real_text(folder: Path) -> dict[str, object]:
 
     The text is Python source; a token is a byte of it.
     """
-    from deadpool_megatron.trainer import corpus
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    source = Path(corpus.__file__).parent
+    prefix = folder / "text"
+    if not prefix.with_suffix(".idx").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+        for file in sorted(Path(json.__file__).parent.glob("*.py")):
+            tokens = np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.int32)
+            for start in range(0, len(tokens), 1024):
+                builder.add_document(piece := tokens[start : start + 1024], [len(piece)])
+        builder.finalize(f"{prefix}.idx")
     return {
         "mock_data": None,
-        "data_path": corpus.token_file([source], folder / "text"),
+        "data_path": prefix,
         "data_cache_path": folder / "index",
     }

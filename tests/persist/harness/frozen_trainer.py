@@ -14,7 +14,7 @@ import torch
 from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer
-from deadpool_megatron.trainer import loop, model
+from deadpool_megatron.trainer import model, training
 from tests.persist.harness.held_trainer import held
 from tests.persist.harness.holding import waits_of
 
@@ -43,5 +43,5 @@ if __name__ == "__main__":
     extras.MOST_FROZEN_BYTES = 0
     model._build_chunk = frozen_chunk
     EpochEntry.build_detached = build_without_the_weights  # type: ignore[method-assign]
-    loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    training.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
     sys.exit(trainer.main(rest))

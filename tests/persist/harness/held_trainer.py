@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 from deadpool_megatron.trainer import __main__ as trainer
-from deadpool_megatron.trainer import loop
+from deadpool_megatron.trainer import training
 from tests.persist.harness.holding import Waits, hold, waits_of
 
-_train_step = loop.TrainingLoop.train_step
+_train_step = training.TrainingLoop.train_step
 
 
 def held(waits: Waits) -> Any:
@@ -27,5 +27,5 @@ def held(waits: Waits) -> Any:
 
 if __name__ == "__main__":
     told, *rest = sys.argv[1:]
-    loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    training.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
     sys.exit(trainer.main(rest))
