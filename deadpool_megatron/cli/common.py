@@ -317,11 +317,6 @@ def listen(
     return listener
 
 
-def shown(text: str) -> str:
-    """Return what others have written, for a terminal: no character of it does anything there."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 2) -> list[str]:
     """Lines of a table: first column left-aligned, the others right-aligned, a rule under the
     header."""

@@ -20,10 +20,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
-from deadpool_megatron.observe.narration import count
+from deadpool_megatron.observe.narration import count, shown
 from deadpool_megatron.observe.story import Story
 
 # How many differences are listed; a run that went astray differs everywhere afterwards.

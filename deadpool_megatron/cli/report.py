@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import seconds, shown, size, table
+from deadpool_megatron.cli.common import seconds, size, table
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result, read_story
 from deadpool_megatron.cluster.run_directory.cleanup import is_here
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
@@ -28,6 +28,7 @@ from deadpool_megatron.observe.narration import (
     describe_seats,
     describe_slowness,
     describe_stack,
+    shown,
 )
 from deadpool_megatron.observe.story import PHASES, Interruption, Story, decimal, summary
 

@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind
-from deadpool_megatron.observe.narration import Line, tell
+from deadpool_megatron.observe.narration import Line, shown, tell
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
 _STATUS_SECONDS = 1.0

@@ -86,6 +86,11 @@ def count(number: object, noun: str) -> str:
     return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
 
 
+def shown(text: str) -> str:
+    """Return what others have written, for a terminal: no character of it does anything there."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
 def describe_cause(data: Mapping[str, Any]) -> str:
     """``a node was lost: node 1: connection closed``: the kind of a failure and its cause."""
     kind, cause = in_words(str(data.get("kind", ""))), str(data.get("cause") or "")

@@ -11,7 +11,7 @@ import torch
 
 from deadpool_megatron.trainer import __main__ as protected
 from deadpool_megatron.trainer.config import parse_args
-from deadpool_megatron.trainer.data import DataError, build_sources
+from deadpool_megatron.trainer.training import DataError, build_sources
 from tests.trainer.layouts import MODEL
 
 

@@ -24,12 +24,12 @@ from deadpool_megatron.cli.common import (
     RunNotReachable,
     add_run_directory,
     ask,
-    shown,
 )
 from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.observe.narration import shown
 
 EXIT_REFUSED = 1
 EXIT_NOT_YET = 5
