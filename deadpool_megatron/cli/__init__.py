@@ -44,7 +44,7 @@ COMMANDS = {
     "metrics": "metrics",
     "serve": "serve",
     "compare": "compare",
-    "verify": "storage.verify",
+    "verify": "storage.verifying",
     "demo": "demo",
     "clean": "storage.clean",
     "patch": "prepare.patch",

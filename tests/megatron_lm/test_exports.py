@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.storage.checkpoint_files import verify_checkpoint
+from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.events import Kind
 from deadpool_megatron.vault.shm.verify import Verdict
 from tests.faults.harness.jobs import Outcome, Program, assert_unnoticed, run_program, undisturbed

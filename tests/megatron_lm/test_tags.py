@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.storage.checkpoint_files import verify_checkpoint
+from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.vault.shm.verify import Verdict
 from tests.faults.harness.jobs import restart_kinds, undisturbed
 from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout

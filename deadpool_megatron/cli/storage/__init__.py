@@ -1,1 +1,1 @@
-"""Bytes that runs leave in memory and on disk: verify (checkpoint_files: torch's), clean."""
+"""Bytes that runs leave in memory and on disk: verifying, clean."""

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import re
 import threading
 import time
-import zipfile
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from deadpool_megatron.cli import main
-from deadpool_megatron.cli.storage import checkpoint_files
+from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist import frozen_file
@@ -165,12 +158,10 @@ def test_a_checkpoint_with_every_kind_of_damage(tmp_path: Path, findings: Findin
         ("__0_0.distcp", bytes(1 << 20), "is empty"),
         ("common.pt", None, "No such file"),
         ("common.pt", b"", "is empty"),
-        ("common.pt", bytes(1000), "is empty"),
         ("common.pt", b"anything else", "is no archive of torch"),
         ("metadata.json", None, "No such file"),
         ("metadata.json", b"", "cannot be read"),
         ("metadata.json", b"{}", "does not say how it is to be read"),
-        ("metadata.json", b"7", "cannot be read"),
     ],
 )
 def test_what_megatron_needs_beside_the_index(
@@ -187,23 +178,6 @@ def test_what_megatron_needs_beside_the_index(
     assert reason in bad["reason"]
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    checkpoint(tmp_path / "iter_1")
-    path = tmp_path / "iter_1" / name
-    path.unlink()
-    os.mkfifo(path)
-    found: list[verifying.Finding] = []
-
-    def verify() -> None:
-        found.extend(checkpoint_files.verify_checkpoint(tmp_path / "iter_1", lambda _: None))
-
-    looking = threading.Thread(target=verify, daemon=True)
-    looking.start()
-    looking.join(10.0)
-    assert [one.path for one in found if one.verdict is Verdict.BAD] == [path]
-
-
 def test_common_values_in_the_index(tmp_path: Path, findings: Findings) -> None:
     """As Megatron-LM 0.19 saves them; a checkpoint of torch alone has none."""
     state = {"common_state/shard_0_1": torch.tensor(7)}
@@ -216,26 +190,12 @@ def test_common_values_in_the_index(tmp_path: Path, findings: Findings) -> None:
     assert findings(tmp_path / "iter_2", 0)
 
 
-@pytest.mark.parametrize(
-    ("more", "verdict", "status"),
-    [
-        (SavePlan([WriteItem(MetadataIndex("w"), WriteItemType.TENSOR)]), "good", 0),
-        (Decimal(7), "not verified", 2),
-    ],
-)
-def test_what_an_index_holds_besides(
-    tmp_path: Path, findings: Findings, more: object, verdict: str, status: int
-) -> None:
-    """Megatron-LM 0.19 adds the plans of all ranks; another version may add anything."""
-    data = checkpoint(tmp_path / "iter_1")
-    path = data.parent / ".metadata"
-    index = pickle.loads(path.read_bytes())
-    index.all_local_plans = [more]
-    path.write_bytes(pickle.dumps(index))
-    found = {f["path"]: f["verdict"] for f in findings(data.parent, status)}
-    assert (found[str(path)], found[str(data)]) == (verdict, "good")
-    data.write_bytes(data.read_bytes()[:-9])
-    findings(data.parent, 1)
+def test_what_an_index_holds_besides(tmp_path: Path, findings: Findings) -> None:
+    """Another version of Megatron-LM may name anything."""
+    path = checkpoint(tmp_path / "iter_1").parent / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"TensorProperties", b"OtherProperties0"))
+    (unknown,) = findings(path.parent, 2)
+    assert (unknown["path"], unknown["verdict"]) == (str(path), "not verified")
 
 
 @pytest.mark.parametrize("moment", ["before", "within"])
@@ -248,39 +208,9 @@ def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, mom
 
     if moment == "before":
         prune(0)
-    found = list(checkpoint_files.verify_checkpoint(data.parent, prune))
+    found = list(verify_checkpoint(data.parent, prune))
     assert Verdict.BAD not in {one.verdict for one in found}
     assert len(found) == (0 if moment == "before" else 2)
-
-
-@pytest.mark.parametrize("damage", [OverflowError("too large"), MemoryError(), RuntimeError("?")])
-def test_whatever_a_parser_makes_of_damage_is_a_finding(
-    damage: Exception, tmp_path: Path, findings: Findings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise damage
-
-    data = checkpoint(tmp_path / "iter_1")
-    with monkeypatch.context() as patched:
-        patched.setattr(zipfile.ZipFile, "testzip", fail)
-        found = findings(tmp_path / "iter_1", 1)
-    assert str(data) in {f["path"] for f in found if f["verdict"] == "bad"}
-    monkeypatch.setattr(checkpoint_files._IndexReader, "load", fail)
-    (bad,) = findings(tmp_path / "iter_1", 1)
-    assert bad["path"] == str(tmp_path / "iter_1" / ".metadata")
-    assert type(damage).__name__ in bad["reason"]
-
-
-def test_an_index_that_python_3_13_has_written(tmp_path: Path, findings: Findings) -> None:
-    checkpoint(tmp_path / "iter_1")
-    path = tmp_path / "iter_1" / ".metadata"
-    index = pickle.loads(path.read_bytes())
-    written = re.sub(
-        rb"cpathlib\S*\nPosixPath", b"cpathlib._local\nPosixPath", pickle.dumps(index, 2)
-    )
-    assert b"pathlib._local" in written
-    path.write_bytes(written)
-    assert {f["verdict"] for f in findings(tmp_path / "iter_1", 0)} == {"good"}
 
 
 def test_frozen_weights_of_a_run(tmp_path: Path, findings: Findings) -> None:
@@ -303,9 +233,7 @@ def test_frozen_weights_of_a_run(tmp_path: Path, findings: Findings) -> None:
     ("text", "reason"),
     [
         ('{"kind": "durable", "path": "PLACE/none"}', "names PLACE/none, which is not there"),
-        ('{"kind": "durable"}', "names no path"),
         ("", "cannot be read"),
-        ("[]", "holds no JSON object"),
     ],
 )
 def test_what_another_run_would_go_on_from_is_not_there(
@@ -320,28 +248,6 @@ def test_what_another_run_would_go_on_from_is_not_there(
     (tmp_path / "none").mkdir()
     run.latest.write_text(json.dumps({"kind": "dump", "path": str(tmp_path / "none")}))
     assert [found["verdict"] for found in findings(run.path, 0)] == ["good"]
-
-
-class Evil:
-    def __reduce__(self) -> tuple[object, ...]:
-        return (os.mkdir, ("harmed",))
-
-
-def test_an_index_cannot_run_code(
-    tmp_path: Path, findings: Findings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has a finding where it asks for anything that is not of torch."""
-    monkeypatch.chdir(tmp_path)
-    path = checkpoint(tmp_path / "iter_1").parent / ".metadata"
-    index = pickle.loads(path.read_bytes())
-    index.planner_data = Evil()
-    path.write_bytes(pickle.dumps(index))
-    (unknown,) = [f for f in findings(tmp_path / "iter_1", 2) if f["verdict"] != "good"]
-    assert (unknown["path"], unknown["verdict"]) == (str(path), "not verified")
-    assert "posix.mkdir" in unknown["reason"]
-    path.write_bytes(pickle.dumps(Evil()))
-    findings(tmp_path / "iter_1", 2)
-    assert not (tmp_path / "harmed").exists()
 
 
 def test_nothing_to_verify_is_bad_input(tmp_path: Path, complain: Complain) -> None:
