@@ -170,7 +170,7 @@ def _umask() -> int:
     return mask
 
 
-class _Parser(argparse.ArgumentParser):
+class _HelpParser(argparse.ArgumentParser):
     """Keeps the line breaks of descriptions and examples, as do those of its sub-commands."""
 
     def __init__(self, **options: Any) -> None:
@@ -179,7 +179,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
     """With one sub-command named, only its module is imported."""
-    parser = _Parser(
+    parser = _HelpParser(
         prog="deadpool",
         description="Train with Megatron; lose nodes; keep training.",
         epilog=_EXAMPLES,

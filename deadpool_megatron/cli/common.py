@@ -55,7 +55,7 @@ class NotNow(RunNotReachable):
     """The coordinator cannot take it now: the journal does not work, or agents are not back."""
 
 
-class Refused(CommandError):
+class RequestRefused(CommandError):
     """The coordinator does not take the request; why."""
 
 
@@ -179,7 +179,7 @@ def ask_at(
             " removes it"
         ) from error
     if "refused" in answer:
-        raise Refused(str(answer["refused"]))
+        raise RequestRefused(str(answer["refused"]))
     if answer.get("again"):
         raise NotNow(str(answer["error"]))
     if not answer.get("ok"):

@@ -62,7 +62,7 @@ class DemoRun:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DemoSize:
     """The size of the runs, and what they compute on, whatever this machine has.
 
     ``environment``: of the runs, besides the inherited one.
@@ -78,12 +78,12 @@ class Shape:
 
 
 #: Without a GPU to be seen, so that the numbers of both runs can be held against each other.
-ON_CPUS = Shape(2, 2, "gloo", {VISIBLE: ""})
+ON_CPUS = DemoSize(2, 2, "gloo", {VISIBLE: ""})
 #: Each process needs a GPU of its own, those of the spare node, too.
-ON_GPUS = Shape(1, 1, "nccl", {})
+ON_GPUS = DemoSize(1, 1, "nccl", {})
 
 
-def launch_command(run_directory: Path, iterations: int, shape: Shape = ON_CPUS) -> list[str]:
+def launch_command(run_directory: Path, iterations: int, shape: DemoSize = ON_CPUS) -> list[str]:
     """Return what a user would type, with this interpreter."""
     return [
         *interpreter("-m", "deadpool_megatron", "run"),
@@ -115,7 +115,7 @@ def run_once(
     name: str,
     iterations: int,
     fault: dict[str, Any] | None = None,
-    shape: Shape = ON_CPUS,
+    shape: DemoSize = ON_CPUS,
 ) -> DemoRun:
     """Run to the end in ``base/name``, struck by ``fault`` if given. Raises DemoError."""
     directory = base / name
@@ -262,7 +262,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _both_runs(display: Display, base: Path, iterations: int, shape: Shape) -> Outcome:
+def _both_runs(display: Display, base: Path, iterations: int, shape: DemoSize) -> Outcome:
     strike = iterations // 2 + 1
     processes = shape.nodes * shape.nproc_per_node
     display.line(

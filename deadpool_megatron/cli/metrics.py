@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
 
 
-class Watched:
+class WatchedMetrics:
     """A run whose metrics can be collected at any time; the collector of ``prometheus_client``.
 
     One lock: a server may scrape from several threads.
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         import prometheus_client
     except ImportError:
         raise CommandError("it needs prometheus-client: pip install prometheus-client") from None
-    watched = Watched(RunDirectory(args.run_dir))
+    watched = WatchedMetrics(RunDirectory(args.run_dir))
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(watched)
     try:
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stay(watched: Watched, linger_seconds: float, look: Callable[[], None]) -> None:
+def _stay(watched: WatchedMetrics, linger_seconds: float, look: Callable[[], None]) -> None:
     """Look every few seconds, until some time after the end of the run. Raises OSError where the
     first look fails; a later one is told, once for each reason, and made again.
     """

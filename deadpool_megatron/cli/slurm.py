@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cli.common import PASSING, CommandError, Refused, add_run_directory, ask
+from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, add_run_directory, ask
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--every must be 1 to {_LONGEST_SECONDS:g} s, got {args.every:g}")
     directory = RunDirectory(args.run_dir)
     directory.read_run()
-    follower = Follower(directory, drained_hosts, lambda message: ask(directory, message))
+    follower = SlurmFollower(directory, drained_hosts, lambda message: ask(directory, message))
     while not directory.has_final():
         follower.look()
         again = time.monotonic() + args.every
@@ -127,9 +127,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Follower:
+class SlurmFollower:
     """``drained``: names of the hosts that Slurm drains; raises CommandError when it does not say.
-    ``tell``: sends a message to the run; raises Refused, or one of PASSING for what may pass.
+    ``tell``: sends a message to the run; raises RequestRefused, or one of PASSING for what may pass.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Follower:
         token = self._tokens.setdefault(node, secrets.token_hex(8))
         try:
             answer = self._tell({"command": str(Verb.DRAIN), "token": token, "node": node})
-        except Refused as error:
+        except RequestRefused as error:
             self._over.add(node)
             self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
             return

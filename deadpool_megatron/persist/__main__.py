@@ -28,7 +28,7 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
 from deadpool_megatron.persist import foreign_classes
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
-from deadpool_megatron.persist.writing import Source, WritingError, filled, join, write_role
+from deadpool_megatron.persist.writing import GenerationSource, WritingError, filled, join, write_role
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.sources import taken_of_dump
 from deadpool_megatron.vault.disk.taken import Taken
@@ -67,7 +67,7 @@ def _carry_out(job: Mapping[str, Any]) -> None:
     for taken in _sources(job):
         skeleton = read_skeleton(Path(job["skeletons"]), taken.role, taken.layout_hash)
         failpoints.hit("persist.write", role=taken.role, iteration=taken.generation.iteration)
-        source = Source(taken, RunDirectory(Path(job["run_dir"])).frozen)
+        source = GenerationSource(taken, RunDirectory(Path(job["run_dir"])).frozen)
         told = write_role(skeleton, source, directory)
         if taken.role == 0:
             common = filled(skeleton.common, source)

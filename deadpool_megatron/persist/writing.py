@@ -64,7 +64,7 @@ class WritingError(Exception):
     """The file could not be written as it has to be; one line."""
 
 
-class Source:
+class GenerationSource:
     """A role's generation as it was set aside; ``frozen``: the folder with the files of weights
     that no iteration changes. Raises WritingError when their bytes are damaged.
     """
@@ -157,7 +157,7 @@ def file_name(role: int) -> str:
     return f"__{role}_0.distcp"
 
 
-def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str, Any]:
+def write_role(skeleton: Skeleton, source: GenerationSource, directory: Path) -> dict[str, Any]:
     """Write the role's file; answers, as JSON values, what lies where in it.
 
     Everything is on the disk and was read back when this returns. Raises WritingError, also where a
@@ -189,7 +189,7 @@ def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str,
     }
 
 
-def filled(template: Any, source: Source) -> Any:
+def filled(template: Any, source: GenerationSource) -> Any:
     """A value of the checkpoint as it is in the generation. Raises SkeletonError."""
     return fill(template, source.extras, source.number)
 

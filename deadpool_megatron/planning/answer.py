@@ -30,7 +30,7 @@ _MOST_ROLES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Answer:
+class Assessment:
     """A plan that holds."""
 
     plan: Plan
@@ -91,7 +91,7 @@ class Answer:
         }
 
 
-def assess(plan: Plan) -> Answer:
+def assess(plan: Plan) -> Assessment:
     """Work a plan out; ``mixed`` as the scheme that a run chooses. Raises PlanError, with the
     number to change, when it cannot hold.
     """
@@ -105,7 +105,7 @@ def assess(plan: Plan) -> Answer:
     times = traffic.timing(plan, placement, loads, step_seconds(plan))
     _check_window(plan, times)
     _check_memory(plan, loads)
-    return Answer(plan, placement, loads, times)
+    return Assessment(plan, placement, loads, times)
 
 
 def _settled(plan: Plan) -> Plan:

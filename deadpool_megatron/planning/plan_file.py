@@ -89,7 +89,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protection:
+class PlannedProtection:
     """The settings of the run that matter here."""
 
     scheme: str = _key(
@@ -167,14 +167,14 @@ class Plan:
 
     model: Model
     parallel: Parallel
-    protection: Protection
+    protection: PlannedProtection
     cluster: Cluster
 
 
 SECTIONS: dict[str, type[Any]] = {
     "model": Model,
     "parallel": Parallel,
-    "protection": Protection,
+    "protection": PlannedProtection,
     "cluster": Cluster,
 }
 

@@ -99,7 +99,7 @@ def test_bad_arguments_are_one_line(argv: tuple[str, ...], complain: Complain) -
 )
 def test_it_is_on_cpus_and_gloo_unless_it_is_told_to_take_gpus(
     flags: tuple[str, ...],
-    shape: demo.Shape,
+    shape: demo.DemoSize,
     visible: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli.metrics import Watched
+from deadpool_megatron.cli.metrics import WatchedMetrics
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import claim_term
@@ -96,7 +96,7 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
         write_json(silent_run.coordinator, place)
         claim_term(DirectoryJournal(silent_run.journal), 1, *second.getsockname(), None)
         began = time.monotonic()
-        found = {metric.name: metric.samples[0].value for metric in Watched(silent_run).collect()}
+        found = {metric.name: metric.samples[0].value for metric in WatchedMetrics(silent_run).collect()}
         assert time.monotonic() - began < PROMETHEUS_SECONDS
     assert found["deadpool_up"] == 0.0
     assert found["deadpool_iteration"] == 5

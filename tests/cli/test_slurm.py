@@ -160,7 +160,7 @@ def test_a_drain_is_passed_on_once_and_its_wait_for_a_spare_is_told(
         known = Request(1, message["token"], Verb.DRAIN, {"node": message["node"]}, *answer)
         return {"request": known.to_dict()}
 
-    follower = slurm.Follower(run, slurm.drained_hosts, tell)
+    follower = slurm.SlurmFollower(run, slurm.drained_hosts, tell)
     says(sinfo, "a1|allocated", "a2|mixed", "b3|drained")
     follower.look()
     assert sent == [], "of other nodes nothing is said"

@@ -34,7 +34,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.persist.skeleton import read_skeleton, write_skeleton
-    from deadpool_megatron.persist.writing import Source, filled, join, write_role
+    from deadpool_megatron.persist.writing import GenerationSource, filled, join, write_role
     from deadpool_megatron.state import extras as codec
     from deadpool_megatron.vault.disk.taken import Taken
     from deadpool_megatron.vault.shm.segment import checksum
@@ -71,7 +71,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     skeleton = read_skeleton(folder, role, layout.layout_hash)
     hash_ = layout.layout_hash
     taken = Taken(role, hash_, Generation(1, 3), "evaluation", str(path), places)
-    source = Source(taken, folder)
+    source = GenerationSource(taken, folder)
     told = json.loads(json.dumps(write_role(skeleton, source, exported)))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)

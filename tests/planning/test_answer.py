@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.sizing import node_needs
-from deadpool_megatron.planning.answer import Answer, assess
+from deadpool_megatron.planning.answer import Assessment, assess
 from deadpool_megatron.planning.plan_file import Plan, PlanError
 from deadpool_megatron.planning.traffic import (
     NodeLoad,
@@ -32,12 +32,12 @@ SHAPE = {"parameters": None, "layers": 8, "hidden": 64, "ffn": 256, "heads": 8, 
 ONE_NODE = {"nodes": 1, "spares": 0, "host_memory_gb": 2000, "nic_gb_s": 100}
 
 
-def worked_out(scheme: str, **more: int | str) -> Answer:
+def worked_out(scheme: str, **more: int | str) -> Assessment:
     protection = {"scheme": scheme, "extras_bytes_per_role": EXTRAS, **more}
     return assess(make(protection=protection, cluster={"host_memory_gb": 5000}))
 
 
-def total(found: Answer, name: str) -> int:
+def total(found: Assessment, name: str) -> int:
     return sum(getattr(load, name) for load in found.loads.values())
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from deadpool_megatron.cli.common import (
     CommandError,
     NotNow,
-    Refused,
+    RequestRefused,
     RunNotReachable,
     add_run_directory,
     ask,
@@ -161,7 +161,7 @@ def request(
             message["seconds"] = max(0.0, within - (time.monotonic() - began))
         try:
             known = Request.from_dict(ask(run, message)["request"])
-        except Refused as error:
+        except RequestRefused as error:
             return _refused(verb, str(error))
         except RunNotReachable as error:
             # Where nobody has taken it, and nobody waits; else a standby takes over, which may not
@@ -235,7 +235,7 @@ def _kill(args: argparse.Namespace) -> int:
         try:
             ask(run, {"command": "kill", **what})
             break
-        except Refused as error:
+        except RequestRefused as error:
             return _refused("kill", str(error))
         except RunNotReachable:
             if time.monotonic() > patience or run.final.exists() or not _may_be_alive(run):

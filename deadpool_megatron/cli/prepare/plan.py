@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, size, table
 from deadpool_megatron.observe.narration import count
-from deadpool_megatron.planning.answer import Answer, assess
+from deadpool_megatron.planning.answer import Assessment, assess
 from deadpool_megatron.planning.plan_file import SECTIONS, PlanError, read_plan
 from deadpool_megatron.planning.sizes import total_parameters
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(name: str, found: Answer) -> list[str]:
+def _describe(name: str, found: Assessment) -> list[str]:
     memory = [(title, *map(size, found.busiest(field))) for title, field in _NODE_ROWS]
     return [
         *_headline(name, found),
@@ -103,7 +103,7 @@ def _describe(name: str, found: Answer) -> list[str]:
     ]
 
 
-def _headline(name: str, found: Answer) -> list[str]:
+def _headline(name: str, found: Assessment) -> list[str]:
     parallel, cluster, protection = found.plan.parallel, found.plan.cluster, found.plan.protection
     sizes = (("tp", parallel.tp), ("cp", parallel.cp), ("ep", parallel.ep), ("pp", parallel.pp))
     shown = "".join(f"{key} {value} x " for key, value in sizes if value > 1)
@@ -119,7 +119,7 @@ def _headline(name: str, found: Answer) -> list[str]:
     ]
 
 
-def _time_table(found: Answer) -> list[str]:
+def _time_table(found: Assessment) -> list[str]:
     times, lost = found.timing, found.lost_steps
     rows = [
         ("copy to host memory (PCIe)", times.copy_seconds),

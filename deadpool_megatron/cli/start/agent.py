@@ -47,7 +47,7 @@ from deadpool_megatron.cli.start.scripts import (
     preload_modules,
     waits_for_forks,
 )
-from deadpool_megatron.cli.start.serving import Place, serve
+from deadpool_megatron.cli.start.serving import AgentPlace, serve
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process.fork_server import ForkServer, keep_single_threaded
@@ -174,7 +174,7 @@ class _Settled:
 
     run: RunDirectory
     info: RunInfo
-    place: Place
+    place: AgentPlace
     secret: bytes
     fixed: tuple[str, int] | None
 
@@ -280,7 +280,7 @@ def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
 
 def _place(
     args: argparse.Namespace, node: int | None, slurm: SlurmNode | None, settings: Settings
-) -> Place:
+) -> AgentPlace:
     """Return it: flags go before what Slurm tells, a domains file before Slurm's topology."""
     host, domain = args.host, args.domain
     interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
@@ -295,7 +295,7 @@ def _place(
             host = local_address(settings.interface)
         else:
             host = host_address(slurm.host)
-    return Place(node, host, domain)
+    return AgentPlace(node, host, domain)
 
 
 def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> None:

@@ -27,7 +27,7 @@ from deadpool_megatron.cli.common import (
     refusing_system_errors,
 )
 from deadpool_megatron.cli.start.scripts import preload_modules
-from deadpool_megatron.cli.start.serving import Place, serve
+from deadpool_megatron.cli.start.serving import AgentPlace, serve
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
 from deadpool_megatron.cluster.process import posix
@@ -177,7 +177,7 @@ class Launcher:
         return serve(
             self._run,
             self._info,
-            Place(node, self._address, ""),
+            AgentPlace(node, self._address, ""),
             server,
             self._options.modules,
             auth.load_secret(self._run.path),

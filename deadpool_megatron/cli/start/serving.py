@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cli.common import PASSING, CommandError, Refused, ask, ask_at
+from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, ask, ask_at
 from deadpool_megatron.cli.start.checks import read_domains
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
@@ -26,7 +26,7 @@ _ATTACH_PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class AgentPlace:
     """The place where an agent runs. ``node``: None for one that the coordinator hands out."""
 
     node: int | None
@@ -37,7 +37,7 @@ class Place:
 def serve(
     run: RunDirectory,
     info: RunInfo,
-    place: Place,
+    place: AgentPlace,
     server: ForkServer | None,
     modules: tuple[str, ...],
     secret: bytes,
@@ -120,7 +120,7 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             else:
                 answer = ask(run, message)
             return int(answer["node"])
-        except Refused:
+        except RequestRefused:
             raise
         except PASSING as error:
             # A node that was cut off may be without the shared run directory for as long.

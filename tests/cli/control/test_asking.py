@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.common import NotNow, Refused, RunNotReachable
+from deadpool_megatron.cli.common import NotNow, RequestRefused, RunNotReachable
 from deadpool_megatron.cli.control import asking
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -92,7 +92,7 @@ def test_waiting_ends_with_the_outcome(command: Any, arguments: tuple[str, ...],
 
 @pytest.mark.parametrize("wait", [(), ("--wait",)])
 def test_what_is_refused_at_once(command: Any, wait: tuple[str, ...]) -> None:
-    coordinator = Coordinator(Refused("node 1 is not connected"))
+    coordinator = Coordinator(RequestRefused("node 1 is not connected"))
     status, said = command(coordinator, "drain", "--node", "1", *wait)
     assert (status, said) == (1, "deadpool drain: refused: node 1 is not connected\n")
 

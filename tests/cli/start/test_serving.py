@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable
+from deadpool_megatron.cli.common import CommandError, RequestRefused, RunNotReachable
 from deadpool_megatron.cli.start import serving
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.failures import ExitStatus
@@ -77,14 +77,14 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
 
     monkeypatch.setattr(serving, "run_agent", serve_once)
     monkeypatch.setattr(serving, "ask", lambda *_: {"ok": True, "node": 7})
-    place = serving.Place(3, "127.0.0.1", "")
+    place = serving.AgentPlace(3, "127.0.0.1", "")
     status = serving.serve(run, info, place, None, (), b"", standby_port=None, rejoins=1)
     assert (status, served) == (0, [(3, "rack-a"), (7, "rack-b")])
 
 
 def test_a_refusal_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator = Coordinator(Refused("not this one"))
-    with pytest.raises(Refused, match="not this one"):
+    coordinator = Coordinator(RequestRefused("not this one"))
+    with pytest.raises(RequestRefused, match="not this one"):
         attach(tmp_path, monkeypatch, coordinator)
     assert len(coordinator.failures) == 1
 
