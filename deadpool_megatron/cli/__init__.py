@@ -54,7 +54,7 @@ COMMANDS = {
     "bad-nodes": "prepare.nodes",
     "gpu-health": "prepare.nodes",
     "agent": "start.agent",
-    "standby": "start.standby",
+    "standby": "start.serving",
 }
 # Their text is one clear line, wherever they come from.
 _REFUSALS = (

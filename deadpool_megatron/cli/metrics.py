@@ -15,12 +15,15 @@ over; 2 bad arguments; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import deadpool_megatron
 from deadpool_megatron.cli.common import (
@@ -31,8 +34,8 @@ from deadpool_megatron.cli.common import (
     shown_host,
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import EventTail
-from deadpool_megatron.observe.story import RECENT_STEPS, Story
+from deadpool_megatron.events import DAMAGE, EventTail, Kind
+from deadpool_megatron.observe.story import RECENT_STEPS, Story, decimal
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 _INTERVAL_SECONDS = 5.0
 # After the end of a run its last numbers can be fetched for so long.
 _LINGER_SECONDS = 60.0
+#: upper bounds of the histogram of recoveries, in seconds
+RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,8 +82,6 @@ class WatchedMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics as of now."""
-        from deadpool_megatron.observe.samples import metrics
-
         with self._lock:
             self._tail.feed(self._story.take)
             yield from metrics(self._story, self._about, self._asker.status(), time.time())
@@ -130,3 +133,118 @@ def _stay(watched: WatchedMetrics, linger_seconds: float, look: Callable[[], Non
                 said = str(error)
                 print(f"deadpool metrics: {error}; it is tried again", file=sys.stderr, flush=True)
         time.sleep(min(_INTERVAL_SECONDS, max(0.05, linger_seconds)))
+
+
+def metrics(
+    story: Story, about: Mapping[str, str], status: Mapping[str, Any] | None, now: float
+) -> Iterator[Metric]:
+    """Yield all metrics of a run. ``about``: labels; ``status``: what ``deadpool status --json``
+    says, None if nobody answers; ``now``: wall clock.
+
+    Names follow Prometheus' conventions: base units, ``_total`` for counters. Labels are few:
+    kinds, phases, uses, states, and the node where memory is meant. What is counted is there from
+    the start: a series that begins at 1 has no increase that a server could see.
+    """
+    run = _core().GaugeMetricFamily("deadpool_run_info", "The run.", labels=list(about))
+    run.add_metric(list(about.values()), 1)
+    yield run
+    yield _gauge("up", "Whether the coordinator answers.", int(status is not None))
+    # Where nobody answers, nobody knows what nodes do since the newest event.
+    yield from _gauges(story, None if status is None else now)
+    yield from _counters(story)
+    if status is not None:
+        with contextlib.suppress(*DAMAGE):  # of a coordinator of another version
+            yield from list(_of_status(status))
+
+
+def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
+    pace, newest, saved = story.step_seconds(RECENT_STEPS), story.steps.newest(1), story.durable
+    since, at, goodput = story.started_at, story.last_step_at, story.account.goodput(now)
+    known: list[tuple[str, str, float | None]] = [
+        ("coordinator_term", "Term of the coordinator.", story.term),
+        ("exit_status", "Exit status of the run that has ended.", story.exit_status),
+        ("iteration", "The newest finished iteration.", story.last_iteration),
+        ("epoch", "The newest epoch.", story.epoch),
+        ("start_timestamp_seconds", "When the run was started, the last time.", since),
+        ("last_step_timestamp_seconds", "When the newest iteration was finished.", at),
+        (
+            "goodput_ratio",
+            "Part of the time of nodes with roles in which they trained on.",
+            goodput,
+        ),
+        *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
+        *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
+    ]
+    if pace:
+        text = f"Median time of the last {RECENT_STEPS} iterations."
+        known.append(("step_seconds", text, statistics.median(pace)))
+    for name, text, value in known:
+        if value is not None:
+            yield _gauge(name, text, value)
+
+
+def _counters(story: Story) -> Iterator[Metric]:
+    text = "From a failure to the next finished iteration."
+    seconds = _core().HistogramMetricFamily("deadpool_recovery_seconds", text, labels=["kind"])
+    for kind, found in sorted(story.recovered.items()):
+        counts = [(str(b), float(sum(s <= b for s in found))) for b in RECOVERY_BUCKETS]
+        seconds.add_metric([kind], [*counts, ("+Inf", float(len(found)))], sum(found))
+    counted = {kind: len(found) for kind, found in sorted(story.recovered.items())}
+    yield _by("Counter", "recoveries", "Recoveries by kind of failure.", "kind", counted)
+    yield seconds
+    phases = dict(sorted(story.phase_seconds.items()))
+    yield _by(
+        "Counter",
+        "recovery_phase_seconds",
+        "Seconds of recoveries by phase.",
+        "phase",
+        phases,
+    )
+    text = "Iterations computed again."
+    yield _counter("steps_recomputed", text, story.steps_recomputed)
+    text = "Seconds of all roles at the commit gate."
+    yield _counter("gate_wait_seconds", text, story.gate_seconds)
+    shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
+    yield _counter("shipped_bytes", "Bytes shipped to protect state.", shipped)
+    uses = {use.value: spent for use, spent in story.account.seconds.items()}
+    text = "Seconds of all nodes by what they went into."
+    yield _by("Counter", "node_time_seconds", text, "use", uses)
+
+
+def _of_status(status: Mapping[str, Any]) -> Iterator[Metric]:
+    nodes, aside = status["nodes"], {str(node) for node in status["aside"]}
+    states = {"training": 0, "spare": 0, "aside": 0}
+    for node, known in nodes.items():
+        states["aside" if node in aside else "spare" if known["spare"] else "training"] += 1
+    memory = {node: known["vault"].get("bytes") for node, known in nodes.items()}
+    yield _by("Gauge", "nodes", "Nodes by state.", "state", states)
+    yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))
+    yield _by("Gauge", "memory_bytes", "Bytes of generations in shared memory.", "node", memory)
+    yield _by("Gauge", "phase", "What the run does.", "phase", {status["phase"]: 1})
+    text = "Roles with fewer copies than wanted."
+    yield _gauge("exposed_roles", text, len(status["fewer_copies"]))
+    text = "Most iterations that a failure would cost."
+    yield _gauge("rpo_iterations", text, status["rpo"]["most_lost"])
+    yield _counter("refusals", "Connections and messages refused.", status["refusals"])
+    yield _gauge("slow_nodes", "Nodes much slower than their peers.", len(status["slow"]))
+
+
+def _gauge(name: str, text: str, value: float) -> Any:
+    return _core().GaugeMetricFamily(f"deadpool_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Any:
+    return _core().CounterMetricFamily(f"deadpool_{name}", text, value=value)
+
+
+def _by(family: str, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
+    found = getattr(_core(), f"{family}MetricFamily")(f"deadpool_{name}", text, labels=[label])
+    for key, value in values.items():
+        if value is not None:
+            found.add_metric([key], value)
+    return found
+
+
+def _core() -> Any:
+    """The classes of ``prometheus_client``, which need not be there for other commands."""
+    return importlib.import_module("prometheus_client.core")

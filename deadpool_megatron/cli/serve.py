@@ -14,11 +14,15 @@ from __future__ import annotations
 import argparse
 import hmac
 import json
+import math
 import secrets
 import socket
+import statistics
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,8 +38,9 @@ from deadpool_megatron.cli.common import (
     shown_host,
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import EventTail
-from deadpool_megatron.observe.page import Page
+from deadpool_megatron.events import Event, EventTail
+from deadpool_megatron.observe.narration import describe_cause, describe_loss, tell
+from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Interruption, Story, decimal
 
 _ROOM = Path(observe.__file__).parent
 _FILES = {
@@ -45,6 +50,14 @@ _FILES = {
 }
 _LOOK_SECONDS = 0.5
 _REQUEST_SECONDS = 20.0
+_SHOWN_LINES = 200
+_SHOWN_RECOVERIES = 50
+# The curve of the loss has so many points at most, whatever the length of the run.
+_POINTS = 400
+# Of what the coordinator says.
+_DRAWN = frozenset(
+    {"phase", "waiting_for", "failing", "rpo", "roles", "nodes", "aside", "slow", "fewer_copies"}
+)
 _HEADERS = {
     # Nothing but what this server itself answers is ever loaded, whatever a run's texts hold.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -69,14 +82,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
 
 
-class Watched:
-    """A run as the page's JSON, made again at most once a second however many people look."""
+class WatchedPage:
+    """A run as the page's JSON, as its program (``page.js``) takes it, made again at most once a
+    second however many people look. What is for the eye alone (colours, places) is there.
+    """
 
-    def __init__(self, run: RunDirectory) -> None:
-        """Raises RunDirectoryError when there is no run."""
-        self._asker = Asker(run)
-        self._page = Page(run.read_run(only_to_show=True).run_id)
-        self._tail = EventTail(run.events)
+    def __init__(self, run_id: str, asker: Asker, tail: EventTail) -> None:
+        self._run_id, self._asker, self._tail = run_id, asker, tail
+        self._story = Story()
+        self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
         self._lock = threading.Lock()
         self._made = b""
         self._good_until = 0.0
@@ -85,14 +99,74 @@ class Watched:
         """Return the state as of now, or of so little ago that nobody sees the difference."""
         with self._lock:
             if time.monotonic() >= self._good_until:
-                self._tail.feed(self._page.take)
-                found = self._page.to_dict(self._asker.status(), time.time())
+                self._tail.feed(self.take)
+                found = self.to_dict(self._asker.status(), time.time())
                 self._made = json.dumps(found, allow_nan=False).encode()
                 self._good_until = time.monotonic() + _LOOK_SECONDS
             return self._made
 
+    def take(self, event: Event) -> None:
+        """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
+        self._story.take(event)
+        line = tell(event)
+        if line is not None and not line.passes:
+            self._lines.append((event.wall_seconds, line.text, line.style))
 
-def make_server(watched: Watched, host: str, port: int, token: str) -> ThreadingHTTPServer:
+    def to_dict(self, status: Mapping[str, Any] | None, now: float) -> dict[str, Any]:
+        """Return everything. ``status``: as of ``deadpool status --json``, None if nobody answers;
+        ``now``: wall clock in seconds."""
+        story = self._story
+        pace = story.step_seconds(RECENT_STEPS)
+        # Where nobody answers, nobody knows what nodes do since the newest event.
+        until = None if status is None else now
+        if status is not None and not status.keys() >= _DRAWN:
+            status = None  # of a coordinator of another version
+        uses = {use.value: spent for use, spent in story.account.uses(until).items() if spent > 0}
+        return {
+            "run": self._run_id,
+            "now": now,
+            "ended": None if story.ended is None else dict(story.ended.data),
+            "iteration": story.last_iteration,
+            "progress": story.progress(),
+            "epoch": story.epoch,
+            "step_seconds": statistics.median(pace) if pace else None,
+            "goodput": story.account.goodput(until),
+            "node_seconds": uses,
+            "loss": self._losses(),
+            "recoveries": [_recovery(failure) for failure in story.failures[-_SHOWN_RECOVERIES:]],
+            "recovery_count": len(story.failures),
+            "phases": dict(PHASES),
+            "lines": [list(line) for line in self._lines],
+            "status": {name: status[name] for name in _DRAWN} if status is not None else None,
+        }
+
+    def _losses(self) -> list[tuple[int, float | None]]:
+        """None for what is not finite: JSON has no such numbers."""
+        steps, found = self._story.steps, list[tuple[int, float | None]]()
+        every = max(1, -(-len(steps) // _POINTS))
+        for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
+            loss = decimal(steps[at].loss)
+            if loss is not None:
+                found.append((steps[at].iteration, loss if math.isfinite(loss) else None))
+        return found
+
+
+def _recovery(failure: Interruption) -> dict[str, Any]:
+    return {
+        "number": failure.number,
+        "at": failure.began,
+        "cause": describe_cause({"kind": failure.kind, "cause": failure.cause}),
+        "planned": failure.planned,
+        "after_iteration": failure.last_iteration,
+        "losses": [describe_loss(loss) for loss in failure.losses],
+        "phases": dict(failure.phases),
+        "seconds": failure.seconds,
+        "recomputed": failure.steps_recomputed,
+        "exposed_seconds": failure.exposed_seconds,
+    }
+
+
+def make_server(watched: WatchedPage, host: str, port: int, token: str) -> ThreadingHTTPServer:
     """Return a server that answers the page to whoever names the token. Raises OSError."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -134,7 +208,7 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing: the address has the token in it."""
 
-    class Server(ThreadingHTTPServer):
+    class PageServer(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
 
@@ -143,13 +217,15 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
             if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
                 super().handle_error(request, client_address)
 
-    return Server((host, port), Handler)
+    return PageServer((host, port), Handler)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool serve``. Raises CommandError."""
     host, port = listen_address(args.listen, least_port=0)
-    watched, token = Watched(RunDirectory(args.run_dir)), secrets.token_urlsafe(16)
+    run, token = RunDirectory(args.run_dir), secrets.token_urlsafe(16)
+    run_id = run.read_run(only_to_show=True).run_id
+    watched = WatchedPage(run_id, Asker(run), EventTail(run.events))
     try:
         server = make_server(watched, host, port, token)
     except OSError as error:

@@ -18,7 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, add_run_directory, ask
+from deadpool_megatron.cli.common import (
+    PASSING,
+    CommandError,
+    RequestRefused,
+    add_run_directory,
+    ask,
+)
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
@@ -129,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 class SlurmFollower:
     """``drained``: names of the hosts that Slurm drains; raises CommandError when it does not say.
-    ``tell``: sends a message to the run; raises RequestRefused, or one of PASSING for what may pass.
+    ``tell``: sends a message to the run; raises RequestRefused, or one of PASSING.
     """
 
     def __init__(

@@ -11,11 +11,14 @@ line of standard error.
 from __future__ import annotations
 
 import argparse
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,14 @@ from deadpool_megatron.cluster.process.posix import die_with_parent
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_text
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
-from deadpool_megatron.persist import foreign_classes
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
-from deadpool_megatron.persist.writing import GenerationSource, WritingError, filled, join, write_role
+from deadpool_megatron.persist.writing import (
+    GenerationSource,
+    WritingError,
+    filled,
+    join,
+    write_role,
+)
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.sources import taken_of_dump
 from deadpool_megatron.vault.disk.taken import Taken
@@ -36,6 +44,8 @@ from deadpool_megatron.vault.errors import VaultError
 
 _LEAST_PRIORITY = 19
 _LOOK_SECONDS = 0.1
+# The package whose objects are carried from one file to another.
+_FOREIGN = "megatron"
 
 
 def main() -> int:
@@ -48,7 +58,7 @@ def main() -> int:
     set_process_name("dp-persist")
     os.nice(_LEAST_PRIORITY)
     torch.set_num_threads(1)
-    foreign_classes.install()
+    stand_in_for_megatron()
     failpoints.load()
     job = json.loads(given.job.read_text())
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])
@@ -112,6 +122,70 @@ def _await_all(
                 )
             time.sleep(_LOOK_SECONDS)
     return [told[role] for role in sorted(told)]
+
+
+def stand_in_for_megatron() -> None:
+    """Have every module of Megatron be a stand-in, in this process; before one is imported.
+
+    The arguments of a run hold members of Megatron's enumerations, by the name of their class. To
+    import that class would import Megatron, the very one that the members have, with all that it
+    needs. Here a name is all there is: an object of such a class is written again as it was read.
+    """
+    assert _FOREIGN not in sys.modules, "Megatron was imported here"
+    sys.meta_path.insert(0, _ForeignFinder())
+
+
+class _ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] != _FOREIGN:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _ForeignModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _ForeignModule(types.ModuleType):
+    """Has a class of every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _ForeignClass(name, (), {"__module__": self.__name__})
+        setattr(self, name, made)
+        return made
+
+
+class _ForeignClass(type):
+    """One of Megatron's. pickle makes its plain objects by itself, and asks here for the others: a
+    call, as most versions of Python write the member of an enumeration, or an attribute, as some
+    versions of 3.11 do."""
+
+    def __call__(cls, *given: Any) -> Any:
+        return _ForeignObject(cls, given)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _ForeignObject(getattr, (cls, name))
+
+
+class _ForeignObject:
+    """Written as what made it."""
+
+    def __init__(self, function: Any, given: tuple[Any, ...]) -> None:
+        self._made = function, given
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._made
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ comes first writes it, and a reader knows that it has what was written.
 Who writes it says so by a second file, ``.NAME``, the claim, which gets a byte for each piece that
 is on the disk; the others wait while it grows. A claim only saves work: each writer has a half of
 its own, ``.NAME.TOKEN``, and whatever gets the name is whole.
+
+The command copies such files to another run and verifies them, without torch.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ import contextlib
 import mmap
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import xxhash
-from torch import Tensor
 
 from deadpool_megatron import failpoints, ownership
 from deadpool_megatron.file_systems import sync
-from deadpool_megatron.persist.frozen_folder import fits
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: in a skeleton, the part of a piece that lies in such a file
 FROZEN = "frozen"
@@ -36,7 +40,7 @@ _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 10.0
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-Named = Sequence[tuple[str, Tensor]]
+Named = Sequence[tuple[str, "Tensor"]]
 # Waits so many seconds; raises where what is under way must be left.
 Wait = Callable[[float], None]
 
@@ -89,6 +93,8 @@ def write(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
 def read(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
     """Bring what the file holds into the tensors. Raises FrozenFileError, and what ``wait`` does;
     they may then hold anything."""
+    import torch
+
     if name.partition("-")[0] != _description(tensors):
         raise FrozenFileError(f"{folder / name} holds other weights than this model's: their names")
     digest = xxhash.xxh3_128()
@@ -115,7 +121,7 @@ def read(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
             is_over = not file.read(1)
     except (OSError, ownership.OwnershipError) as error:
         raise _unreadable(folder / name, error) from error
-    if not is_over or not fits(name, digest):
+    if not is_over or not _fits(name, digest):
         raise FrozenFileError(f"{folder / name} does not hold what was written there")
 
 
@@ -127,9 +133,68 @@ def mapped(folder: Path, name: str) -> memoryview:
             found = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE))
     except (OSError, ValueError, ownership.OwnershipError) as error:
         raise _unreadable(folder / name, error) from error
-    if not fits(name, xxhash.xxh3_128(found)):
+    if not _fits(name, xxhash.xxh3_128(found)):
         raise FrozenFileError(f"{folder / name} does not hold what was written there")
     return found
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Those that have their name, and so are whole."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def bring(source: Path, folder: Path) -> int:
+    """Have the files of another run in ``folder`` too: as links where both lie in one file system,
+    else as copies. Several processes may do so at once. Returns the bytes copied; raises OSError.
+    """
+    copied = 0
+    for path in files_in(source):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = folder / path.name
+        if target.exists():
+            continue
+        half = target.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            try:
+                os.link(path, half, follow_symlinks=False)
+            except OSError:
+                copied += _copy(path, half)
+            half.rename(target)
+            sync(folder)
+        finally:
+            half.unlink(missing_ok=True)
+    return copied
+
+
+def trouble_with(path: Path, progress: Callable[[int], None]) -> str:
+    """Return why a file does not hold what its name says; empty if it does. ``progress`` gets the
+    bytes read since the last call."""
+    digest = xxhash.xxh3_128()
+    try:
+        with os.fdopen(ownership.open_own(path), "rb", buffering=0) as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+                progress(len(piece))
+    except (OSError, ownership.OwnershipError) as error:
+        return str(error)
+    return "" if _fits(path.name, digest) else "it does not hold what was written there"
+
+
+def _copy(path: Path, half: Path) -> int:
+    """On the disk when this returns."""
+    handle = os.open(half, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "wb") as target, open(path, "rb") as source:
+        shutil.copyfileobj(source, target, _PIECE_BYTES)
+        target.flush()
+        os.fsync(handle)
+        return target.tell()
+
+
+def _fits(name: str, digest: xxhash.xxh3_128) -> bool:
+    """Return whether a file of this name holds bytes of this checksum."""
+    return digest.hexdigest() == name.rpartition("-")[2]
 
 
 def _unreadable(path: Path, error: Exception) -> FrozenFileError:
@@ -181,6 +246,8 @@ def _description(tensors: Named) -> str:
 
 def _pieces(tensors: Named) -> Iterator[memoryview]:
     """Their bytes on the host, in pieces that take little memory beside a device's."""
+    import torch
+
     for _, tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _PIECE_BYTES):

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli.metrics import WatchedMetrics
+from deadpool_megatron.cli.metrics import WatchedMetrics, metrics
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, to_line
-from deadpool_megatron.observe import samples
 from deadpool_megatron.observe.story import Story
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
@@ -58,7 +57,7 @@ def told(
     story = Story()
     for event in events:
         story.take(event)
-    found = samples.metrics(story, {"run": "r", "version": "v"}, status, now)
+    found = metrics(story, {"run": "r", "version": "v"}, status, now)
     return {metric.name: metric.samples for metric in found}
 
 
@@ -96,7 +95,9 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
         write_json(silent_run.coordinator, place)
         claim_term(DirectoryJournal(silent_run.journal), 1, *second.getsockname(), None)
         began = time.monotonic()
-        found = {metric.name: metric.samples[0].value for metric in WatchedMetrics(silent_run).collect()}
+        found = {
+            metric.name: metric.samples[0].value for metric in WatchedMetrics(silent_run).collect()
+        }
         assert time.monotonic() - began < PROMETHEUS_SECONDS
     assert found["deadpool_up"] == 0.0
     assert found["deadpool_iteration"] == 5

@@ -24,7 +24,6 @@ import pytest
 
 from deadpool_megatron.cli import serve
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.observe.page import Page
 from tests.cluster.running import Run, environment, send
 from tests.common.waiting import wait_for
 
@@ -131,8 +130,8 @@ def status_of(nodes: int, roles: int) -> dict[str, Any]:
     }
 
 
-def page_of(*losses: str, run: str = "run") -> Page:
-    page = Page(run)
+def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
+    page = serve.WatchedPage(run, None, None)  # type: ignore[arg-type]
     for k, loss in enumerate(losses, 1):
         values = {"loss": loss, "samples": 8 * k}
         page.take(Event(Kind.STEP, iteration=k, wall_seconds=float(k), data=values))

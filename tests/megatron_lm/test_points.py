@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.support import names
+from deadpool_megatron.support import versions
 from deadpool_megatron.support.versions import FAMILIES
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
@@ -47,13 +47,13 @@ def version_of(tree: Path) -> str:
 
 
 def test_every_name_is_there(tree: Path) -> None:
-    assert names.lacking(tree, version_of(tree)) == ()
+    assert versions.lacking(tree, version_of(tree)) == ()
 
 
 def test_places_of_families_are_among_the_names() -> None:
-    assert tuple(FAMILIES) == names.VERSIONS
+    assert tuple(FAMILIES) == versions.VERSIONS
     for version, row in FAMILIES.items():
-        expected = {(name.file, name.name) for name in names.expected_in(f"{version}.0")}
+        expected = {(name.file, name.name) for name in versions.expected_in(f"{version}.0")}
         places = (row["globals_setter"], row["finalising"], *row["common_saves"], *row["openers"])
         for module, path in (place.split(":") for place in places):
             # What is built in has no definition there.
@@ -63,7 +63,7 @@ def test_places_of_families_are_among_the_names() -> None:
 
 def test_what_is_gone_is_named(tree: Path, tmp_path: Path) -> None:
     """Of a version that nobody tried: a function, a parameter, and what a method sets."""
-    for file in {name.file for name in names.NAMES}:
+    for file in {name.file for name in versions.NAMES}:
         if (tree / file).is_file():
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(tree / file, tmp_path / file)
@@ -74,7 +74,7 @@ def test_what_is_gone_is_named(tree: Path, tmp_path: Path) -> None:
     ):
         path = tmp_path / file
         path.write_text(path.read_text().replace(old, new))
-    assert set(names.lacking(tmp_path, version_of(tree))) == {
+    assert set(versions.lacking(tmp_path, version_of(tree))) == {
         "Timer._started in megatron/core/timers.py",
         "get_rerun_state_machine in megatron/core/rerun_state_machine.py",
         f"prefix of evaluate_and_print_results() in {_TRAINING}",
@@ -82,7 +82,7 @@ def test_what_is_gone_is_named(tree: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_answers_in_the_known_order(tree: Path) -> None:
-    step = names.find(ast.parse((tree / _TRAINING).read_text()), "train_step")
+    step = versions.find(ast.parse((tree / _TRAINING).read_text()), "train_step")
     assert step is not None
     answers = [
         [ast.unparse(element) for element in node.value.elts]

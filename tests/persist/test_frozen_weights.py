@@ -16,7 +16,7 @@ import torch
 from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.persist import frozen_file, frozen_folder
+from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.persist.frozen_file import FrozenFileError
 from deadpool_megatron.vault.errors import NoRoom
 from tests.faults.harness.jobs import (
@@ -229,13 +229,13 @@ def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
     frozen_file.write(old, name, weights(), never)
     (old / f".{name}.0123abcd").write_bytes(b"half of it")
     if not links:
-        monkeypatch.setattr(frozen_folder.os, "link", other_file_system)
-    assert frozen_folder.bring(old, new) == (0 if links else (old / name).stat().st_size)
-    assert frozen_folder.bring(old, new) == 0, "it is there"
+        monkeypatch.setattr(frozen_file.os, "link", other_file_system)
+    assert frozen_file.bring(old, new) == (0 if links else (old / name).stat().st_size)
+    assert frozen_file.bring(old, new) == 0, "it is there"
     (old / name).unlink()
     frozen_file.read(new, name, weights(2), never)
     assert [(path.name, path.stat().st_mode & 0o77) for path in new.iterdir()] == [(name, 0)]
-    assert frozen_folder.bring(tmp_path / "none", tmp_path / "nothing") == 0
+    assert frozen_file.bring(tmp_path / "none", tmp_path / "nothing") == 0
     assert not (tmp_path / "nothing").exists()
 
 

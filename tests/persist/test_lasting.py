@@ -28,7 +28,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
-from deadpool_megatron.persist import frozen_file, frozen_folder
+from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held
@@ -211,7 +211,7 @@ def test_a_dump_and_frozen_weights_have_their_names_on_the_disk(
     frozen_file.write(folder, name, tensors, time.sleep)
     assert folder in synced
     synced.clear()
-    frozen_folder.bring(folder, tmp_path / "next")
+    frozen_file.bring(folder, tmp_path / "next")
     assert tmp_path / "next" in synced
 
 

@@ -29,7 +29,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.planner import is_thrown_away
 from deadpool_megatron.layout.records import Restore
-from deadpool_megatron.persist import frozen_folder
+from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.vault.disk.sources import last_boundary, newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 
@@ -190,9 +190,9 @@ def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[s
     source = RunDirectory(old).frozen
     started = time.monotonic()
     try:
-        copied = frozen_folder.bring(source, run.frozen)
+        copied = frozen_file.bring(source, run.frozen)
     except OSError as error:
-        needed = sum(path.stat().st_size for path in frozen_folder.files_in(source))
+        needed = sum(path.stat().st_size for path in frozen_file.files_in(source))
         raise CommandError(
             f"--resume {old}: its frozen weights ({needed} bytes) cannot be copied to {run.frozen}:"
             f" {error.strerror or error}; make room there, and remove {run.path} before the next"

@@ -19,7 +19,7 @@ from deadpool_megatron.cli.common import CommandError, size, table
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
-from deadpool_megatron.persist import frozen_folder
+from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.vault.shm.verify import (
     Finding,
     Meter,
@@ -129,7 +129,7 @@ def _of_run(run: RunDirectory) -> Iterator[Subject]:
             yield Subject("checkpoint", path, verify_checkpoint)
     if run.latest.exists():
         yield Subject("latest", run.latest, _latest)
-    if frozen_folder.files_in(run.frozen):
+    if frozen_file.files_in(run.frozen):
         yield Subject("frozen", run.frozen, _frozen)
 
 
@@ -139,8 +139,8 @@ def _segments(directory: Path, progress: Progress) -> Iterator[Finding]:
 
 
 def _frozen(folder: Path, progress: Progress) -> Iterator[Finding]:
-    for path in frozen_folder.files_in(folder):
-        trouble = frozen_folder.trouble_with(path, progress)
+    for path in frozen_file.files_in(folder):
+        trouble = frozen_file.trouble_with(path, progress)
         verdict = Verdict.BAD if trouble else Verdict.GOOD
         yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
 

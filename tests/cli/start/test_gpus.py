@@ -120,7 +120,9 @@ def test_a_new_node_gets_the_gpus_of_the_one_that_died(
     launcher = launch.Launcher(options)
     seen = {}
 
-    def serve(_run: object, _info: object, place: launch.AgentPlace, *_: object, **__: object) -> int:
+    def serve(
+        _run: object, _info: object, place: launch.AgentPlace, *_: object, **__: object
+    ) -> int:
         seen[place.node] = launch.os.environ["CUDA_VISIBLE_DEVICES"]
         return 0
 

@@ -25,7 +25,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.persist import frozen_folder
+from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.settings import Settings
 
 INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
@@ -157,7 +157,7 @@ def test_frozen_weights_come_along_with_a_dump_only(
     def is_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(frozen_folder, "bring", is_full)
+    monkeypatch.setattr(frozen_file, "bring", is_full)
     with pytest.raises(CommandError, match=r"7 bytes.* No space left on device; make room") as told:
         bring_frozen_weights(old.path, new, WHOLE.to_dict())
     assert "\n" not in str(told.value)
