@@ -3,8 +3,8 @@
 The rows are data, in ``tables/*.toml``; these modules read them:
 
 * :mod:`.flags`: flags of Megatron-LM and their values, ``tables/flags.toml``
-* :mod:`.versions`: versions that were tried, ``tables/versions.toml``, and names in Megatron-LM that
-  the hooks rely on, ``tables/names.toml``
+* :mod:`.versions`: versions that were tried, ``tables/versions.toml``, and names in Megatron-LM
+  that the hooks rely on, ``tables/names.toml``
 * :mod:`.environment`: variables of NCCL and torch, versions of NCCL, ``tables/environment.toml``
 
 What stands in no row is refused, unless the user answers for it.
