@@ -88,8 +88,7 @@ class Settings:
     )
     check: str = _setting(
         "facts",
-        "how nodes are judged before they get roles: facts (versions, GPUs, memory, limits); links"
-        " (all connections, clocks and the speed of the network, too, before the first epoch); off",
+        "how nodes are judged before they get roles: facts (versions, GPUs, memory, limits); off",
     )
     health_command: str = _setting(
         "",
@@ -418,7 +417,7 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = {
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
-    "check": ("off", "facts", "links"),
+    "check": ("off", "facts"),
     "communicator": ("auto", "gloo", "nccl"),
     "rebuild": ("auto", "one-by-one", "side-by-side", "split"),
     "start_method": ("auto", "fork", "exec"),

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import deadpool_megatron
-from deadpool_megatron.preflight.gpus import VISIBLE
+from deadpool_megatron.preflight.host import VISIBLE
 from tests.common import gpus
 
 ROOT = Path(__file__).parents[1]

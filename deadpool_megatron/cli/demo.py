@@ -32,7 +32,7 @@ from deadpool_megatron.cli.watch import Display, RunFailedError, watch_run
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.observe.story import PHASES, Interruption
-from deadpool_megatron.preflight.gpus import VISIBLE
+from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.process_names import interpreter
 
 CONFIG = "configs/tiny.args"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.preflight.gpus import VISIBLE
+from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.support import environment as nccl_environment
 
 

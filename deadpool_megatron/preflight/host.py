@@ -1,5 +1,8 @@
-"""The host at hand: its facts from files, limits and package metadata, and what it offers to any
-run, which is asked before anything starts and named where it is missing."""
+"""The host at hand: its facts from files, limits and package metadata; its GPUs, which of them a
+process sees, and who gets which; and what it lacks for any run.
+
+Loads neither torch nor the driver: processes may still be forked.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import deadpool_megatron
 from deadpool_megatron.preflight import health
-from deadpool_megatron.preflight.facts import HostFacts
-from deadpool_megatron.preflight.gpus import visible_gpus
+from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.vault.memory import cgroup_memory, memlock_bytes
 from deadpool_megatron.vault.pace import interface_of
 
@@ -28,14 +32,17 @@ _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/
 _IFF_UP = 1
 _FIRST_USER = 1000
 _REMOVES = re.compile(r"^\s*RemoveIPC\s*=\s*(\w+)", re.MULTILINE)
+#: says which GPUs a process sees: numbers or names, in the order in which it counts them
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NVIDIA_SMI_SECONDS = 20.0
+_LISTED = re.compile(r"^\s*(GPU|MIG) .*\(UUID: ([^)\s]+)\)", re.MULTILINE)
 
 
 def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> HostFacts:
     """Returns the facts of this host, whose address for others is ``address``. ``command``: the
     site's own word on its health, which is waited for ``limit_seconds`` at most; none if empty.
 
-    Takes as long as nvidia-smi, where there is one. Loads neither torch nor the driver: processes
-    may still be forked.
+    Takes as long as nvidia-smi, where there is one.
     """
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     interface = interface_of(address)
@@ -117,6 +124,78 @@ def memory_may_go(user: int, root: Path = Path("/")) -> str:
         f"systemd-logind has RemoveIPC={removes}: it removes what user {name} has in /dev/shm when"
         f" the last login of {name} on this host ends: 'loginctl enable-linger {name}' keeps it"
     )
+
+
+def listed_gpus() -> tuple[str, ...]:
+    """Returns the GPUs that this container may use: what nvidia-smi says is the UUID of each, and
+    those of MIG devices in the place of their GPU; without it, the numbers of those that the driver
+    knows.
+
+    A GPU that has fallen off the bus is in the driver's list, but not in that of nvidia-smi.
+    """
+    if shutil.which("nvidia-smi") is not None:
+        try:
+            listed = subprocess.run(
+                ["nvidia-smi", "-L"],
+                capture_output=True,
+                text=True,
+                timeout=_NVIDIA_SMI_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ()  # a driver that does not answer is of no use to training either
+        gpus: list[list[str]] = []
+        for kind, uuid in _LISTED.findall(listed.stdout):
+            if kind == "GPU" or not gpus:
+                gpus.append([uuid])
+            else:
+                gpus[-1].append(uuid)
+        return tuple(uuid for whole, *parts in gpus for uuid in parts or [whole])
+    try:
+        return tuple(map(str, range(len(list(Path("/proc/driver/nvidia/gpus").iterdir())))))
+    except OSError:
+        return ()
+
+
+def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the GPUs that a process with this environment sees, by their UUIDs where they are
+    known: a number means another GPU when one before it is gone.
+    """
+    named = environment.get(VISIBLE)
+    if named is not None and not named.strip():
+        return ()
+    listed = listed_gpus()
+    if named is None or not listed:
+        return listed
+    found: list[str] = []
+    for name in (part.strip() for part in named.split(",")):
+        if name.isdigit():
+            same = listed[int(name) : int(name) + 1]
+        else:
+            # Names may be cut short; where only numbers are known, they are taken as they are.
+            is_known = not listed[0].isdigit()
+            same = tuple(g for g in listed if name and g.startswith(name)) if is_known else (name,)
+        # What cannot be a GPU hides all that is named behind it.
+        if not same or not name or name.startswith("-"):
+            break
+        found.append(same[0])
+    return tuple(found)
+
+
+def of_member(gpus: Sequence[str], slot: int, *, may_share: bool) -> dict[str, str]:
+    """Returns the variables with which member ``slot`` of a node sees its own GPU of these, and no
+    other: as number 0 then, for the script that takes its device before it joins. Where members
+    may not share, one without a GPU of its own sees none.
+    """
+    if may_share and not gpus:
+        return {"LOCAL_RANK": str(slot)}
+    own = slot % len(gpus) if may_share else slot
+    return {"LOCAL_RANK": "0", VISIBLE: "".join(gpus[own : own + 1])}
+
+
+def share_of(gpus: Sequence[str], number: int, size: int) -> str:
+    """Returns the value of :data:`VISIBLE` for share ``number``, each of them of ``size`` GPUs."""
+    return ",".join(gpus[number * size : (number + 1) * size])
 
 
 def _package_version(name: str) -> str:

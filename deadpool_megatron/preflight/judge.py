@@ -1,32 +1,79 @@
-"""Facts -> judgement: which nodes may train, which only if no better one is left, which may not.
+"""Facts of nodes -> judgement: which may train, which only if no better one is left, which may not.
 
-That the majority's versions are right, and that a node is slow when it is slow beside the others,
-needs no list of good values; starting with more nodes, testing, and leaving out the worst is what
-sites do by hand (ezpz on Aurora and Polaris, the BLOOM run on Jean Zay). Which links are measured
-is dealt out so that no node takes part in two measurements at once. Pure functions.
+That the majority's versions are right needs no list of good ones; starting with more nodes,
+testing, and leaving out the worst is what sites do by hand (ezpz on Aurora and Polaris, the BLOOM
+run on Jean Zay). Facts are plain data, sizes in bytes. Pure functions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from typing import Any
 
-from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport
-from deadpool_megatron.preflight.health import Health
+from deadpool_megatron.preflight.health import Answer, Health
 
 # Containers get 64 MiB of shared memory unless told otherwise: only a tiny model fits in it.
 CONTAINER_SHM_BYTES = 64 << 20
 LEAST_OPEN_FILES = 1024
-MOST_CLOCK_SECONDS = 1.0
-# A node is weak when its link is slower than this share of the median.
-LEAST_RATE_SHARE = 0.5
 # Nodes compute the same with different drivers.
 _MAY_DIFFER = ("nvidia driver",)
 _GB = 1e9
-Pair = tuple[int, int]
+_PLAIN = {"str": str, "int": int, "bool": bool}
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """The facts that a node tells about itself. ``None`` for a limit means that there is none."""
+
+    hostname: str
+    address: str = ""
+    interface: str = ""
+    interface_up: bool = True
+    # Component -> version; a component that is not there is not named.
+    versions: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 0
+    shm_bytes: int = 0
+    shm_free_bytes: int = 0
+    memory_bytes: int = 0
+    memlock_bytes: int | None = None
+    open_files: int | None = None
+    # What the site's own command says; good where there is none.
+    health: Answer = field(default_factory=Answer)
+    # Why an earlier run speaks against this host; empty where none does.
+    noted: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the JSON form."""
+        health = {"health": int(self.health.health), "health_text": self.health.text}
+        return {**dataclasses.asdict(self), "versions": dict(self.versions), **health}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> HostFacts:
+        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
+        health = Answer(Health(values["health"]), str(values["health_text"]))
+        versions = {str(key): str(value) for key, value in dict(values["versions"]).items()}
+        plain: dict[str, Any] = {}
+        for entry in dataclasses.fields(HostFacts):
+            name, _, may_miss = str(entry.type).partition(" | ")
+            if name in _PLAIN:
+                value = values[entry.name]
+                plain[entry.name] = None if may_miss and value is None else _PLAIN[name](value)
+        return HostFacts(**plain, health=health, versions=versions)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs of a run. ``gpus_per_node``: where any node has GPUs; 0 where it needs none there,
+    either. ``shm_bytes``: shared memory of a node, 0 where it is not known.
+    """
+
+    nodes: int
+    gpus_per_node: int = 1
+    shm_bytes: int = 0
 
 
 class Standing(enum.StrEnum):
@@ -38,7 +85,7 @@ class Standing(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Flaw:
     """One thing wrong with a node, what that makes of it, and what to do."""
 
     standing: Standing
@@ -53,9 +100,12 @@ class Judgement:
     reasons: tuple[str, ...] = ()
 
     @staticmethod
-    def of(findings: Sequence[Finding]) -> Judgement:
-        """Returns the judgement that findings amount to: the worst of them counts."""
-        return Judgement(_worst(findings), tuple(finding.text for finding in findings))
+    def of(flaws: Sequence[Flaw]) -> Judgement:
+        """Returns the judgement that flaws amount to: the worst of them counts."""
+        found = {flaw.standing for flaw in flaws}
+        worst = Standing.WEAK if found else Standing.GOOD
+        worst = Standing.LEFT_OUT if Standing.LEFT_OUT in found else worst
+        return Judgement(worst, tuple(flaw.text for flaw in flaws))
 
     @property
     def text(self) -> str:
@@ -73,19 +123,6 @@ class Agreed:
     has_gpus: bool = False
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Of a node's link, in bytes per second, each direction at its best of all measurements."""
-
-    sent: float
-    received: float
-
-    @property
-    def slower(self) -> float:
-        """The slower direction."""
-        return min(self.sent, self.received)
-
-
 def agree(facts: Iterable[HostFacts]) -> Agreed:
     """Returns what most of the nodes have; of equally many, what the first of them has."""
     known = list(facts)
@@ -96,7 +133,7 @@ def agree(facts: Iterable[HostFacts]) -> Agreed:
     return Agreed(versions, any(one.gpus for one in known))
 
 
-def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Finding]:
+def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Flaw]:
     """Returns what is wrong with a node by itself and beside what the run has agreed on; nothing
     for a node that did not tell its facts.
     """
@@ -113,7 +150,7 @@ def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Fin
                 f"{name} is {here or 'not there'}, on most nodes it is"
                 f" {common or 'not there'}: use the same environment or image"
             )
-            found.append(Finding(standing, text))
+            found.append(Flaw(standing, text))
     if agreed.has_gpus and facts.gpus < needs.gpus_per_node:
         found.append(
             _out(
@@ -124,22 +161,16 @@ def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Fin
     return found
 
 
-def judge(reports: Iterable[NodeReport], needs: Needs) -> dict[int, Judgement]:
-    """Returns the judgement of each node, with the links to the others as far as they are known.
-
-    It does not depend on the order of the reports. Each node appears once in them.
+def judge(facts: Mapping[int, HostFacts | None], needs: Needs) -> dict[int, Judgement]:
+    """Returns the judgement of each node by its facts, None where it did not tell them; of equally
+    many versions those of the lowest node count.
     """
-    ordered = sorted(reports, key=lambda report: report.node)
-    agreed = agree(report.facts for report in ordered if report.facts is not None)
-    findings = {report.node: judge_one(report.facts, agreed, needs) for report in ordered}
-    _compare_reach(_kept(ordered, findings), findings)
-    kept = _kept(ordered, findings)
-    _compare_clocks(kept, findings)
-    _compare_speeds(kept, findings)
-    return {node: Judgement.of(found) for node, found in findings.items()}
+    ordered = dict(sorted(facts.items()))
+    agreed = agree(one for one in ordered.values() if one is not None)
+    return {node: Judgement.of(judge_one(one, agreed, needs)) for node, one in ordered.items()}
 
 
-def problems(facts: HostFacts, needs: Needs) -> list[Finding]:
+def problems(facts: HostFacts, needs: Needs) -> list[Flaw]:
     """Returns what is wrong with a node by itself, without a look at the others."""
     found = []
     if facts.noted:
@@ -187,192 +218,9 @@ def problems(facts: HostFacts, needs: Needs) -> list[Finding]:
     return found
 
 
-def speeds(reports: Iterable[NodeReport]) -> dict[int, Speed | None]:
-    """Returns the speed of each node's link; None for one that was not measured in both directions.
-
-    What a node has sent is what others say that they have received from it.
-    """
-    known = {report.node: report for report in reports}
-    received = dict.fromkeys(known, 0.0)
-    sent = dict.fromkeys(known, 0.0)
-    for node, report in known.items():
-        for link in report.links:
-            if link.bytes_per_second is not None:
-                received[node] = max(received[node], link.bytes_per_second)
-                if link.peer in sent:
-                    sent[link.peer] = max(sent[link.peer], link.bytes_per_second)
-    return {
-        node: Speed(sent[node], received[node]) if sent[node] and received[node] else None
-        for node in known
-    }
+def _out(text: str) -> Flaw:
+    return Flaw(Standing.LEFT_OUT, text)
 
 
-def slow_or_unknown(found: Mapping[int, Speed | None]) -> tuple[int, ...]:
-    """Returns nodes without a speed, and those below half the median: they are worth a second
-    look.
-    """
-    known = [speed.slower for speed in found.values() if speed is not None]
-    least = LEAST_RATE_SHARE * median(known) if known else 0.0
-    return tuple(
-        node for node, speed in sorted(found.items()) if speed is None or speed.slower < least
-    )
-
-
-def clocks(reports: Sequence[NodeReport]) -> dict[int, tuple[float, float]]:
-    """Returns for each node its wall clock minus that of the lowest one, and how wrong that can be
-    at most. Nodes that did not reach the lowest one are missing.
-    """
-    if not reports:
-        return {}
-    first = min(report.node for report in reports)
-    found = {first: (0.0, 0.0)}
-    for report in reports:
-        trips = [
-            (link.round_trip_seconds, -link.clock_seconds)
-            for link in report.links
-            if link.peer == first and not link.error
-        ]
-        if trips:
-            trip, offset = min(trips)
-            found[report.node] = (offset, trip / 2)
-    return found
-
-
-@dataclass(frozen=True)
-class Checkup:
-    """Links are being measured. ``number``: of the question that the ``awaited`` nodes have not
-    answered yet; ``until``: how long they have for it. ``planned``: all nodes have tried all links,
-    and ``turns`` are what is asked next, one after the other. ``measured``: pairs whose speed was
-    asked for; ``looks``: how often slow ones were measured again. ``links``: what nodes have found.
-    """
-
-    number: int = 0
-    awaited: frozenset[int] = frozenset()
-    until: float = 0.0
-    planned: bool = False
-    turns: tuple[tuple[Pair, ...], ...] = ()
-    measured: tuple[Pair, ...] = ()
-    looks: int = 0
-    links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
-
-
-def first_pairs(nodes: Iterable[int]) -> list[Pair]:
-    """Returns each node with the next one, and with the one half the ring away.
-
-    With three nodes or more each has two partners: a slow link has two ends, and the end that is
-    quick with another partner is not the weak one.
-    """
-    ring = sorted(nodes)
-    pairs = set()
-    for distance in (1, len(ring) // 2):
-        for place, node in enumerate(ring):
-            peer = ring[(place + distance) % len(ring)]
-            if peer != node:
-                pairs.add((min(node, peer), max(node, peer)))
-    return sorted(pairs)
-
-
-def second_look(
-    doubtful: Sequence[int], nodes: Iterable[int], measured: Iterable[Pair]
-) -> list[Pair]:
-    """Returns each doubtful node with another partner than before, one that is not doubtful if
-    possible. They are dealt out to the partners one after another; where all are doubtful, to each
-    other.
-    """
-    known = {frozenset(pair) for pair in measured}
-    everyone = sorted(nodes)
-    partners = [node for node in everyone if node not in doubtful]
-    pairs = []
-    for place, node in enumerate(doubtful):
-        order = [*partners[place % max(1, len(partners)) :], *partners, *everyone]
-        partner = next((p for p in order if p != node and frozenset((node, p)) not in known), None)
-        if partner is not None:
-            pairs.append((node, partner))
-    return pairs
-
-
-def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Returns the pairs in rounds that are measured one after another; each node is once in a
-    round.
-    """
-    found: list[list[Pair]] = []
-    busy: list[set[int]] = []
-    for pair in pairs:
-        place = next((i for i, taken in enumerate(busy) if not taken & set(pair)), len(busy))
-        if place == len(busy):
-            found.append([])
-            busy.append(set())
-        found[place].append(pair)
-        busy[place].update(pair)
-    return found
-
-
-def _out(text: str) -> Finding:
-    return Finding(Standing.LEFT_OUT, text)
-
-
-def _weak(text: str) -> Finding:
-    return Finding(Standing.WEAK, text)
-
-
-def _worst(findings: Sequence[Finding]) -> Standing:
-    if not findings:
-        return Standing.GOOD
-    out = any(finding.standing is Standing.LEFT_OUT for finding in findings)
-    return Standing.LEFT_OUT if out else Standing.WEAK
-
-
-def _kept(
-    reports: Sequence[NodeReport], findings: Mapping[int, Sequence[Finding]]
-) -> list[NodeReport]:
-    return [report for report in reports if _worst(findings[report.node]) is not Standing.LEFT_OUT]
-
-
-def _compare_reach(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
-    """Leave out the node with most broken links until none is broken between those that remain."""
-    broken: dict[int, dict[int, str]] = {report.node: {} for report in reports}
-    count = len(broken)
-    for report in reports:
-        for link in report.links:
-            if link.error and link.peer in broken and link.peer != report.node:
-                broken[report.node].setdefault(link.peer, link.error)
-                broken[link.peer].setdefault(report.node, link.error)
-    while broken:
-        worst = max(broken, key=lambda node: (len(broken[node]), node))
-        if not broken[worst]:
-            return
-        peers = sorted(broken[worst])
-        findings[worst].append(
-            _out(
-                f"no connection with {len(peers)} of {count - 1} nodes, one is node"
-                f" {peers[0]} ({broken[worst][peers[0]]}): look at its network and firewall"
-            )
-        )
-        for peer in peers:
-            del broken[peer][worst]
-        del broken[worst]
-
-
-def _compare_clocks(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
-    known = clocks(reports)
-    middle = median(offset for offset, _ in known.values()) if known else 0.0
-    for node, (offset, error) in known.items():
-        off = offset - middle
-        if abs(off) - error > MOST_CLOCK_SECONDS:
-            findings[node].append(
-                _weak(f"its clock is {off:+.1f} s off: look at chrony or ntpd there")
-            )
-
-
-def _compare_speeds(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
-    found = speeds(reports)
-    known = [speed.slower for speed in found.values() if speed is not None]
-    for node in slow_or_unknown(found):
-        speed = found[node]
-        if speed is not None:
-            findings[node].append(
-                _weak(
-                    f"its link carries {speed.slower / _GB:.2f} GB/s, the median is"
-                    f" {median(known) / _GB:.2f} GB/s: look at its card, cable and switch port"
-                )
-            )
+def _weak(text: str) -> Flaw:
+    return Flaw(Standing.WEAK, text)

@@ -14,7 +14,6 @@ from deadpool_megatron.layout.inventories import unpack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.net.probe import Peer
 from deadpool_megatron.wire import framing
 
 _TAKE_GRACE_SECONDS = 10.0
@@ -112,14 +111,6 @@ class VaultControl:
             limit_seconds=deadline_seconds,
         )
         return [Taken.from_dict(one) for one in answer]
-
-    async def probe(
-        self, peers: Sequence[Peer], deadline_seconds: float, *, bulk: bool
-    ) -> list[dict[str, Any]]:
-        """Returns what was found about the links to other vaults; see :mod:`.net.probe`."""
-        asked = [list(peer) for peer in peers]
-        found = await self._order("probe", deadline_seconds, peers=asked, bulk=bulk)
-        return [dict(one) for one in found]
 
     async def status(self, deadline_seconds: float) -> dict[str, Any]:
         """Counters and holdings, see ``Vault.status``."""

@@ -190,10 +190,10 @@ class Link:
         self.share = settings.link_share
         self.copies = max(1, settings.replicas)  # of a generation, all sent at the same time
         self.fills_gaps = settings.link_gaps == "on"
-        # Bytes per second: what the check of links brought over; what the interface says, which may
-        # be more than the network behind it carries; what a shipment had that nothing held back, or
-        # the interface has sent in a moment, which may be less than the link has.
-        self._checked, self._stated, self._seen = 0.0, self.stated(), 0.0
+        # Bytes per second: what the interface says, which may be more than the network behind it
+        # carries; what a shipment had that nothing held back, or the interface has sent in a
+        # moment, which may be less than the link has.
+        self._stated, self._seen = self.stated(), 0.0
         self.shares: set[Share] = set()
         self.closed_bytes = 0  # that TCP has sent for shipments which are over
         self.is_watched = self.is_idle = False
@@ -234,12 +234,6 @@ class Link:
             raise OSError("there is no such interface any more, or it counts nothing")
         return total
 
-    def checked(self, bytes_per_second: float) -> None:
-        """The check of links has brought bytes over at this speed. It measures what arrives here:
-        what leaves is taken to be as fast."""
-        with self.changed:
-            self._checked = max(self._checked, bytes_per_second)
-
     def seen(self, bytes_per_second: float) -> None:
         """So much has gone over it in a moment."""
         self._seen = max(self._seen, bytes_per_second)
@@ -248,7 +242,6 @@ class Link:
         """Returns the best that is known of it, in bytes per second, 0 while nothing is, and from
         where."""
         known = (
-            (self._checked, "the check of links"),
             (self._stated, "the network interface"),
             (self._seen, "the most that was seen on it"),
         )

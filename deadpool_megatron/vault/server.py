@@ -23,7 +23,6 @@ from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.fetch import receive_part
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
-from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.transport import (
     HANDSHAKE_SECONDS,
     Channel,
@@ -210,8 +209,6 @@ class _Connection:
             self._fetch(message)
         elif kind == "describe":
             self._describe(message)
-        elif kind == "probe":
-            probe.answer(self._channel, self._state.node, message)
         else:
             raise WireError(f"unknown message {kind!r}")
 

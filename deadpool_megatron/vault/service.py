@@ -35,7 +35,6 @@ from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
 from deadpool_megatron.vault.net.links import Link, LinkServer
-from deadpool_megatron.vault.net.probe import probe
 from deadpool_megatron.vault.net.transport import Transport, begin_thread
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.role.worker import RoleWorker
@@ -190,7 +189,6 @@ class Vault:
             "dump": self._dump,
             "dump-held": self._dump_held,
             "take": self._take,
-            "probe": self._probe,
             "shutdown": lambda m: self.stop(bool(m["remove"])),
         }
 
@@ -203,7 +201,7 @@ class Vault:
                 reply = {"ok": False, "code": code, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind not in ("dump", "dump-held", "take", "probe"):
+        if kind not in ("dump", "dump-held", "take"):
             answer()
         elif not begin_thread(kind, answer):  # slow: an order to close must not wait behind it
             text = f"{kind}: this host has no thread left for it"
@@ -293,14 +291,6 @@ class Vault:
         name, iteration = str(message["name"]), int(message["iteration"])
         taken = take(self._state, name, iteration, float(message["limit_seconds"]))
         return [one.to_dict() for one in taken]
-
-    def _probe(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        peers = [(int(node), str(host), int(port)) for node, host, port in message["peers"]]
-        found = probe(self._transport, peers, bulk=bool(message["bulk"]))
-        self._state.link.checked(
-            max((one["bytes_per_second"] or 0.0 for one in found), default=0.0)
-        )
-        return found
 
     def _cut_stale(self, epoch: int) -> None:
         if self._state.open_epoch not in (0, epoch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from deadpool_megatron.preflight.gpus import VISIBLE
+from deadpool_megatron.preflight.host import VISIBLE
 
 #: what the environment said before; "all" where it said nothing
 _BEFORE = "DEADPOOL_TEST_GPUS"

@@ -151,7 +151,7 @@ def test_the_agent_takes_the_command(info: RunInfo) -> None:
     assert (info.nodes, info.nproc_per_node) == (cluster["nodes"], cluster["gpus_per_node"])
     assert info.spares == cluster["spares"]
     assert "--deadpool" in info.command
-    assert (info.settings.check, info.settings.communicator) == ("links", "nccl")
+    assert info.settings.communicator == "nccl"
 
 
 def test_megatron_accepts_each_number_of_nodes_that_the_script_can_go_on_with(

@@ -110,9 +110,8 @@ def test_only_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_check_of_links_that_finds_too_few_good_nodes(tmp_path: Path) -> None:
-    options = ("--check-only", "--deadpool-check", "links")
-    with Nodes(tmp_path, *options, nodes=3, spares=0) as nodes:
+def test_a_check_that_finds_too_few_good_nodes(tmp_path: Path) -> None:
+    with Nodes(tmp_path, "--check-only", nodes=3, spares=0) as nodes:
         nodes.start(0)
         nodes.start(1)
         nodes.start(2, {"open_files": 256})
@@ -121,10 +120,6 @@ def test_a_check_of_links_that_finds_too_few_good_nodes(tmp_path: Path) -> None:
     (said,) = [output for _, output, _ in ended if output]
     assert "node 2: weak: only 256 open files" in said
     assert "not enough nodes: " in said.splitlines()[-1]
-    for event in read_events(nodes.run.events):
-        if event.kind is Kind.NODE_JUDGED:
-            assert event.data["received"] > 0
-            assert event.data["round_trip_seconds"] > 0
 
 
 def test_what_a_check_cannot_be(tmp_path: Path) -> None:

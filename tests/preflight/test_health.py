@@ -12,10 +12,9 @@ import pytest
 
 from deadpool_megatron.cli.prepare.nodes import gpu_health
 from deadpool_megatron.preflight import health
-from deadpool_megatron.preflight.facts import HostFacts, Needs
 from deadpool_megatron.preflight.health import Answer, Health, ask
 from deadpool_megatron.preflight.host import read_facts
-from deadpool_megatron.preflight.judge import Standing, problems
+from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 WRAPPERS = Path(__file__).parents[2] / "configs" / "health"

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.preflight import gpus, host
-from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.preflight import host
+from deadpool_megatron.preflight import host as gpus
+from deadpool_megatron.preflight.judge import HostFacts
 
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 

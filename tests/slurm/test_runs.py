@@ -32,13 +32,10 @@ def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
     assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
 
 
-def test_middle_node_of_checked_ones_lost(cluster: Cluster, jobs: Jobs) -> None:
-    """After a look at all nodes and the links between them."""
-    settings = (*jobs.settings, "--deadpool-check", "links")
-    job = dataclasses.replace(jobs, settings=settings).submit()
+def test_middle_node_lost(cluster: Cluster, jobs: Jobs) -> None:
+    job = jobs.submit()
     job.wait_iteration(5)
-    assert {event.node for event in job.events(Kind.NODE_JUDGED)} == set(range(5))
-    first = job.first_record()  # on a busy machine any of the nodes may have seemed slow
+    first = job.first_record()
     (spare,) = [node for node, known in first.nodes.items() if known.spare]
     cluster.lose(job.host(first.seats[1].node))
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))

@@ -222,18 +222,6 @@ def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:
     assert ship(4) == pytest.approx(0.25 * (1 << 30) / 2)
 
 
-def test_the_share_is_of_what_the_check_has_measured(tmp_path: Path) -> None:
-    """Whatever the interface says and shipments had."""
-    (tmp_path / "eth7" / "device").mkdir(parents=True)
-    (tmp_path / "eth7" / "speed").write_text("8000")
-    link = Link(Settings(), "eth7", tmp_path)
-    link._seen = 1e8
-    assert link.speed() == (1e9, "the network interface")
-    link.checked(4e8)
-    link.checked(3e8)
-    assert link.speed() == (4e8, "the check of links")
-
-
 @given(
     st.integers(1, 400_000_000_000),
     st.integers(1, 1 << 22),
@@ -527,7 +515,7 @@ class Made:
 
     def __init__(self, speed: float, queue: random.Random | None = None) -> None:
         self.speed, self.link = speed, link_of()
-        self.link.checked(speed)
+        self.link._stated = speed
         self.now, self.others, self.own = 1000.0, 5e9, 7e9
         self._queue = queue
 
@@ -585,7 +573,7 @@ def test_a_short_burst_is_seen_and_forgotten_and_a_trickle_is_no_training() -> N
 def test_counters_that_stand_still_tell_nothing() -> None:
     """Of a driver that asks its device once a second, or of an interface that copies do not use."""
     link = link_of()
-    link.checked(1e9)
+    link._stated = 1e9
     assert [link.reads(k * _TICK_SECONDS, 10**9, 0) for k in range(_TICKS)][-1]
     own = [int(k * _TICK_SECONDS * 1e9) for k in range(_TICKS)]
     readings = [((k + _TICKS) * _TICK_SECONDS, 10**9, own[k]) for k in range(_TICKS)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.records import RecordSocket
 from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin
 
@@ -176,8 +174,8 @@ def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
 
 
 def test_an_infinite_number_ends_no_vault(tmp_path: Path) -> None:
-    """Of a process on its node, of its agent, or of a vault whose link is measured."""
-    with cluster(tmp_path, 1) as running, socket.create_server(("127.0.0.1", 0)) as liar:
+    """Of a process on its node, or of its agent."""
+    with cluster(tmp_path, 1) as running:
         (node,) = running.nodes
         pid = node.status()["pid"]
         hello = {"t": "member", "layout": LAYOUTS[0].to_dict(), "seat": [0, math.inf, 0]}
@@ -191,21 +189,6 @@ def test_an_infinite_number_ends_no_vault(tmp_path: Path) -> None:
                 framing.send(agent, message)
             assert framing.receive(agent)["ok"] is False
 
-        def answer() -> None:
-            connection = RecordSocket.of(liar.accept()[0])
-            secret = auth.load_secret(running.directory)
-            auth.accept(connection, secret, realm_of(RUN_ID, 7))
-            framing.receive(connection)
-            framing.send(connection, {"t": "probed", "node": 7, "wall": 10**400})
-            connection.close()
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        assert node.control is not None
-        peer = (7, "127.0.0.1", liar.getsockname()[1])
-        (found,) = node.order(node.control.probe([peer], 20.0, bulk=False))
-        thread.join(10)
-        assert "too large" in found["error"]
         assert node.status()["pid"] == pid
 
 

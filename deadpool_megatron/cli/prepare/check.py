@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from deadpool_megatron.cli.common import (
@@ -29,13 +28,12 @@ from deadpool_megatron.observe.narration import count
 from deadpool_megatron.planning.answer import assess
 from deadpool_megatron.planning.plan_file import read_plan
 from deadpool_megatron.preflight import host
-from deadpool_megatron.preflight.facts import HostFacts, Needs
-from deadpool_megatron.preflight.judge import Standing, problems
+from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems
 from deadpool_megatron.settings import LONGEST_SECONDS
 
 _DESCRIPTION = """\
-Facts and problems of this host alone. All nodes of a run, with the links between them, are looked
-at by 'deadpool agent --check-only' on each of them.
+Facts and problems of this host alone. All nodes of a run are looked at together by 'deadpool
+agent --check-only' on each of them.
 """
 _EPILOG = """\
 examples:
@@ -50,10 +48,7 @@ exit status: 0 nothing is wrong, 1 this host has a problem, 2 bad input
 _NOT_GOOD = 1
 _GB = 1e9
 _MOST_GB = 1e12
-_HEADER = (
-    "node", "host", "rack", "GPUs", "/dev/shm free", "memory", "clock", "out/s", "in/s",
-    "round trip", "verdict",
-)  # fmt: skip
+_HEADER = ("node", "host", "rack", "GPUs", "/dev/shm free", "memory", "verdict")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -103,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         warn_of_danger_above(args.runs / "any run")
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
     check_platform()
-    found = [finding.text for finding in problems(facts, needs)]
+    found = [flaw.text for flaw in problems(facts, needs)]
     if args.json:
         answer = {"ok": not found, "facts": facts.to_dict(), "problems": found}
         print(json.dumps(answer, allow_nan=False))
@@ -120,7 +115,7 @@ def judged_nodes(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 def show(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> None:
     """Print a table of :func:`judged_nodes`, and whether ``wanted`` of them are good."""
-    rows = [_row(entry) for entry in _with_middle(nodes)]
+    rows = [_row(entry) for entry in nodes]
     print("\n".join([*table(_HEADER, rows), *_remarks(nodes, why_not, wanted)]))
 
 
@@ -168,13 +163,6 @@ def _address(args: argparse.Namespace) -> str:
         return ""
 
 
-def _with_middle(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Clocks are shown against the median, as they are judged: any one node's may be wrong."""
-    offsets = [entry["clock_seconds"] for entry in nodes if "clock_seconds" in entry]
-    middle = median(offsets) if offsets else 0.0
-    return [{**entry, "middle_seconds": middle} for entry in nodes]
-
-
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     facts = entry.get("facts")
     host: tuple[str, ...] = ("-",) * 5
@@ -186,14 +174,7 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
             size(facts["shm_free_bytes"]),
             size(facts["memory_bytes"]),
         )
-    clock = "-"
-    if "clock_seconds" in entry:
-        clock = f"{(entry['clock_seconds'] - entry['middle_seconds']) * 1000:+.1f} ms"
-    rates = [size(entry[way]) if way in entry else "-" for way in ("sent", "received")]
-    trip = "-"
-    if "round_trip_seconds" in entry:
-        trip = f"{entry['round_trip_seconds'] * 1000:.2f} ms"
-    return (str(entry["node"]), *host, clock, *rates, trip, str(entry["standing"]))
+    return (str(entry["node"]), *host, str(entry["standing"]))
 
 
 def _remarks(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> list[str]:

@@ -73,7 +73,7 @@ examples:
       deadpool agent --from-slurm --run-dir /shared/run1 \\
       --nodes 16 --spares 2 --nproc-per-node 8 -- train.py
   deadpool agent --run-dir /shared/run1 --attach --host $(hostname -i)     one more spare, any time
-  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only --deadpool-check links \\
+  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only \\
       --run-dir /shared/check1 --nodes 16 --spares 2 --nproc-per-node 8
 
 exit status: that of the run, where this node can read it (with --check-only: 0 there are N good

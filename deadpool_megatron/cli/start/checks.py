@@ -33,8 +33,7 @@ from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import first_plan, losses_survived
 from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.observe.notify import complaint_of_apprise, is_web_address
-from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
-from deadpool_megatron.preflight.host import available_memory
+from deadpool_megatron.preflight.host import VISIBLE, available_memory, visible_gpus
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.memory import cgroup_memory

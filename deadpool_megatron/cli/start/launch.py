@@ -51,7 +51,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_valid,
     slots_are_kept,
 )
-from deadpool_megatron.preflight.gpus import VISIBLE, share_of
+from deadpool_megatron.preflight.host import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 
 _POLL_SECONDS = 0.1

@@ -8,6 +8,6 @@ evidence         stacks and NCCL's word, before a kill
 vault_process    the vault's care, and the orders to it
 standby_process  its standby, and where the coordinator is
 exporter         this node's part in exports
-node_check       facts of the host and its links
+node_check       facts of the host
 fence            when it must stop its members; limits of a close
 """

@@ -126,7 +126,7 @@ class Agent:
             listing_changed=self._write_listing,
             logs=self._logs,
         )
-        self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
+        self._examiner = Examiner(self._options, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
         self._exports = NodeExports(*place, self._vault, self._logs, self._link.send)
         run, run_id = self._options.run, self._options.info.run_id
@@ -198,8 +198,6 @@ class Agent:
             self._stacks.kill_by_order(message, self._members.by_slot)
         elif kind == "ask-nccl":  # before the close, which is behind it: then all is aborted
             self._orders.put_nowait(self._ask_nccl(int(message["epoch"])))
-        elif kind == "probe":
-            self._examiner.probe(message)
         elif str(kind).startswith("export-"):
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):

@@ -1,4 +1,4 @@
-"""Facts of a node about its host and its links, told when it joins and when it is asked.
+"""Facts of a node about its host, told when it joins and again later.
 
 As long as it has no role, or where the site has a word on its health, it looks at its host again
 now and then, in a process of its own: what there is to ask may hang (a driver, a file system),
@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
 from deadpool_megatron.cluster.process.children import start_child
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.preflight.facts import HostFacts
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.preflight.judge import HostFacts
 
 LOOK_SECONDS = 60.0
 _LIMIT_SECONDS = 30.0
@@ -33,14 +31,12 @@ class Examiner:
     def __init__(
         self,
         options: AgentOptions,
-        vault: VaultKeeper,
         send: Callable[[Mapping[str, Any]], None],
         record: Callable[[], EpochRecord | None],
         command: tuple[str, ...] = ("deadpool_megatron", "check", "--json"),
     ) -> None:
         self._facts = options.facts
         self._options = options
-        self._vault = vault
         self._send = send
         self._record = record
         settings = options.info.settings
@@ -74,36 +70,18 @@ class Examiner:
             return
         self._send({"t": "facts", "facts": self.told()})
 
-    def probe(self, order: Mapping[str, Any]) -> None:
-        """Try links by order of the coordinator."""
-        self._spawn(self._probe(order))
-
     def ask_health(self) -> None:
         """A device of this node has failed: look again at once, if the site has a word on it."""
         if self._facts is not None and self._options.info.settings.health_command:
-            self._spawn(self.look())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            task = asyncio.get_running_loop().create_task(self.look())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _is_spare(self) -> bool:
         """Return whether there is an epoch in which this node has no role."""
         record = self._record()
         seats = () if record is None else record.seats.values()
         return record is not None and all(seat.node != self._options.node for seat in seats)
-
-    async def _probe(self, order: Mapping[str, Any]) -> None:
-        peers = [(int(node), str(host), int(port)) for node, host, port in order["peers"]]
-        limit = float(order["limit_seconds"])
-        links: list[dict[str, Any]] = []
-        try:
-            links = await self._vault.probe(peers, limit, bulk=bool(order["bulk"]))
-        except (OSError, TimeoutError, VaultError) as error:
-            text = f"node {self._options.node}: its links were not tried: {error}"
-            print(text, file=sys.stderr, flush=True)
-        self._send({"t": "probed", "number": int(order["number"]), "links": links})
 
     async def _read(self) -> HostFacts:
         answer = self._options.segments / "host.json"

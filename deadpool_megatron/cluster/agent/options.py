@@ -16,8 +16,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     member_log_name,
 )
-from deadpool_megatron.preflight import gpus
-from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.preflight import host as gpus
+from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 
 

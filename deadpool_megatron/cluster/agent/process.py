@@ -26,7 +26,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.preflight import gpus, host
+from deadpool_megatron.preflight import host
+from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.vault.disk.dump import dump_kept, found_slots

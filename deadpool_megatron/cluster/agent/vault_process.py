@@ -11,7 +11,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.memory import usable_bytes
 from deadpool_megatron.vault.net.links import listening_at
-from deadpool_megatron.vault.net.probe import Peer
 
 VAULT_SOCKET = "vault.sock"
 _STATUS_SECONDS = 1.0
@@ -250,13 +249,6 @@ class VaultKeeper:
         """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
         control = await self._connected()
         return await control.take(name, iteration, deadline_seconds)
-
-    async def probe(
-        self, peers: Sequence[Peer], deadline_seconds: float, *, bulk: bool
-    ) -> list[dict[str, Any]]:
-        """Measure links. Raises OSError, TimeoutError or VaultError."""
-        control = await self._connected()
-        return await control.probe(peers, deadline_seconds, bulk=bulk)
 
     async def shut_down(self, remove: bool) -> None:
         """End the vault, in order if its slots are to stay, and close the sockets."""

@@ -34,9 +34,6 @@ class Orders:
                 self._peers.in_turn(self._peers.listening(), lambda peer: self._tell(peer, record))
             case actions.DropNode():
                 self._drop(order)
-            case actions.Probe(node, number, peers, bulk, limit):
-                asked = {"number": number, "peers": [list(peer) for peer in peers], "bulk": bulk}
-                self.send(node, {"t": "probe", **asked, "limit_seconds": limit})
             case actions.StartMembers(node, slots, provisional):
                 message = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
                 self.send(node, message)

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import unpack_inventory
 from deadpool_megatron.layout.records import BadPart, Generation, RoleLayout
-from deadpool_megatron.preflight.facts import HostFacts, Link
+from deadpool_megatron.preflight.judge import HostFacts
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
@@ -82,9 +82,6 @@ def from_agent(
         )
     if kind == "facts":
         return inputs.FactsTold(node, HostFacts.from_dict(message["facts"]))
-    if kind == "probed":
-        links = tuple(Link.from_dict(link) for link in message["links"])
-        return inputs.Probed(node, int(message["number"]), links)
     if kind == "dumped":
         generation = Generation.from_list(message["generation"])
         error, boundary = str(message["error"]), str(message["boundary"])

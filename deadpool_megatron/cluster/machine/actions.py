@@ -71,19 +71,6 @@ class DropNode(Action):
 
 
 @dataclass(frozen=True)
-class Probe(Action):
-    """Have the node try its links to ``peers`` (node, host, port of the vault) within the limit;
-    Probed comes back. ``bulk``: their speed, too.
-    """
-
-    node: int
-    number: int
-    peers: tuple[tuple[int, str, int], ...]
-    bulk: bool
-    limit_seconds: float
-
-
-@dataclass(frozen=True)
 class StartMembers(Action):
     """Start processes: slot -> incarnation; ``provisional_roles``: slot -> role to build for."""
 

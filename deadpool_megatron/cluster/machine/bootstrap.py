@@ -1,21 +1,19 @@
 """Bootstrap: nodes come and are judged, and the first epoch is decided when enough of them are fit.
 
-Before the first epoch all nodes are judged together, with the links between them if the settings
-say so. Afterwards a node without a role is held against what the run has agreed on, when it joins
-and when it tells its facts again.
+Before the first epoch all nodes are judged together. Afterwards a node without a role is held
+against what the run has agreed on, when it joins and when it tells its facts again.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine import takeover
-from deadpool_megatron.cluster.machine.actions import DropNode, Probe, Welcome
+from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import finish
@@ -36,15 +34,9 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight import judge
-from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport
 from deadpool_megatron.preflight.health import Health
-from deadpool_megatron.preflight.judge import Checkup, Judgement, Pair, Standing
+from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing
 
-# Of connections that a node tries at once (see vault.net.probe).
-_AT_ONCE = 64
-_BULK_SECONDS = 10.0
-# At nodes that were slow: a link that is busy for a moment must not cost its node the role.
-_MORE_LOOKS = 2
 # Nobody needs what a node without a role holds alone.
 _AT_REST = (Phase.GATHERING, Phase.RUNNING, Phase.PAUSING)
 
@@ -145,7 +137,7 @@ def check_gathered(core: Core) -> None:
         case Rejoining() as rejoining if core.state.record is not None:
             takeover.check_all_back(core, rejoining, core.state.record)
         case Gathering() as gathering:
-            begun = gathering.checkup is not None or core.state.agreed is not None
+            begun = core.state.agreed is not None
             if not begun and not _enough_have_come(core, gathering.deadline):
                 return
             if _is_judged(core, gathering) and not _seated_is_starting(core.state):
@@ -193,18 +185,10 @@ def gathered_enough(core: Core, gathering: Gathering, waited: str) -> None:
 
 
 def _is_judged(core: Core, gathering: Gathering) -> bool:
-    """Return whether the nodes that have come are judged, and the run continues; begins to judge
-    them, with whom there is."""
-    state = core.state
-    if state.agreed is not None:
-        return True
-    if gathering.checkup is not None:
-        _go_on(core, gathering, gathering.checkup)
-    elif core.config.settings.check == "links" and len(state.fleet.nodes) > 1:
-        _ask_all(core, gathering)
-    else:
-        _judge_all(core, {})
-    return core.state.agreed is not None and core.state.doing is gathering
+    """Judge the nodes that have come, unless they are; return whether the run continues."""
+    if core.state.agreed is None:
+        _judge_all(core)
+    return core.state.doing is gathering
 
 
 # Facts that are told again.
@@ -268,86 +252,6 @@ def _look_again(core: Core, node: int, *, fresh: bool) -> None:
         _leave_out(core, node, judged)
 
 
-# Asking.
-
-
-def probed(core: Core, event: ev.Probed) -> None:
-    """A node has tried its links."""
-    match core.state.doing:
-        case Gathering(checkup=Checkup() as asked) as gathering if (
-            event.number == asked.number and event.node in asked.awaited
-        ):
-            links = {**asked.links, event.node: (*asked.links.get(event.node, ()), *event.links)}
-            asked = replace(asked, awaited=asked.awaited - {event.node}, links=links)
-            gathering.checkup = asked
-            _go_on(core, gathering, asked)
-        case _:
-            core.refuse(f"probe of node {event.node}", "nobody waits for it", event.node)
-
-
-def _ask_all(core: Core, gathering: Gathering) -> None:
-    nodes = core.state.fleet.nodes
-    turns = math.ceil(len(nodes) / _AT_ONCE) + 1
-    limit = turns * core.config.settings.connect_seconds
-    _ask(core, gathering, Checkup(), {n: set(nodes) - {n} for n in nodes}, limit)
-
-
-def _ask(
-    core: Core,
-    gathering: Gathering,
-    checkup: Checkup,
-    peers: Mapping[int, Iterable[int]],
-    limit: float,
-) -> None:
-    """Have each of these nodes try its links to its peers; they have ``limit`` seconds."""
-    nodes, until = core.state.fleet.nodes, core.now + limit
-    asked = replace(checkup, number=checkup.number + 1, awaited=frozenset(peers), until=until)
-    # The start has its own limit, which must not end what is under way.
-    gathering.deadline, gathering.checkup = max(gathering.deadline, until + limit), asked
-    for node in sorted(peers):
-        known = {peer: nodes[peer] for peer in sorted(peers[node])}
-        addresses = tuple((peer, one.host, one.vault_port) for peer, one in known.items())
-        core.act(Probe(node, asked.number, addresses, checkup.planned, limit))
-
-
-def _go_on(core: Core, gathering: Gathering, checkup: Checkup) -> None:
-    """Once all have answered, or had their time: ask the next question, or judge."""
-    nodes = core.state.fleet.nodes
-    if core.now < checkup.until and any(node in nodes for node in checkup.awaited):
-        return
-    if not checkup.planned:
-        checkup = replace(_with_turns(checkup, judge.first_pairs(nodes)), planned=True)
-    if not checkup.turns and checkup.looks < _MORE_LOOKS:
-        found = judge.speeds(_reports(core.state, checkup.links))
-        again = judge.second_look(judge.slow_or_unknown(found), found, checkup.measured)
-        checkup = replace(_with_turns(checkup, again), looks=checkup.looks + 1)
-    if not checkup.turns:
-        gathering.checkup = None
-        _judge_all(core, checkup.links)
-        return
-    pairs, *rest = checkup.turns
-    peers: dict[int, set[int]] = {}
-    for a, b in pairs:
-        if a in nodes and b in nodes:
-            peers.setdefault(a, set()).add(b)
-            peers.setdefault(b, set()).add(a)
-    limit = core.config.settings.connect_seconds + _BULK_SECONDS
-    checkup = replace(checkup, turns=tuple(rest), awaited=frozenset())
-    if peers:
-        _ask(core, gathering, checkup, peers, limit)
-    else:
-        _go_on(core, gathering, checkup)
-
-
-def _with_turns(checkup: Checkup, pairs: list[Pair]) -> Checkup:
-    broken = {
-        (node, link.peer) for node, found in checkup.links.items() for link in found if link.error
-    }
-    whole = [(a, b) for a, b in pairs if not {(a, b), (b, a)} & broken]
-    turns = tuple(tuple(one) for one in judge.rounds(whole))
-    return replace(checkup, turns=turns, measured=(*checkup.measured, *pairs))
-
-
 # Judging.
 
 
@@ -359,56 +263,31 @@ def _needs(config: Config) -> Needs:
     return Needs(config.nodes, gpus, int(config.settings.shm_gb * 1e9))
 
 
-def _reports(state: State, links: Mapping[int, tuple[Link, ...]]) -> list[NodeReport]:
-    return [
-        NodeReport(node, known.facts, links.get(node, ()))
-        for node, known in sorted(state.fleet.nodes.items())
-    ]
-
-
-def _judge_all(core: Core, links: Mapping[int, tuple[Link, ...]]) -> None:
+def _judge_all(core: Core) -> None:
     state, config = core.state, core.config
-    reports = _reports(state, links)
+    facts = {node: known.facts for node, known in sorted(state.fleet.nodes.items())}
     if config.settings.check == "off":
-        judged = dict.fromkeys(state.fleet.nodes, Judgement())
+        judged = dict.fromkeys(facts, Judgement())
     else:
-        judged = judge.judge(reports, _needs(config))
-    _tell(core, reports, judged)
-    kept = [r for r in reports if judged[r.node].standing is not Standing.LEFT_OUT]
+        judged = judge.judge(facts, _needs(config))
     for node, one in judged.items():
+        # Where nobody has asked for it, nothing is said of those that are good.
+        if config.check_only or one.standing is not Standing.GOOD:
+            _emit(core, node, one, facts[node], state.fleet.nodes[node].domain)
         state.fleet.nodes[node].judged = one
-    state.agreed = judge.agree(report.facts for report in kept if report.facts is not None)
+    out = [node for node, one in judged.items() if one.standing is Standing.LEFT_OUT]
+    kept = [one for node, one in facts.items() if node not in out]
+    state.agreed = judge.agree(one for one in kept if one is not None)
     if config.check_only:
         _end_check(core, judged)
         return
-    for report in reports:
-        if judged[report.node].standing is Standing.LEFT_OUT:
-            _leave_out(core, report.node, judged[report.node])
+    for node in out:
+        _leave_out(core, node, judged[node])
     _weak_ones_last(core, judged)
     left = state.fleet
     more_may_come = len(left.nodes) + len(left.gone) < config.nodes + config.spares
-    if len(left.nodes) < min(config.nodes, len(reports)) and not more_may_come:
+    if len(left.nodes) < min(config.nodes, len(facts)) and not more_may_come:
         finish(core, ExitStatus.SAVED, _not_enough(len(left.nodes), config, judged))
-
-
-def _tell(core: Core, reports: Iterable[NodeReport], judged: Mapping[int, Judgement]) -> None:
-    """Of each node where people have asked for it, else of those that are not good."""
-    known = list(reports)
-    everything = core.config.check_only or any(report.links for report in known)
-    speeds, clocks = judge.speeds(known), judge.clocks(known)
-    for report in known:
-        node, speed = report.node, speeds[report.node]
-        if not everything and judged[node].standing is Standing.GOOD:
-            continue
-        found: dict[str, object] = {}
-        if speed is not None:
-            found |= {"sent": speed.sent, "received": speed.received}
-        trips = [link.round_trip_seconds for link in report.links if not link.error]
-        if trips:
-            found["round_trip_seconds"] = min(trips)
-        if report.links and node in clocks:
-            found["clock_seconds"] = clocks[node][0]
-        _emit(core, node, judged[node], report.facts, core.state.fleet.nodes[node].domain, **found)
 
 
 def _judge_one(
@@ -468,19 +347,11 @@ def _not_enough(good: int, config: Config, judged: Mapping[int, Judgement]) -> s
     return f"not enough nodes: {good} are good, --nodes is {config.nodes}{why}"
 
 
-def _emit(
-    core: Core,
-    node: int,
-    judged: Judgement,
-    facts: HostFacts | None,
-    domain: str,
-    **more: object,
-) -> None:
+def _emit(core: Core, node: int, judged: Judgement, facts: HostFacts | None, domain: str) -> None:
     data: dict[str, Any] = {
         "standing": str(judged.standing),
         "reasons": list(judged.reasons),
         "domain": domain,
         "facts": None if facts is None else facts.to_dict(),
-        **more,
     }
     core.emit(Kind.NODE_JUDGED, node=node, **data)

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.preflight.facts import HostFacts, Link
+from deadpool_megatron.preflight.judge import HostFacts
 
 
 class Input:
@@ -60,15 +60,6 @@ class FactsTold(Input):
 
     node: int
     facts: HostFacts
-
-
-@dataclass(frozen=True)
-class Probed(Input):
-    """A node has tried the links that question ``number`` named."""
-
-    node: int
-    number: int
-    links: tuple[Link, ...]
 
 
 @dataclass(frozen=True)

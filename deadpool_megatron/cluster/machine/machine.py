@@ -50,7 +50,6 @@ NOBODY: Mapping[int, str] = {}
 _GATHERS = (
     ev.NodeJoined,
     ev.NodeLost,
-    ev.Probed,
     ev.MemberHello,
     ev.MemberRegistered,
 )
@@ -145,8 +144,6 @@ class Machine(Core):
                 bootstrap.node_joined(self, event)
             case ev.FactsTold():
                 bootstrap.told(self, event)
-            case ev.Probed():
-                bootstrap.probed(self, event)
             case ev.NodeLost():
                 membership.node_lost(self, event)
             case ev.NodeInventory():

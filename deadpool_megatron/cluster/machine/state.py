@@ -27,8 +27,7 @@ from deadpool_megatron.layout.records import (
     SeatTable,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.preflight.facts import HostFacts
-from deadpool_megatron.preflight.judge import Agreed, Checkup, Judgement
+from deadpool_megatron.preflight.judge import Agreed, HostFacts, Judgement
 from deadpool_megatron.settings import Settings
 
 NOTHING = Generation(0, 0)
@@ -333,11 +332,10 @@ class PauseOrder:
 
 @dataclass
 class Gathering:
-    """Waits for the first members. ``checkup``: links that are being measured."""
+    """Waits for the first members."""
 
     phase: ClassVar = Phase.GATHERING
     deadline: float
-    checkup: Checkup | None = None
 
 
 @dataclass
@@ -557,8 +555,6 @@ class State:
     def waiting_for(self) -> str:
         """Return what the phase waits for, in words; empty when it waits for nothing."""
         match self.doing:
-            case Gathering(checkup=Checkup(awaited=awaited)):
-                return f"links of nodes {sorted(awaited)} to be measured"
             case Gathering() | Rejoining():
                 return "nodes and members to start"
             case Closing(looks=True):

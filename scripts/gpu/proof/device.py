@@ -24,7 +24,7 @@ class Device(StrEnum):
         Several ranks share a GPU: with a host identity each, NCCL takes them for processes of
         different hosts, and with no path through memory it talks through sockets on loopback.
         """
-        from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
+        from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
 
         if self is Device.CPU:
             return {VISIBLE: "", "OMP_NUM_THREADS": "1"}
@@ -47,7 +47,7 @@ class Device(StrEnum):
 
 def set_up(device: Device) -> None:
     """The environment of the process of a part: it sees all GPUs, and deals them out."""
-    from deadpool_megatron.preflight.gpus import VISIBLE
+    from deadpool_megatron.preflight.host import VISIBLE
     from deadpool_megatron.support import environment as nccl_environment
 
     given = device.environment(0)

@@ -30,7 +30,7 @@ _CADENCES = {"plain": 1000, "protected": 1}
 
 def measure(task: Task) -> None:
     """A, then B."""
-    from deadpool_megatron.preflight.gpus import visible_gpus
+    from deadpool_megatron.preflight.host import visible_gpus
 
     nodes = min(2, len(visible_gpus(os.environ))) if task.is_on_gpu else 2
     scheme = "local" if nodes == 1 else "buddy"

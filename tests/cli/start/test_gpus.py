@@ -11,7 +11,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import checks, launch
 from deadpool_megatron.cli.start.checks import check_agreed, decided, gpus_to_share
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.preflight import gpus
+from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.settings import Settings
 
 NODES, NPROC = 3, 2

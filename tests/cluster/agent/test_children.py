@@ -37,7 +37,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     Seat,
 )
-from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from tests.cluster.link.line import VirtualLoop
@@ -329,20 +329,8 @@ async def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Pat
     assert looks[0] == (2, "claimed", 5.0)
 
 
-class FakeVault:
-    """Answers every probe the same, or not at all."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-    async def probe(self, peers: list[Any], limit: float, *, bulk: bool) -> list[dict[str, Any]]:
-        if self.error is not None:
-            raise self.error
-        return [{"peer": peer, "bulk": bulk} for peer, _, _ in peers]
-
-
 def examiner(
-    directory: Path, seat: int, *command: str, vault: Any = None, settings: Settings | None = None
+    directory: Path, seat: int, *command: str, settings: Settings | None = None
 ) -> tuple[Any, list[Any]]:
     """Of node 0 in an epoch whose only role is on node ``seat``."""
     info = RunInfo("testrun", 1, 1, 1, 1, (), settings or Settings(), "")
@@ -363,7 +351,7 @@ def examiner(
     seats = {0: Seat(seat, 0, 0)}
     nodes = {0: NodeAddress("127.0.0.1", 1, "node0", spare=seat != 0)}
     record = EpochRecord(1, seats, nodes, Restore("initial", Generation(1, 0)))
-    made = Examiner(options, vault or FakeVault(), sent.append, lambda: record, command)
+    made = Examiner(options, sent.append, lambda: record, command)
     return made, sent
 
 
@@ -403,18 +391,3 @@ def test_facts_are_read_by_a_process_of_its_own(segments: Path) -> None:
     told = HostFacts.from_dict(sent[0]["facts"])
     assert (told.address, told.noted) == ("127.0.0.1", FACTS.noted)
     assert made.told() == sent[0]["facts"]
-
-
-def test_a_vault_that_does_not_answer_is_no_reason_to_end(segments: Path) -> None:
-    order = {"number": 3, "peers": [[1, "h", 2]], "bulk": True, "limit_seconds": 5.0}
-
-    async def ask(vault: FakeVault) -> Any:
-        made, sent = examiner(segments, 1, vault=vault)
-        made.probe(order)
-        await asyncio.gather(*made._tasks)
-        return sent
-
-    good = asyncio.run(ask(FakeVault()))
-    assert good == [{"t": "probed", "number": 3, "links": [{"peer": 1, "bulk": True}]}]
-    bad = asyncio.run(ask(FakeVault(TimeoutError("late"))))
-    assert bad == [{"t": "probed", "number": 3, "links": []}]

@@ -11,10 +11,9 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory
-from deadpool_megatron.preflight.facts import HostFacts, Link
+from deadpool_megatron.preflight.judge import HostFacts
 
 FACTS = HostFacts("host", versions={"torch": "2"}, gpus=8, open_files=1024)
-LINK = Link(1, "", 1e-4, 0.5, 1e9)
 
 JOIN = {
     "t": "join",
@@ -112,10 +111,6 @@ def said(**m: Any) -> dict[str, Any]:
             ),
         ),
         ({"t": "facts", "facts": FACTS.to_dict()}, inputs.FactsTold(7, FACTS)),
-        (
-            {"t": "probed", "number": 3, "links": [LINK.to_dict()]},
-            inputs.Probed(7, 3, (LINK,)),
-        ),
         ({"t": "something else"}, None),
     ],
 )
@@ -142,8 +137,6 @@ def test_agents_messages(message: dict[str, Any], expected: inputs.Input | None)
         {"t": "inventory", "inventory": []},
         {"t": "facts", "facts": {}},
         {"t": "facts", "facts": {**FACTS.to_dict(), "gpus": "many"}},
-        {"t": "probed", "number": 3, "links": [{"peer": 1}]},
-        {"t": "probed", "number": 3, "links": 5},
         {"t": "member-lost", "slot": 1, "incarnation": 2, "signal": "SIGNONE"},
     ],
 )

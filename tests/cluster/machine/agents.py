@@ -23,7 +23,6 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
-from deadpool_megatron.preflight.facts import Link
 from tests.cluster.machine.rig import STEP, layout
 
 SLOTS = 2
@@ -206,10 +205,6 @@ class Agents:
                         ]
             case act.Pause(epoch, iteration):
                 self._pause(here, epoch, iteration)
-            case act.Probe(_, number, peers, bulk):
-                rate = 1e9 if bulk else None
-                links = tuple(Link(peer, "", 1e-4, 0.0, rate) for peer, _, _ in peers)
-                here.reports.append(ev.Probed(node, number, links))
             case act.Dump(_, _, generation):
                 here.reports.append(ev.Dumped(node, generation))
 

@@ -45,7 +45,7 @@ class World(Agents):
         if parity_group:
             scheme = {"protection": "parity", "parity_group": parity_group}
         scheme |= {"persist_directory": "/exports", "nonfinite": "rollback"}
-        settings = Settings(replicas=replicas, restarts_in_place=10_000, check="links", **scheme)
+        settings = Settings(replicas=replicas, restarts_in_place=10_000, **scheme)
         super().__init__(Config(nodes, spares, nproc, settings, "/dump"))
         self.now = 0.0
         self.machine = Machine(self.config, self.now)
@@ -106,9 +106,7 @@ class World(Agents):
                 assert set(roles.values()) <= set(self.state.fleet.nodes)
                 assert self.state.phase is Phase.DUMPING
                 self.exporting = restore.generation
-            case (
-                act.Welcome(node) | act.StartMembers(node) | act.KillMember(node) | act.Probe(node)
-            ):
+            case act.Welcome(node) | act.StartMembers(node) | act.KillMember(node):
                 if node in self.nodes:
                     self.nodes[node].orders.append(action)
             case act.DropNode(node):

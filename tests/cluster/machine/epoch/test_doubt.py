@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore
-from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.epoch.test_kinds import CUDA, ended, kinds, reap, recover
 from tests.cluster.machine.gathering.test_takeover import CLOSED_BEFORE, rejoin, successor
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of

@@ -11,9 +11,8 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
-from deadpool_megatron.preflight.facts import HostFacts, Link
 from deadpool_megatron.preflight.health import Answer, Health
-from deadpool_megatron.preflight.judge import Standing
+from deadpool_megatron.preflight.judge import HostFacts, Standing
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout, nodes_of
 
 GOOD = HostFacts(
@@ -175,71 +174,6 @@ def test_after_a_takeover_the_nodes_agree_again() -> None:
     assert rig.state.phase is Phase.RUNNING
     rig.feed(joined(5, OTHER))
     assert rig.one(act.DropNode).left_out
-
-
-# Links.
-
-
-def answers(rig: Rig, slow: dict[int, float] | None = None, broken: tuple[int, ...] = ()) -> int:
-    """All nodes answer what they were asked last; how many were asked."""
-    probes = [a for a in rig.last if isinstance(a, act.Probe)]
-    slow = slow or {}
-
-    def link(node: int, peer: int, bulk: bool) -> Link:
-        if {node, peer} & set(broken):
-            return Link(peer, "no answer in time")
-        rate = min(slow.get(node, 1e9), slow.get(peer, 1e9)) if bulk else None
-        return Link(peer, "", 1e-4, 0.0, rate)
-
-    told = []
-    for probe in probes:
-        links = tuple(link(probe.node, peer, probe.bulk) for peer, _, _ in probe.peers)
-        told.append(ev.Probed(probe.node, probe.number, links))
-    rig.feed(*told)
-    return len(probes)
-
-
-def test_all_links_are_tried_then_their_speed_one_at_a_time() -> None:
-    rig = Rig(nodes=3, spares=1, check="links")
-    come(rig)
-    first = rig.of(act.Probe)
-    assert [(p.node, len(p.peers), p.bulk) for p in first] == [(n, 3, False) for n in range(4)]
-    assert first[0].peers[0] == (1, "a1", 1001)
-    assert rig.state.phase is Phase.GATHERING
-    assert "links of nodes [0, 1, 2, 3]" in rig.state.waiting_for()
-    answers(rig)
-    turn = rig.of(act.Probe)
-    assert turn
-    assert all(p.bulk and len(p.peers) == 1 for p in turn)
-    assert len({p.node for p in turn}) == len(turn)
-    while answers(rig):
-        pass
-    assert nodes_of(rig.pending) == {0: 0, 1: 1, 2: 2}
-    assert rig.state.agreed is not None
-
-
-def test_a_node_that_cannot_be_reached_is_left_out() -> None:
-    rig = Rig(nodes=2, spares=1, check="links")
-    come(rig)
-    answers(rig, broken=(0,))
-    assert {p.node for p in rig.of(act.Probe)} == {1, 2}, "its speed is not asked for"
-    while answers(rig, broken=(0,)):
-        pass
-    assert nodes_of(rig.pending) == {0: 2, 1: 1}
-
-
-def test_who_does_not_answer_is_judged_by_what_is_known() -> None:
-    rig = Rig(nodes=2, spares=1, check="links")
-    come(rig)
-    asked = rig.of(act.Probe)
-    rig.feed(*(ev.Probed(p.node, p.number, (Link(1 - p.node, "", 1e-4),)) for p in asked[:2]))
-    rig.feed(ev.Probed(2, 7, ()))
-    assert rig.emitted(Kind.REFUSED), "nobody asked that"
-    for _ in range(20):
-        rig.tick(rig.settings.connect_seconds)
-        if rig.state.phase is Phase.DECIDING:
-            break
-    assert nodes_of(rig.pending) == {0: 0, 1: 1}
 
 
 # Only to know.
