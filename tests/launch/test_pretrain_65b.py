@@ -100,7 +100,7 @@ def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
     def stop(*_: object) -> None:
         raise CommandError("as far as the test goes")
 
-    monkeypatch.setattr(agent, "check_shared_memory", stop)
+    monkeypatch.setattr(agent.checks, "check_shared_memory", stop)
     monkeypatch.setattr(agent, "decided", lambda communicator, *_: communicator)
     monkeypatch.setattr(agent, "check_agreed", lambda *_: None)
     for name, value in task.environment.items():
