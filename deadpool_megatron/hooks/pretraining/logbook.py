@@ -1,17 +1,13 @@
 """TensorBoard, W&B and the lines of training_log(): each step once, whoever writes it.
 
 A step that is repeated after a recovery is not written again by the process that wrote it. The last
-role also notes in the run directory what it has written, and how long its file for TensorBoard was
-then. Another process that takes the role over continues behind that, in a file of its own, and cuts
-off what its predecessor had begun to write. (The purge step of TensorBoard would hide the points
-"vs samples" of all steps before, too.) What a closed epoch interrupts is not written at all.
+role also notes in the run directory what it has written: another process that takes the role over
+continues behind that, in a file of its own. (The purge step of TensorBoard would hide the points
+"vs samples" of all steps before, too.) What a closed epoch interrupts is not written at all. What a
+killed process had written and not noted is written again, with the same numbers.
 
-W&B: one run for the whole of a training, and no row missing because a process was killed. Its
-service keeps rows in memory for a while (offline up to some tens of KiB, else what it has not
-sent), ends with the process whose rows they are, and tells nobody which it has written. So the
-newest rows lie in the run directory as well, and the process that takes the last role over logs
-them again. Where W&B has a server to ask, it says from which step on it lacks rows. Offline each
-process has a file of its own, and that of the successor repeats some rows of the one before.
+W&B: one run for the whole of a training, which a successor goes on with. Its service keeps rows in
+memory for a while, and ends with the process whose rows they are: those are missing then.
 
 The run's own records are told of the same numbers, exactly.
 """
@@ -24,7 +20,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +29,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.loop import Emit
 from deadpool_megatron.hooks.pretraining.iteration import GRAD_NORM, LOSSES, SKIPPED
@@ -40,17 +37,10 @@ from deadpool_megatron.hooks.pretraining.scene import replaced
 
 # In the run directory.
 _NOTE = "lines-written.json"
-_ROWS = "wandb-rows.jsonl"
 # In TensorBoard and W&B.
 _EPOCH_TAG = "deadpool/epoch"
 _SECONDS_TAG = "deadpool/recovery_seconds"
 _RECOMPUTED_TAG = "deadpool/iterations_recomputed"
-
-# More than W&B was ever seen to hold back, and not more than a megabyte or two.
-MOST_ROWS = 1000
-
-# What wandb.log() was given: (values, step).
-Call = tuple[Mapping[str, Any], int]
 
 
 class Logbook:
@@ -63,7 +53,6 @@ class Logbook:
         self._wandb: Any = None
         self._opened = False
         self._note = run_directory / _NOTE
-        self._rows = WandbRows(run_directory)
         # Of the newest lines: their epoch, and when they were written. None before the first.
         self._epoch: int | None = None
         self._wall_seconds: float | None = None
@@ -85,11 +74,7 @@ class Logbook:
             return
         if restored:
             self._take_over()
-        else:
-            self._rows.begin()
         self._open_writers()
-        if restored and self._wandb is not None:
-            self._rows.log_again(self._wandb)
         self._write_note()
 
     def close(self) -> None:
@@ -124,11 +109,6 @@ class Logbook:
                 print(printed.getvalue(), end="", flush=True)
         if repeated:
             return
-        if self._wandb is not None:
-            given = [write for write in held if write.func == self._wandb.log]
-            self._rows.keep(
-                call for write in given if (call := _row(*write.args, **write.keywords))
-            )
         for write in held:
             write()
         self._written[kind] = iteration
@@ -207,7 +187,7 @@ class Logbook:
         return dist.get_rank() == dist.get_world_size() - 1
 
     def _take_over(self) -> None:
-        """Learn what another process has written in this role, and leave nothing half written."""
+        """Learn what another process has written in this role."""
         try:
             note = json.loads(self._note.read_text())
         except (OSError, ValueError):
@@ -215,24 +195,14 @@ class Logbook:
         for kind, iteration in note["written"].items():
             self._written[kind] = max(self._written.get(kind, 0), iteration)
         self._epoch, self._wall_seconds = note.get("epoch"), note.get("wall_seconds")
-        with contextlib.suppress(OSError):
-            if note["file"] and Path(note["file"]).stat().st_size > note["bytes"]:
-                os.truncate(note["file"], note["bytes"])
 
     def _write_note(self) -> None:
         """Note that what is written now is complete."""
-        file, size = "", 0
         if self._writer is not None:
             # Within its own two minutes a kill would take the lines with it.
             self._writer.flush()
-            with contextlib.suppress(OSError):  # not on a file system: then nothing is cut off
-                file = str(self._writer.file_writer.event_writer._file_name)
-                size = Path(file).stat().st_size
-        note = {"written": self._written, "file": file, "bytes": size}
-        note |= {"epoch": self._epoch, "wall_seconds": self._wall_seconds}
-        new = self._note.with_suffix(".new")
-        new.write_text(json.dumps(note))
-        new.replace(self._note)
+        note = {"written": self._written, "epoch": self._epoch, "wall_seconds": self._wall_seconds}
+        write_json(self._note, note)
 
     def _open_writers(self) -> None:
         """As Megatron's set_global_variables() does it."""
@@ -260,58 +230,6 @@ def name_run(environment: MutableMapping[str, str]) -> None:
     if "WANDB_RESUME" not in environment and "DEADPOOL_RUN_ID" in environment:
         environment["WANDB_RESUME"] = "allow"
         environment.setdefault("WANDB_RUN_ID", f"deadpool-{environment['DEADPOOL_RUN_ID']}")
-
-
-class WandbRows:
-    """The newest rows, in the run directory. Of the process that writes them."""
-
-    def __init__(self, run_directory: Path) -> None:
-        self._path = run_directory / _ROWS
-        # A line for each block of rows that was kept.
-        self._lines: list[str] = []
-
-    def begin(self) -> None:
-        """Nobody has logged anything that counts."""
-        self._path.unlink(missing_ok=True)
-
-    def keep(self, calls: Iterable[Call]) -> None:
-        """Keep what W&B is about to be given; pictures, tables and the like are not."""
-        by_step: dict[int, dict[str, Any]] = {}
-        for values, step in calls:
-            known = {name: _plain(value) for name, value in values.items()}
-            kept = {name: value for name, value in known.items() if value is not None}
-            by_step.setdefault(step, {}).update(kept)
-        if not by_step:
-            return
-        line = json.dumps(list(by_step.items())) + "\n"
-        self._lines.append(line)
-        if len(self._lines) > 2 * MOST_ROWS:
-            self._lines = self._lines[-MOST_ROWS:]
-            new = self._path.with_suffix(".new")
-            new.write_text("".join(self._lines))
-            new.replace(self._path)
-        else:
-            with self._path.open("a") as file:
-                file.write(line)
-
-    def log_again(self, wandb: Any) -> None:
-        """Give W&B what another process has given it, from the first step on that it lacks."""
-        self._take_over()
-        first_step = int(wandb.run.starting_step)
-        for line in self._lines[-MOST_ROWS:]:
-            for step, values in json.loads(line):
-                if step >= first_step:
-                    wandb.log(values, step)
-
-    def _take_over(self) -> None:
-        """Read the lines of the process before, and leave out one that it had begun."""
-        try:
-            text = self._path.read_text()
-        except OSError:
-            return  # there are none
-        self._lines = [line for line in text.splitlines(keepends=True) if _is_whole(line)]
-        if "".join(self._lines) != text:
-            self._path.write_text("".join(self._lines))
 
 
 class Reporter:
@@ -359,28 +277,6 @@ class Reporter:
         text = f"the checkpoint {directory} was not written and does not count: {why}"
         self._emit("log", {"level": "warning", "text": text})
         print(f"deadpool: {text}", flush=True)
-
-
-def _row(
-    values: Mapping[str, Any], step: int | None = None, *_more: Any, **_named: Any
-) -> Call | None:
-    """Return what wandb.log() is given, if it says for which step."""
-    return None if step is None else (values, step)
-
-
-def _is_whole(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return line.endswith("\n")
-
-
-def _plain(value: Any) -> Any:
-    """The number or text that it is, None for anything else."""
-    if hasattr(value, "numel") and value.numel() == 1:
-        value = value.item()
-    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _speaks() -> bool:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,8 +13,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.pretraining import logbook
-from deadpool_megatron.hooks.pretraining.logbook import Logbook, WandbRows, name_run
+from deadpool_megatron.hooks.pretraining.logbook import Logbook, name_run
 
 
 class Writer:
@@ -25,9 +21,8 @@ class Writer:
 
     def __init__(self, file: Path) -> None:
         self.lines: list[str] = []
-        self.file_writer = SimpleNamespace(
-            event_writer=SimpleNamespace(_file_name=str(file), add_event=self.lines.append)
-        )
+        event_writer = SimpleNamespace(add_event=self.lines.append)
+        self.file_writer = SimpleNamespace(event_writer=event_writer)
         self._file = file
 
     def add(self, line: str) -> None:
@@ -111,16 +106,13 @@ def test_a_repeated_step_is_written_once(
     assert book.file.read_text().split("\n")[:-1] == book.writer.lines
 
 
-@pytest.mark.parametrize("came_to", ["nothing", "begun", "done"])
+@pytest.mark.parametrize("came_to", ["nothing", "done"])
 def test_an_adopter_goes_on_where_the_other_has_stopped(
     book: Book, tmp_path: Path, megatron: Any, came_to: str
 ) -> None:
     """The state is that of before the evaluation of iteration 7."""
     dead = book
     write(dead, megatron, "log", 7)
-    if came_to == "begun":
-        dead.writer.add("a part of evaluation 7")
-        dead.writer.flush()
     if came_to == "done":
         write(dead, megatron, "evaluation", 7)
     book = Book(tmp_path, "second")
@@ -213,132 +205,6 @@ def test_at_the_end_the_run_of_weights_and_biases_is_ended(book: Book) -> None:
     book.close()
     book.close()
     assert ended == [True]
-
-
-# A process of the last role, which trains from one iteration to another in an epoch.
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-
-import wandb
-from deadpool_megatron.hooks.pretraining.logbook import Logbook
-
-run, (epoch, first, last), how = Path(sys.argv[1]), map(int, sys.argv[2:5]), sys.argv[5]
-training = ModuleType("megatron.training")
-names = training.global_vars = SimpleNamespace(
-    _GLOBAL_TENSORBOARD_WRITER=None, _GLOBAL_WANDB_WRITER=None
-)
-training.get_args = lambda: SimpleNamespace(tensorboard_dir=None)
-sys.modules["megatron.training"] = training
-
-def set_writer(args):
-    wandb.init(dir=run, name="test", project="test", config={})
-    names._GLOBAL_WANDB_WRITER = wandb
-
-names._set_wandb_writer = set_writer
-
-class Book(Logbook):
-    def _is_last(self):
-        return True
-
-book = Book(run)
-book.open(restored=epoch > 1, first_iteration=first)
-book.mute()
-for iteration in range(first, last + 1):
-    with book.lines("log", iteration, lambda: None, epoch):
-        if (writer := names._GLOBAL_WANDB_WRITER) is not None:
-            writer.log({"loss": 1 / iteration}, iteration)
-            writer.log({"samples": 8 * iteration}, iteration)
-        book.mark(epoch, 3 * (epoch > 1), iteration, shown=True)
-if how == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-book.close()
-os._exit(0)  # as a member does
-"""
-
-
-def play(run: Path, epoch: int, first: int, last: int, how: str) -> int:
-    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "DEADPOOL_RUN_ID": "r1"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    command = [sys.executable, "-c", PROGRAM, str(run), str(epoch), str(first), str(last), how]
-    return subprocess.run(command, env=kept | quiet, check=False, timeout=240).returncode
-
-
-def records(file: Path) -> Iterator[bytes]:
-    """The records of W&B's file: a log of LevelDB behind seven bytes."""
-    data, at, block, begun = file.read_bytes(), 7, 1 << 15, b""
-    while at + 7 <= len(data):
-        if block - at % block < 7:
-            at += block - at % block
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        begun += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            yield begun
-            begun = b""
-
-
-def rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    from wandb.proto import wandb_internal_pb2
-
-    found = []
-    for raw in records(file):
-        record = wandb_internal_pb2.Record.FromString(raw)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {one.key or ".".join(one.nested_key): json.loads(one.value_json) for one in items}
-            found.append((int(row["_step"]), row))
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_what_a_killed_process_had_logged_is_logged_by_its_successor(tmp_path: Path) -> None:
-    """Both go on with one run of W&B, and each has each point once."""
-    pytest.importorskip("wandb")
-    assert play(tmp_path, 1, 1, 40, "killed") == -signal.SIGKILL
-    assert play(tmp_path, 2, 38, 50, "ended") == 0
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert {file.name for file in files} == {"run-deadpool-r1.wandb"}
-    found = rows(files[-1])
-    assert [step for step, _ in found] == list(range(1, 51))
-    for step, row in found:
-        assert (row["loss"], row["samples"]) == (1 / step, 8 * step)
-    tag = "deadpool/iterations_recomputed"
-    marked = {step: row[tag] for step, row in found if tag in row}
-    assert marked == {41: 3}
-    assert [row["deadpool/epoch"] for _, row in found] == [1] * 40 + [2] * 10
-    assert all(row.get("deadpool/recovery_seconds", 0) >= 0 for _, row in found)
-
-
-class FakeWandb:
-    def __init__(self, starting_step: int = 0) -> None:
-        self.run = self
-        self.starting_step = starting_step
-        self.logged: list[Any] = []
-
-    def log(self, values: Any, step: int) -> None:
-        self.logged.append((step, values))
-
-
-def test_the_newest_rows_are_kept_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logbook, "MOST_ROWS", 10)
-    kept = WandbRows(tmp_path)
-    for step in range(1, 96):
-        kept.keep([({"a": step}, step)])
-    (file,) = tmp_path.iterdir()
-    assert len(file.read_text().splitlines()) <= 20
-    with file.open("a") as torn:
-        torn.write('[[96, {"a"')
-    wandb, later = FakeWandb(), WandbRows(tmp_path)
-    later.log_again(wandb)
-    later.keep([({"a": 96}, 96)])
-    assert [step for step, _ in wandb.logged] == list(range(86, 96))
-    assert file.read_text().splitlines()[-1] == '[[96, {"a": 96}]]'
 
 
 @pytest.mark.parametrize(
