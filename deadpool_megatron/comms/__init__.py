@@ -2,11 +2,9 @@
 
 communicators  those of one process, exchangeable as a whole
 groups/        what Megatron holds for the whole run
-gloo, nccl/    what stands behind the groups in an epoch
+gloo, nccl     what stands behind the groups in an epoch
 in_flight/     the operations of one epoch, and its end
-inner          the seam between them, and what a call raises when peers fail
-builders       threads that make the communicators of an epoch
-operations     the methods of torch's ProcessGroup, and the versions of torch
+inner          the seam between them and torch, and what a call raises when peers fail
 store          in which the communicators of one epoch meet
 """
 
@@ -14,7 +12,7 @@ from __future__ import annotations
 
 from deadpool_megatron.comms.communicators import Communicators
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
-from deadpool_megatron.comms.in_flight.stream_waits import StreamWaits
+from deadpool_megatron.comms.in_flight.device_time import StreamWaits
 from deadpool_megatron.comms.inner import (
     CommunicatorFault,
     EpochClosed,

@@ -17,13 +17,10 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms import operations
-from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job, LeftBehind
 from deadpool_megatron.comms.gloo import GlooFabric
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
-from deadpool_megatron.comms.groups.group import ReconfigurableGroup
-from deadpool_megatron.comms.groups.install import Installation
-from deadpool_megatron.comms.groups.roster import Entry, Roster
+from deadpool_megatron.comms.groups.group import Entry, Installation, ReconfigurableGroup
+from deadpool_megatron.comms.groups.roster import Roster
 from deadpool_megatron.comms.in_flight.epoch import (
     Activity,
     Epoch,
@@ -33,12 +30,21 @@ from deadpool_megatron.comms.in_flight.epoch import (
     Reaper,
     trim_heap,
 )
-from deadpool_megatron.comms.in_flight.waiters import Left, WaiterPool
+from deadpool_megatron.comms.in_flight.waiters import (
+    AT_ONCE,
+    Builders,
+    Connecting,
+    Job,
+    Left,
+    Waiter,
+    WaiterPool,
+)
 from deadpool_megatron.comms.inner import (
     CommunicatorFault,
     EpochClosed,
     Fabric,
     InnerGroup,
+    remark_on_torch,
 )
 from deadpool_megatron.comms.store import EpochStore, meet
 from deadpool_megatron.platform import select_platform
@@ -107,7 +113,7 @@ class Communicators(Observed):
         self._given_store: Store | None = None
         self._drained = False
         # Those of closed epochs with threads that hang in the making of communicators.
-        self._builders_left: list[LeftBehind] = []
+        self._builders_left: list[tuple[Builders | Waiter, ...]] = []
         #: why this process must not enter another epoch; empty while it may
         self.ruin = ""
 
@@ -119,7 +125,7 @@ class Communicators(Observed):
         Warns of a version of torch that no test has run on; raises UnsupportedTorch for one that
         cannot work.
         """
-        if said := operations.remark_on_torch(torch.__version__):
+        if said := remark_on_torch(torch.__version__):
             warnings.warn(said, stacklevel=2)
         installation = Installation(self)
         installation.apply()
@@ -201,10 +207,10 @@ class Communicators(Observed):
         attach does. Warns where NCCL refuses."""
         if self._kind != "nccl":
             return
-        from deadpool_megatron.comms.nccl import fabric
+        from deadpool_megatron.comms import nccl
 
         try:
-            fabric.warm(torch.device("cuda", torch.cuda.current_device()))
+            nccl.warm(torch.device("cuda", torch.cuda.current_device()))
         except RuntimeError as error:
             warnings.warn(f"NCCL could not be warmed up: {error}", stacklevel=2)
 
@@ -313,7 +319,9 @@ class Communicators(Observed):
         epoch = self._current
         if epoch is not None and epoch.closed and not self._drained:
             self._drain(epoch)
-        self._builders_left = [one for one in self._builders_left if not one.finished]
+        self._builders_left = [
+            some for some in self._builders_left if not all(one.finished for one in some)
+        ]
         # gloo's end by themselves, with the time-out of an operation.
         if self._kind != "gloo" and len(self._builders_left) > _MOST_BUILDERS_LEFT:
             self.ruin = f"{len(self._builders_left)} rebuilds hang in the making of communicators"
@@ -464,12 +472,13 @@ class Communicators(Observed):
         try:
             self._pool.call(build, epoch, deadline_seconds)
         except Left as left:
-            self._builders_left.append(LeftBehind((builders, left.waiter)))
+            # The first error ends the wait for the builders, and others may hang for ever.
+            self._builders_left.append((builders, left.waiter))
             late = left.deadline
             if late:
                 problem = f"not all peers came within {deadline_seconds:g} s"
         except BaseException as error:
-            self._builders_left.append(LeftBehind((builders,)))
+            self._builders_left.append((builders,))
             if isinstance(error, CommunicatorFault) or not isinstance(error, RuntimeError):
                 raise  # a fault was reported and waited for already
             problem = str(error)
@@ -527,7 +536,7 @@ def _make_fabric(epoch: Epoch, transport: str, address: str | None) -> Fabric:
     if transport == "gloo":
         return GlooFabric(epoch, address)
     if transport == "nccl":
-        from deadpool_megatron.comms.nccl.fabric import NcclFabric
+        from deadpool_megatron.comms.nccl import NcclFabric
 
         return NcclFabric(epoch)
     module, _, factory = transport.partition(":")

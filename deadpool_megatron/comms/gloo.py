@@ -34,9 +34,17 @@ from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
 from deadpool_megatron.comms.in_flight.waiters import Left
-from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed
-from deadpool_megatron.comms.inner import Begun, EpochClosed, Fabric, GroupSpec, InnerGroup
-from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, is_asynchronous
+from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed, is_asynchronous
+from deadpool_megatron.comms.inner import (
+    COMMUNICATION,
+    POINT_TO_POINT,
+    SENDS,
+    Begun,
+    EpochClosed,
+    Fabric,
+    GroupSpec,
+    InnerGroup,
+)
 from deadpool_megatron.platform.gathers import INSTEAD, SeveralWorks
 
 #: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout

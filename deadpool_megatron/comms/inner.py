@@ -1,12 +1,14 @@
-"""The seam: what stands behind a reconfigurable group during one epoch.
+"""The seam: what stands behind a reconfigurable group during one epoch, and torch's side of it.
 
 A :class:`Fabric` is what all inner groups of one kind share during one epoch (sockets, devices) and
 is aborted as a whole; an :class:`InnerGroup` is one communicator on it. A call raises
-:class:`EpochClosed` or :class:`CommunicatorFault` when peers fail.
+:class:`EpochClosed` or :class:`CommunicatorFault` when peers fail. Groups forward the methods of
+torch's ProcessGroup that communicate, and say on which versions of torch that was tried.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +18,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
 
 from deadpool_megatron.layout.group_names import group_name
+
+_ANSWERS_A_WORK = re.compile(r"-> \S*\bWork\b")
+
+#: every method that starts an operation and answers a Work, of the class at hand: names come and go
+#: between versions of torch
+COMMUNICATION: tuple[str, ...] = tuple(
+    name
+    for name in dir(ProcessGroup)
+    if name != "_end_coalescing"
+    and _ANSWERS_A_WORK.search(getattr(ProcessGroup, name).__doc__ or "")
+)
+
+SENDS = frozenset({"send"})
+RECEIVES = frozenset({"recv", "recv_anysource"})
+POINT_TO_POINT = SENDS | RECEIVES
+#: what opens a group of NCCL inside torch, and leaves it open for its thread when NCCL refuses
+#: (ProcessGroupNCCL.cpp; torch/csrc/cuda/nccl.cpp: all2all, gather, scatter)
+OPENS_A_GROUP = POINT_TO_POINT | frozenset(
+    name
+    for name in COMMUNICATION
+    if name in ("gather", "scatter")
+    or "all_to_all" in name
+    or "alltoall" in name
+    or name.endswith("coalesced")
+)
+#: (major, minor): all tests run on these
+ALL_TESTS = frozenset({(2, 13)})
+#: and those that scripts/compat.sh starts on these; docs/compatibility.md says what came of it
+SOME_TESTS = frozenset({(2, 14), (2, 15)})
+#: torch before it cannot make a backend whose operations raise
+OLDEST = (2, 10)
 
 
 class EpochClosed(BaseException):
@@ -191,3 +225,33 @@ class Fabric(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what is shared; blocks until operations have ended, so only the reaper calls it."""
+
+
+class UnsupportedTorch(RuntimeError):
+    """This torch lacks something that the groups need."""
+
+
+def remark_on_torch(version: str) -> str:
+    """Return what a user should know of ``version`` of torch; empty when all tests run on it.
+
+    The package asks an installer for no upper bound: it must not replace the torch of an image.
+    Raises UnsupportedTorch for one that cannot work.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return f"torch {version}: cannot tell which version that is"
+    number = int(found[1]), int(found[2])
+    if "allreduce" not in COMMUNICATION:
+        raise UnsupportedTorch(f"torch {version} does not say which methods communicate")
+    if number < OLDEST:
+        raise UnsupportedTorch(f"torch {version} is too old: {_version_text(OLDEST)} is the oldest")
+    if number in ALL_TESTS:
+        return ""
+    if number in SOME_TESTS:
+        return f"torch {version}: only some tests have been run on it (docs/compatibility.md)"
+    run = ", ".join(map(_version_text, sorted(ALL_TESTS | SOME_TESTS)))
+    return f"torch {version}: the tests have been run on {run}; groups may lack its newest methods"
+
+
+def _version_text(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"

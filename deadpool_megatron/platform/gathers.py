@@ -16,6 +16,7 @@ tensors only these all-gathers have a long name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic
@@ -164,6 +165,7 @@ def mend_plain_groups() -> None:
 
 
 def _on_gloo(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # what torch says of it included: comms/inner.py reads that
     def gather(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         chosen = instead if self.name() == "gloo" else original
         return chosen(self, *args, **kwargs)

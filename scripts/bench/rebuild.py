@@ -28,8 +28,8 @@ from common.command import parser_of, run_bench
 from store import Tree, connect, link_of
 
 from deadpool_megatron.comms import Communicators
-from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.gloo import GlooFabric
+from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
 from deadpool_megatron.comms.store import EpochStore
 
 _DEADLINE_SECONDS = 120.0

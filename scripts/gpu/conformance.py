@@ -13,7 +13,7 @@ version of torch, whose wheels for Linux are CUDA builds (5 GB, some minutes):
   calls        what is made and called of torch's communicators takes what it is given
   variables    the environment variables that members get stand in the libraries that read them
   symbols      NCCL has the functions that the package calls, or has torch call
-  depth        NCCL counts the open groups of a thread as comms/nccl/blocks.py expects it to
+  depth        NCCL counts the open groups of a thread as comms/nccl.py expects it to
 
 Each is a process of its own. The JSON has each check with its result, and says of what: versions,
 SHA-256 of both libraries and of this script, the commit of the package.
@@ -198,7 +198,7 @@ def symbols() -> Results:
 
 def depth() -> Results:
     """See the module text."""
-    from deadpool_megatron.comms.nccl.blocks import is_left_open
+    from deadpool_megatron.comms.nccl import is_left_open
 
     library = ctypes.CDLL(str(nccl_library()))
     start, end = library.ncclGroupStart, library.ncclGroupEnd

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.comms.builders import Builders, Job, LeftBehind
+from deadpool_megatron.comms.in_flight.waiters import Builders, Job
 
 _ROLES = 4
 _DEADLINE_SECONDS = 20.0
@@ -50,13 +49,6 @@ def test_no_circle_of_waits(groups: list[list[int]], at_once: list[int]) -> None
         role.join(2 * _DEADLINE_SECONDS)
     assert ended == [""] * _ROLES, "a role waits for ever"
     assert times == [1] * len(groups), "every group comes up once"
-
-
-def test_a_rebuild_that_was_left_is_over_when_all_its_threads_are() -> None:
-    over, hangs = SimpleNamespace(finished=True), SimpleNamespace(finished=False)
-    assert LeftBehind((over, over)).finished
-    assert not LeftBehind((hangs, over)).finished, "its builders hang, and nobody waits for them"
-    assert not LeftBehind((over, hangs)).finished, "it hangs in the barrier after them"
 
 
 def test_an_error_begins_no_further_group_and_leaves_none_hanging_unnoticed() -> None:

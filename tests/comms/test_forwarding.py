@@ -15,10 +15,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import ReconfigurableGroup
-from deadpool_megatron.comms.operations import (
+from deadpool_megatron.comms.groups import detached
+from deadpool_megatron.comms.inner import (
     COMMUNICATION,
-    NEWER_NOT_COMMUNICATION,
-    NOT_COMMUNICATION,
     UnsupportedTorch,
     remark_on_torch,
 )
@@ -190,12 +189,12 @@ def test_forwards_equal_plain_gloo() -> None:
     assert all(run(3, both).values())
 
 
-def test_every_method_of_this_torch_is_accounted_for() -> None:
-    for name in COMMUNICATION:
-        assert name in vars(ReconfigurableGroup)
-    unknown = NOT_COMMUNICATION - set(dir(ProcessGroup))
-    gone = {"_set_sequence_number_for_group"}  # torch 2.15
-    assert unknown <= {"XCCL"} | NEWER_NOT_COMMUNICATION | gone, unknown
+def test_what_communicates_is_known_by_what_torch_says_it_answers() -> None:
+    assert {"send", "recv", "barrier", *detached._ACTIONS} & set(dir(ProcessGroup)) <= {
+        *COMMUNICATION
+    }
+    assert not {"size", "split_group", "_end_coalescing", "set_timeout"} & {*COMMUNICATION}
+    assert {*COMMUNICATION} <= vars(ReconfigurableGroup).keys()
 
 
 def test_what_is_said_of_a_version_of_torch() -> None:

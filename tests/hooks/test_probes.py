@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from deadpool_megatron.comms import StreamWaits
-from deadpool_megatron.comms.in_flight import stream_waits
-from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
+from deadpool_megatron.comms.in_flight import device_time as stream_waits
+from deadpool_megatron.comms.in_flight.device_time import DeviceClock
 from deadpool_megatron.comms.inner import Begun, Position
 from deadpool_megatron.hooks.probes import DeviceMeter, Standstill
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.comms.operations import remark_on_torch
+from deadpool_megatron.comms.inner import remark_on_torch
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 ROOT = Path(__file__).parents[2]

@@ -45,7 +45,7 @@ def test_the_walks_of_a_run_are_counted_in_all_its_processes(tmp_path: Path) -> 
     # Of the coordinator; of a member; of a vault. None that a tick also enters.
     assert lost >= {
         "layout/planner.py",
-        "comms/builders.py",
+        "comms/store.py",
         "vault/role/restore.py",
     }
     assert iteration >= {"cluster/machine/machine.py", "hooks/loop.py", "vault/role/worker.py"}

@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.comms.in_flight.works import CompletedWork
+from deadpool_megatron.comms.in_flight.works import CompletedWork, tensors_in
 from deadpool_megatron.comms.inner import EpochClosed, GroupSpec, InnerGroup
-from deadpool_megatron.comms.operations import tensors_in
 
 
 class DetachedBackend:

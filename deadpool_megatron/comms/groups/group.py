@@ -3,34 +3,45 @@
 torch accepts a Python subclass of ProcessGroup from a backend's creator and uses that very object
 as the group. Ours forwards to an inner group that is exchanged when the membership changes, so the
 dozens of references that a training framework captures never go stale.
+
+:class:`Installation` makes c10d create them. Only what stock code calls is replaced, and everything
+can be put back. ``_new_group_with_tag`` rather than ``new_group``: all ways to a new group (also
+copies of ``new_group`` that other modules imported earlier) pass through it. The exception is
+``split_group``, which becomes calls of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch.distributed import ProcessGroup, device_mesh
+from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms.groups.detached import DetachedGroup
-from deadpool_megatron.comms.inner import GroupSpec, InnerGroup
-from deadpool_megatron.comms.operations import COMMUNICATION
+from deadpool_megatron.comms.inner import COMMUNICATION, GroupSpec, InnerGroup
 
-#: What C++ reads as the name of the backend. It takes what a group called "gloo" has for an object
-#: of gloo's class, without a look at it (DistributedDataParallel, for the number of threads).
-NAME_IN_CPP = "deadpool"
+if TYPE_CHECKING:
+    from deadpool_megatron.comms.communicators import Communicators
+
+#: also what C++ reads as the name. It takes what a group called "gloo" has for an object of gloo's
+#: class, without a look at it (DistributedDataParallel, for the number of threads).
+BACKEND_NAME = "deadpool"
 #: tensors there have no data to send
 _NO_DATA = torch.device("meta")
 
-
-class Owner(Protocol):
-    """The listener to which a group tells of itself: its Communicators."""
-
-    def forget(self, group: ReconfigurableGroup) -> None:
-        """The group was destroyed by its user."""
+_c10d: Any = c10d
+_dist: Any = dist
 
 
 def show_stand_in(group: ProcessGroup, rank: int, size: int) -> None:
@@ -64,7 +75,7 @@ class ReconfigurableGroup(ProcessGroup):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Communicators,
         ranks: tuple[int, ...],
         rank: int,
         transport: str,
@@ -132,7 +143,7 @@ class ReconfigurableGroup(ProcessGroup):
         return len(self.ranks)
 
     def getBackendName(self) -> str:
-        return NAME_IN_CPP
+        return BACKEND_NAME
 
     def getGroupName(self) -> str:
         return self._name
@@ -225,3 +236,309 @@ def _forwarding(operation: str) -> Callable[..., Any]:
 
 for _operation in COMMUNICATION:
     setattr(ReconfigurableGroup, _operation, _forwarding(_operation))
+
+
+@dataclass
+class Entry:
+    """One call of init_process_group or new_group; ``group`` is None where we are no member."""
+
+    ranks: tuple[int, ...]
+    requested: str
+    description: str
+    group: ReconfigurableGroup | None
+
+
+class Installation:
+    """Everything that was replaced; ``remove`` puts it back."""
+
+    def __init__(self, host: Communicators) -> None:
+        self._host = host
+        self._requested = ""
+        self._undo: list[Callable[[], None]] = []
+        self._known: Iterator[Entry] | None = None
+        self._excepthook = sys.excepthook
+
+    def apply(self) -> None:
+        """Register the backend and wrap; not twice in one process."""
+        if BACKEND_NAME in dist.Backend.backend_list:
+            raise RuntimeError("the communication seam is installed already")
+        dist.Backend.register_backend(
+            BACKEND_NAME, self._create, extended_api=True, devices=["cpu", "cuda"]
+        )
+        self._undo.append(_unregister_backend)
+        init = self._wrap_init(_c10d.init_process_group)
+        self._replace(_c10d, "init_process_group", init)
+        self._replace(_dist, "init_process_group", init)
+        self._replace(_c10d, "_new_group_with_tag", self._wrap_new_group(_c10d._new_group_with_tag))
+        split = _wrap_split(_c10d.split_group)
+        # DeviceMesh has a copy.
+        for module in (_c10d, _dist, device_mesh):
+            self._replace(module, "split_group", split)
+        batch = _wrap_batch(_c10d.batch_isend_irecv)
+        self._replace(_c10d, "batch_isend_irecv", batch)
+        self._replace(_dist, "batch_isend_irecv", batch)
+        self._replace(_c10d, "_set_pg_timeout", _wrap_set_timeout(_c10d._set_pg_timeout))
+        if not hasattr(torch._C, "_nccl_version"):
+            # For a group named "nccl" c10d's error logger asks for NCCL's version, and a torch
+            # without NCCL then replaces the error by an AttributeError.
+            self._replace(torch.cuda.nccl, "version", lambda: (0, 0, 0))
+        for name, outcome in _DETACHED_OBJECTS.items():
+            wrapped = _wrap_objects(getattr(_c10d, name), outcome)
+            self._replace(_c10d, name, wrapped)
+            self._replace(_dist, name, wrapped)
+
+    def remove(self) -> None:
+        """Put everything back; groups that exist stay usable."""
+        while self._undo:
+            self._undo.pop()()
+        sys.excepthook = self._excepthook
+
+    @contextmanager
+    def answering(self, known: list[Entry]) -> Iterator[None]:
+        """Let new_group answer ``known`` groups, in order, instead of creating any."""
+        self._known = iter(known)
+        try:
+            yield
+        finally:
+            self._known = None
+
+    def _known_group(self, ranks: tuple[int, ...], requested: str, description: str) -> Any:
+        assert self._known is not None
+        entry = next(self._known, None)
+        wanted = (ranks, requested, description)
+        if entry is None or (entry.ranks, entry.requested, entry.description) != wanted:
+            raise RuntimeError(f"group {description or ranks} was not created before in this order")
+        return _c10d.GroupMember.NON_GROUP_MEMBER if entry.group is None else entry.group
+
+    def _replace(self, module: Any, name: str, value: Any) -> None:
+        old = getattr(module, name)
+        self._undo.append(lambda: setattr(module, name, old))
+        setattr(module, name, value)
+
+    def _create(self, given: Any, options: Any) -> ReconfigurableGroup:
+        """The creator that c10d calls; ``global_ranks_in_group`` is empty for WORLD."""
+        ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+        return self._host.make_group(
+            ranks, given.group_rank, self._requested, given.timeout, options
+        )
+
+    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            """As torch, but local: communicators come with Communicators.attach."""
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = given.arguments
+            requested = values["backend"] or self._host.default_backend
+            _complete_timeout(values, str(requested))
+            device = values["device_id"]
+            rank, size = values["rank"], values["world_size"]
+            values.update(
+                backend=BACKEND_NAME,
+                init_method=None,
+                # Nothing is ever exchanged through it.
+                store=HashStore(),
+                rank=int(os.environ["RANK"]) if rank < 0 else rank,
+                world_size=int(os.environ["WORLD_SIZE"]) if size < 0 else size,
+                device_id=None,
+            )
+            self._requested = str(requested)
+            with _no_store_barrier():
+                original(*given.args, **given.kwargs)
+            world = _c10d._get_default_group()
+            if device is not None:
+                world.bound_device_id = torch.device(device)
+            _restore_name(world, self._requested)
+            self._host.group_created(world.ranks, self._requested, "default_pg", world)
+
+        return init_process_group
+
+    def _wrap_new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def _new_group_with_tag(*args: Any, **kwargs: Any) -> Any:
+            world = _c10d._get_default_group()
+            if not isinstance(world, ReconfigurableGroup):
+                return original(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = given.arguments
+            requested = str(values["backend"] or world.requested)
+            ranks = values["ranks"]
+            if ranks is None:
+                members = world.ranks
+            else:
+                members = tuple(sorted(ranks) if values.get("sort_ranks", True) else ranks)
+            if self._known is not None:
+                return self._known_group(members, requested, values["group_desc"] or "")
+            _complete_timeout(values, requested)
+            values["backend"] = BACKEND_NAME
+            values["device_id"] = None
+            before = dict(_c10d._world.pg_map)
+            self._requested = requested
+            bound, world.bound_device_id = world.bound_device_id, None
+            try:
+                # With a bound device c10d would split the inner communicator of WORLD.
+                with _no_store_barrier():
+                    group = original(*given.args, **given.kwargs)
+            finally:
+                world.bound_device_id = bound
+            if isinstance(group, ReconfigurableGroup):
+                if group in before:  # an existing group with the same tag
+                    return group
+                group.bound_device_id = bound
+                _restore_name(group, requested)
+                made: ReconfigurableGroup | None = group
+            else:
+                made = None
+            try:
+                self._host.group_created(members, requested, values["group_desc"] or "", made)
+            except BaseException:
+                # The caller gets no group, and its peers may not have come to this call: in every
+                # later epoch they would be waited for in vain.
+                if made is not None:
+                    _c10d.destroy_process_group(made)
+                raise
+            return group
+
+        return _new_group_with_tag
+
+
+def _complete_timeout(values: dict[str, Any], requested: str) -> None:
+    """Give a group the default time-out of what was asked for: c10d knows that of NCCL by its name,
+    and takes ours for something else."""
+    if values["timeout"] is None and "nccl" in requested.lower():
+        # None in a torch without NCCL
+        values["timeout"] = getattr(_c10d, "default_pg_nccl_timeout", None)
+
+
+def _restore_name(group: ReconfigurableGroup, requested: str) -> None:
+    """Let dist.get_backend answer what was asked for: much code tests that string."""
+    _, store = _c10d._world.pg_map[group]
+    _c10d._world.pg_map[group] = (dist.Backend(requested), store)
+
+
+@contextmanager
+def _no_store_barrier() -> Iterator[None]:
+    """There are no peers in our local stores to meet."""
+    old = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
+    try:
+        yield
+    finally:
+        if old is not None:
+            os.environ["TORCH_DIST_INIT_BARRIER"] = old
+
+
+def _wrap_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        """As torch, by a call of new_group for each part: what is split is exchanged later."""
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        parent = values["parent_pg"] or _c10d._get_default_group()
+        if not isinstance(parent, ReconfigurableGroup):
+            return original(*args, **kwargs)
+        if not values["split_ranks"]:
+            raise ValueError("split_ranks cannot be None or empty")
+        mine = None
+        for part in values["split_ranks"]:
+            ranks = [parent.ranks[rank] for rank in part]
+            group = _c10d.new_group(
+                ranks,
+                values["timeout"],
+                values.get("backend") or parent.requested,
+                values["pg_options"] or copy.deepcopy(parent.options),
+                # So that it is named by its ranks, and called by those of the parent only.
+                use_local_synchronization=True,
+                group_desc=values["group_desc"],
+            )
+            mine = group if parent.rank() in part else mine
+        return mine
+
+    return split_group
+
+
+def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        """As torch, whose own test for coalescing (`type(group) is ProcessGroup`) fails for us.
+
+        Without it both neighbours of a pipeline send first, which deadlocks NCCL.
+        """
+        _c10d._check_p2p_op_list(p2p_op_list)
+        group = p2p_op_list[0].group or _c10d._get_default_group()
+        if not isinstance(group, ReconfigurableGroup) or not group.inner.coalesces:
+            answer: list[Any] = original(p2p_op_list)
+            return answer
+        device = p2p_op_list[0].tensor.device
+        group._start_coalescing(device)
+        try:
+            for op in p2p_op_list:
+                peer = "group_dst" if op.op is _c10d.isend else "group_src"
+                op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer})
+        finally:
+            work = group._end_coalescing(device)
+        return [work]
+
+    return batch_isend_irecv
+
+
+def _wrap_set_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        target = group or _c10d._get_default_group()
+        if isinstance(target, ReconfigurableGroup):
+            _c10d._check_valid_timeout(timeout)
+            target.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return _set_pg_timeout
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _first_received(values: dict[str, Any]) -> None:
+    sent = values["scatter_object_input_list"]
+    if sent:
+        values["scatter_object_output_list"][0] = sent[values["group"].rank()]
+
+
+#: object collectives that would unpickle an unfilled buffer where nothing was received
+_DETACHED_OBJECTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "broadcast_object_list": _nothing,
+    "recv_object_list": _nothing,
+    "scatter_object_list": _first_received,
+}
+
+
+def _wrap_objects(
+    original: Callable[..., Any], outcome: Callable[[dict[str, Any]], None]
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def object_collective(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        group = given.arguments.get("group") or _c10d._get_default_group()
+        if isinstance(group, ReconfigurableGroup) and group.inner.detached:
+            given.arguments["group"] = group
+            return outcome(given.arguments)
+        return original(*args, **kwargs)
+
+    object_collective.__name__ = original.__name__
+    object_collective.__doc__ = original.__doc__
+    return object_collective
+
+
+def _unregister_backend() -> None:
+    backend: Any = dist.Backend
+    backend.backend_list.remove(BACKEND_NAME)
+    backend._plugins.pop(BACKEND_NAME.upper(), None)
+    backend.backend_type_map.pop(BACKEND_NAME, None)
+    backend.backend_capability.pop(BACKEND_NAME, None)
+    if hasattr(backend, BACKEND_NAME.upper()):
+        delattr(backend, BACKEND_NAME.upper())

@@ -8,24 +8,13 @@ another's.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+from deadpool_megatron.comms.groups.group import Entry, ReconfigurableGroup
 
 _c10d: Any = c10d
-
-
-@dataclass
-class Entry:
-    """One call of init_process_group or new_group; ``group`` is None where we are no member."""
-
-    ranks: tuple[int, ...]
-    requested: str
-    description: str
-    group: ReconfigurableGroup | None
 
 
 class Roster:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import NoReturn, Protocol, runtime_checkable
 
 from deadpool_megatron.comms.in_flight import waiters
-from deadpool_megatron.comms.in_flight.stream_waits import StreamWaits
+from deadpool_megatron.comms.in_flight.device_time import StreamWaits
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
 from deadpool_megatron.comms.inner import (
     Begun,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from threading import get_ident
 from time import monotonic
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
-from deadpool_megatron.comms.inner import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.operations import POINT_TO_POINT, RECEIVES, tensors_in
+from deadpool_megatron.comms.inner import POINT_TO_POINT, RECEIVES, CommunicatorFault, EpochClosed
 from deadpool_megatron.platform.gathers import SeveralWorks, failure_of
 
 #: longest time in which a wait for a collective cannot notice a close; each slice that ends
@@ -399,3 +398,23 @@ def communication_failed(error: RuntimeError) -> bool:
     """
     text = str(error)
     return isinstance(error, dist.DistError | CommunicatorFault) or "/gloo/" in text
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples and dictionaries of an operation's arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def is_asynchronous(args: tuple[Any, ...], kwargs: Any) -> bool:
+    """True where the caller will wait later: what the options say, else assume so."""
+    options = kwargs.get("opts") if kwargs else None
+    if options is None and args:
+        options = args[-1]
+    return bool(getattr(options, "asyncOp", True))

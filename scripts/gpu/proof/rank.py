@@ -232,7 +232,7 @@ class Rank:
             raise RuntimeError(f"wrong message: {value_received} instead of {before}")
 
     def _resources(self) -> dict[str, int]:
-        from deadpool_megatron.comms.nccl.blocks import is_left_open
+        from deadpool_megatron.comms.nccl import is_left_open
 
         return {
             **resources(self._setup.device is Device.CUDA),

@@ -80,7 +80,7 @@ def _warm(task: Task) -> dict[str, Any]:
     import torch
 
     from deadpool_megatron.comms.communicators import fabric_of
-    from deadpool_megatron.comms.nccl.fabric import warm
+    from deadpool_megatron.comms.nccl import warm
 
     device = torch.device("cuda", 0) if task.is_on_gpu else torch.device("cpu")
     seconds: list[float] = []
@@ -142,7 +142,7 @@ def _slot(task: Task) -> dict[str, Any]:
 
 def _group_depth(task: Task) -> dict[str, Any]:
     """Whether a group of NCCL is open in this thread after all that: NCCL itself is asked."""
-    from deadpool_megatron.comms.nccl import blocks
+    from deadpool_megatron.comms import nccl as blocks
 
     is_open = blocks.is_left_open()
     task.expect(not is_open, "a group of NCCL was left open")

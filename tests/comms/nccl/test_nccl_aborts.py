@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import ErrorType
 
 from deadpool_megatron.cluster.link.store import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
-from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.in_flight.epoch import Progress
-from deadpool_megatron.comms.nccl.fabric import NcclFabric
+from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
+from deadpool_megatron.comms.nccl import NcclFabric
 from deadpool_megatron.hooks.probes import Standstill
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment

@@ -1,6 +1,6 @@
 """Blocks of coalesced operations come to their end, whenever their epoch is closed.
 
-One that is left half way makes its thread launch nothing any more (comms/nccl/blocks.py): that is
+One that is left half way makes its thread launch nothing any more (comms/nccl.py): that is
 found at the next attach of the fake, and would on a device be found by nobody.
 """
 
@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.nccl import blocks
-from deadpool_megatron.comms.nccl.blocks import Blocks
-from deadpool_megatron.comms.nccl.fabric import RINGS
+from deadpool_megatron.comms import nccl as blocks
+from deadpool_megatron.comms.nccl import RINGS, Blocks
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from fake_nccl.collected import FreedCommunicatorError

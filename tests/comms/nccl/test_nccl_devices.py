@@ -15,11 +15,10 @@ from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import Communicators, communicators
+from deadpool_megatron.comms import nccl as fabric
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec
-from deadpool_megatron.comms.nccl import fabric
-from deadpool_megatron.comms.nccl.blocks import Blocks
-from deadpool_megatron.comms.nccl.fabric import NcclGroup
+from deadpool_megatron.comms.nccl import Blocks, NcclGroup
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
 from fake_nccl import KIND

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.comms.in_flight.device_time import read_positions
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec, Position
-from deadpool_megatron.comms.nccl.device_progress import read_positions
-from deadpool_megatron.comms.nccl.fabric import NcclFabric
+from deadpool_megatron.comms.nccl import NcclFabric
 from fake_nccl import KIND
 from tests.common.waiting import wait_for
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks

@@ -56,19 +56,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store
 
 from deadpool_megatron.comms.gloo import GlooFabric, GlooGroup
+from deadpool_megatron.comms.in_flight.device_time import DeviceClock
 from deadpool_megatron.comms.in_flight.epoch import Epoch
-from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
-from deadpool_megatron.comms.in_flight.works import communication_failed
-from deadpool_megatron.comms.inner import GroupSpec
-from deadpool_megatron.comms.nccl.fabric import NcclFabric
-from deadpool_megatron.comms.operations import (
+from deadpool_megatron.comms.in_flight.works import (
+    communication_failed,
+    is_asynchronous,
+    tensors_in,
+)
+from deadpool_megatron.comms.inner import (
     COMMUNICATION,
     OPENS_A_GROUP,
     POINT_TO_POINT,
     SENDS,
-    is_asynchronous,
-    tensors_in,
+    GroupSpec,
 )
+from deadpool_megatron.comms.nccl import NcclFabric
 from deadpool_megatron.platform.gathers import SeveralWorks
 from fake_nccl.collected import FreedCommunicatorError, collected
 from fake_nccl.stream_order import StreamOrderError, enter_stream_order, order, unwatched

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deadpool_megatron.comms.operations import tensors_in
+from deadpool_megatron.comms.in_flight.works import tensors_in
 from deadpool_megatron.platform.base import CopyFailedError
 from fake_nccl.collected import collected
 

@@ -10,11 +10,24 @@ are made lazily need the store, so all are made before the first barrier, and a 
 to a device reuses its communicator for unbatched send and receive. A pair of ranks connects at its
 first message, in the host, which then waits for the peer: so neighbours in a pipeline exchange a
 byte as their group is made (collectives connect there with ``NCCL_RUNTIME_CONNECT=0``).
+
+An abort frees a communicator, whoever is in it. So whoever closes an epoch says so first, then
+waits until no thread is inside, then aborts; a thread says that it is inside first, and then looks
+whether the epoch is closed. In CPython one of the two sees the other, without a lock.
+
+From start to end of a coalescing block nothing may raise, either. NCCL counts the open blocks of
+each thread (group.cc, ncclGroupDepth). One that is left half way, as torch leaves one by an
+exception (``ProcessGroupNCCL::send``), stays open for ever: whatever the thread calls from then on
+is collected and never run, without an error, in every epoch to come, and its outputs are what lay
+in memory before. The end of a block goes through the communicators that were used in it, so none
+of them may be freed by an abort before that.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import functools
 import sys
 import threading
 import time
@@ -29,20 +42,30 @@ from torch._C._distributed_c10d import BarrierOptions, HashStore, Store
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
-from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
-from deadpool_megatron.comms.in_flight.waiters import WaiterPool
-from deadpool_megatron.comms.in_flight.works import StreamWork, book, communication_failed
-from deadpool_megatron.comms.inner import EpochClosed, Fabric, GroupSpec, InnerGroup, Position
-from deadpool_megatron.comms.nccl import blocks
-from deadpool_megatron.comms.nccl.blocks import Blocks
-from deadpool_megatron.comms.nccl.device_progress import (
+from deadpool_megatron.comms.in_flight.device_time import (
     CudaClock,
+    DeviceClock,
     Numbers,
     ask_recorder,
     read_positions,
 )
-from deadpool_megatron.comms.operations import OPENS_A_GROUP, POINT_TO_POINT, is_asynchronous
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
+from deadpool_megatron.comms.in_flight.waiters import WaiterPool
+from deadpool_megatron.comms.in_flight.works import (
+    StreamWork,
+    book,
+    communication_failed,
+    is_asynchronous,
+)
+from deadpool_megatron.comms.inner import (
+    OPENS_A_GROUP,
+    POINT_TO_POINT,
+    EpochClosed,
+    Fabric,
+    GroupSpec,
+    InnerGroup,
+    Position,
+)
 
 #: how Megatron calls the groups whose neighbours send to one another, all around with virtual
 #: stages, and TransformerEngine's attention over a context that is split
@@ -50,6 +73,87 @@ RINGS = ("PIPELINE_MODEL_PARALLEL_GROUP", "CONTEXT_PARALLEL_GROUP")
 _WARM_UP_ELEMENTS = 256
 _WARM_UP_SECONDS = 60.0
 _WARM_UP_DTYPES = (torch.float32, torch.bfloat16)
+#: a thread inside only enqueues: microseconds, unless it hangs in the driver
+LONGEST_SECONDS = 0.2
+_LOOK_SECONDS = 0.001
+_INVALID_USAGE = 5  # ncclInvalidUsage of nccl.h: no group is open on this thread
+
+
+class Blocks:
+    """The open blocks of all threads on the communicators of one epoch."""
+
+    def __init__(self, is_left_open: Callable[[], bool]) -> None:
+        """``is_left_open()``: whether the calling thread is in a group of NCCL that no block of
+        ours has opened."""
+        self._is_left_open = is_left_open
+        self._known: set[int] = set()
+        self._lost = ""
+        self._depths: dict[int, int] = {}
+        self._problems: dict[int, RuntimeError] = {}
+        self._closed = False
+        #: an abort could not wait for a thread any longer: it may be in what is freed, and collect
+        #: for ever
+        self.cut = False
+
+    def lose(self, operation: str) -> None:
+        """An exception of NCCL has left ``operation``: the group that it had opened stays open."""
+        self._lost = self._lost or f"{operation} failed in a group of NCCL, and left it open"
+
+    def begin(self, operation: str) -> str:
+        """Have NCCL asked before the first operation of a thread. Returns why the process must be
+        replaced; empty when it need not be."""
+        if get_ident() not in self._known:
+            self._known.add(get_ident())
+            self.ruin()
+        return self._lost
+
+    def ruin(self) -> str:
+        """Return why a thread of this process launches nothing any more, the calling one by NCCL's
+        own word; empty while all do."""
+        if self.cut:
+            return "a thread was stuck in an operation of NCCL, or in a block of them"
+        if not self.is_open_here() and self._is_left_open():
+            self.lose("something unknown")
+        return self._lost
+
+    def enter(self) -> bool:
+        """Open a block on the calling thread; False once the blocks are closed: nothing is open."""
+        ident = get_ident()
+        depth = self._depths.get(ident, 0)
+        self._depths[ident] = depth + 1
+        if self._closed and not depth:
+            del self._depths[ident]
+            return False
+        return True
+
+    def is_open_here(self) -> bool:
+        """Return whether the calling thread is in a block, so that nothing may raise."""
+        return get_ident() in self._depths
+
+    def keep(self, problem: RuntimeError) -> None:
+        """Keep an error of an operation in the block until the end; the first one counts."""
+        self._problems.setdefault(get_ident(), problem)
+
+    def leave(self) -> RuntimeError | None:
+        """The innermost block of the calling thread has ended. Returns what was kept, if it was
+        the outermost as well."""
+        ident = get_ident()
+        depth = self._depths.get(ident, 1) - 1
+        if depth:
+            self._depths[ident] = depth
+            return None
+        problem = self._problems.pop(ident, None)
+        self._depths.pop(ident, None)
+        return problem
+
+    def close(self, seconds: float, is_inside: Callable[[], bool]) -> None:
+        """Let no block begin, and wait until none is open and ``is_inside()`` no thread; after
+        ``seconds`` they are cut."""
+        self._closed = True
+        until = time.monotonic() + seconds
+        while not self.cut and (self._depths or is_inside()):
+            self.cut = time.monotonic() >= until
+            time.sleep(_LOOK_SECONDS)
 
 
 class NcclFabric(Fabric):
@@ -72,7 +176,7 @@ class NcclFabric(Fabric):
 
     def _is_left_open(self) -> bool:
         """Return whether the calling thread is in a group of NCCL that nobody will end."""
-        return blocks.is_left_open()
+        return is_left_open()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
         # torch numbers them as they are made; only their connecting takes time.
@@ -153,7 +257,7 @@ class NcclFabric(Fabric):
         # All together get the time that a drain has; they go on by themselves afterwards.
         drain_seconds = self._epoch.limits.drain_seconds
         until = time.monotonic() + drain_seconds
-        patience = drain_seconds if self._epoch.in_first_step else blocks.LONGEST_SECONDS
+        patience = drain_seconds if self._epoch.in_first_step else LONGEST_SECONDS
         self._blocks.close(patience, self._is_inside)
         with self._lock:
             backends, self._backends = self._backends, []
@@ -445,3 +549,21 @@ def _warm_up_operations(device: torch.device) -> Iterator[tuple[str, tuple[Any, 
         yield "_reduce_scatter_base", (other, one)
         yield "alltoall_base", (other, one, [], [])
     yield "barrier", ()
+
+
+@functools.cache
+def _group_end() -> Callable[[], int] | None:
+    """``ncclGroupEnd`` of the library that torch has loaded; None where it is part of torch's."""
+    try:
+        function: Callable[[], int] = ctypes.CDLL("libnccl.so.2").ncclGroupEnd
+    except (OSError, AttributeError):
+        return None
+    return function
+
+
+def is_left_open() -> bool:
+    """Ask NCCL whether the calling thread, in no group that it knows of, is in one. Needs no
+    device.
+    """
+    end = _group_end()
+    return end is not None and end() != _INVALID_USAGE
