@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
@@ -96,7 +96,7 @@ class Settings:
         " asked when a node joins, each minute, training or not, and after a device error",
     )
     notify: str = _setting(
-        "", "URL that is told of a failure, a recovery, a wait, the end: a POST, or by apprise"
+        "", "URL that is told of a failure, a recovery, a wait, the end, by a POST"
     )
     on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
     bad_node_command: str = _setting(
@@ -275,61 +275,43 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for entry in dataclasses.fields(self):
-            if getattr(self, entry.name) is None:
-                object.__setattr__(self, entry.name, self._followed(entry))
-            value = getattr(self, entry.name)
-            if entry.name.endswith("_seconds") and not 0 < value <= LONGEST_SECONDS:
-                raise SettingsError(
-                    f"{flag_name(entry.name)} must be above 0 and at most {LONGEST_SECONDS:.0f}"
-                    f" (11 days), got {value:g}"
-                )
-        for name, least in _LEAST.items():
-            if (count := getattr(self, name)) < least:
-                raise SettingsError(f"{flag_name(name)} must be at least {least}, got {count}")
-        for name, allowed in _CHOICES.items():
-            given = getattr(self, name)
-            if given not in allowed and not (name == "communicator" and is_played(given)):
-                raise SettingsError(
-                    f"{flag_name(name)} must be one of {', '.join(allowed)}, got {given!r}"
-                )
-        if self.notify and not _URL.fullmatch(self.notify):
-            raise SettingsError("--deadpool-notify must be a URL, of https or of apprise")
+        for name, entry in FIELDS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self._followed(entry))
+            self._check(name)
         if self.health_command and self.check == "off":
             raise SettingsError(
                 "--deadpool-health-command is a part of what nodes are judged by:"
                 " --deadpool-check must not be off"
             )
-        if not 0 < (part := self.link_share) <= 1:
+        if self.protection == "recompute" and self.cadence not in ("auto", "1"):
             raise SettingsError(
-                f"{flag_name('link_share')} must be above 0 and at most 1, got {part}"
+                "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
+                f" gradients of every iteration, got {self.cadence}"
             )
-        for name, (least, most) in _RANGES.items():
-            if not least <= (given := getattr(self, name)) <= most:
+        # Each limit must be longer than what has to fit in it, or an inner wait never reports.
+        for shorter, longer, factor, reason in _LADDER:
+            low, high = getattr(self, shorter), getattr(self, longer)
+            if low * factor > high:
                 raise SettingsError(
-                    f"{flag_name(name)} must be between {least} and {most}, got {given}"
+                    f"{flag_name(longer)} ({high:g} s) must be at least {factor:g} times"
+                    f" {flag_name(shorter)} ({low:g} s): {reason}"
                 )
-        if not _CPUS.fullmatch(self.vault_cpus):
-            raise SettingsError(
-                f"{flag_name('vault_cpus')} must be a list like 0-3,8, or auto, or empty,"
-                f" got {self.vault_cpus!r}"
-            )
-        self._check_cadence()
-        if not self.slow_factor > 1:
-            raise SettingsError(
-                f"{flag_name('slow_factor')} must be above 1, got {self.slow_factor}"
-            )
-        if not _JOURNAL.fullmatch(self.journal):
-            raise SettingsError(
-                "--deadpool-journal must be directory or etcd://HOST:PORT,HOST:PORT/PREFIX,"
-                f" got {self.journal!r}"
-            )
-        if self.persist_directory and not Path(self.persist_directory).is_absolute():
-            raise SettingsError(
-                "--deadpool-persist-directory must be an absolute path (every node writes to it),"
-                f" got {self.persist_directory!r}"
-            )
-        self._check_ladder()
+
+    def _check(self, name: str) -> None:
+        """Refuse a value that is not one by itself."""
+        given, wanted = getattr(self, name), ""
+        if (limits := _ABOVE.get(name)) and not limits[0] < given <= limits[1]:
+            wanted = "above {} and at most {:.0f}".format(*limits)
+        if (limits := _RANGES.get(name)) and not limits[0] <= given <= limits[1]:
+            text = "at least {}" if limits[1] == math.inf else "between {} and {}"
+            wanted = text.format(*limits)
+        if (form := _FORMS.get(name)) and not re.fullmatch(form[0], given):
+            wanted = form[1]
+        if wanted:
+            # A URL may be a secret.
+            got = "" if name == "notify" else f", got {given!r}"
+            raise SettingsError(f"{flag_name(name)} must be {wanted}{got}")
 
     def _followed(self, entry: dataclasses.Field[Any]) -> float:
         """Return what a limit is by itself. Where nothing is set it is exactly the usual one."""
@@ -338,29 +320,6 @@ class Settings:
             value *= getattr(self, of) / usual(FIELDS[of], self.communicator)
         least = entry.metadata.get("least")
         return max(value, getattr(self, least)) if least else value
-
-    def _check_cadence(self) -> None:
-        known = re.fullmatch(r"[0-9]{1,4}", self.cadence)
-        if self.cadence != "auto" and not (known and 1 <= int(self.cadence) <= LONGEST_CADENCE):
-            raise SettingsError(
-                f"--deadpool-cadence must be auto or a number from 1 to {LONGEST_CADENCE},"
-                f" got {self.cadence!r}"
-            )
-        if self.protection == "recompute" and self.cadence not in ("auto", "1"):
-            raise SettingsError(
-                "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
-                f" gradients of every iteration, got {self.cadence}"
-            )
-
-    def _check_ladder(self) -> None:
-        """Each limit must be longer than what has to fit in it, or an inner wait never reports."""
-        for shorter, longer, factor, reason in _LADDER:
-            low, high = getattr(self, shorter), getattr(self, longer)
-            if low * factor > high:
-                raise SettingsError(
-                    f"{flag_name(longer)} ({high:g} s) must be at least {factor:g} times"
-                    f" {flag_name(shorter)} ({low:g} s): {reason}"
-                )
 
     @property
     def drain_seconds(self) -> float:
@@ -415,38 +374,56 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = {
     entry.name: entry for entry in dataclasses.fields(Settings)
 }
 
+# The kernel counts what it waits for in milliseconds, as int.
+LONGEST_SECONDS = 1e6
+LONGEST_CADENCE = 1000
+#: by name: more than the first, up to the second
+_ABOVE: Mapping[str, tuple[float, float]] = {
+    **{name: (0, LONGEST_SECONDS) for name in FIELDS if name.endswith("_seconds")},
+    "link_share": (0, 1),
+    "slow_factor": (1, 1e9),
+}
+_COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_interval", "persist_keep")
+_SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
+_RANGES: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys((*_COUNTS, "restarts_in_place"), (0, math.inf)),
+    **dict.fromkeys(("replicas", "node_crashes"), (1, math.inf)),
+    **dict.fromkeys(("parity_group", "full_every"), (2, math.inf)),
+    **dict.fromkeys(_SIZES, (0, 10**9)),
+    "dscp": (0, 63),
+    "vault_nice": (0, 19),
+    "chunk_bytes": (4096, 1 << 30),
+}
+_PLAYED = r"[\w.]+:\w+"
+_ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
+_CPUS = r"\d+(?:-\d+)?"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
     "check": ("off", "facts"),
-    "communicator": ("auto", "gloo", "nccl"),
     "rebuild": ("auto", "one-by-one", "side-by-side", "split"),
     "start_method": ("auto", "fork", "exec"),
     "divergence": ("auto", "stop", "report"),
     "evict_slow": ("off", "on"),
     "nonfinite": ("stop", "rollback", "ignore"),
     "link_gaps": ("on", "off"),
+    "numa": ("auto", "off"),
 }
-_COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_interval", "persist_keep")
-_LEAST: Mapping[str, int] = {
-    **dict.fromkeys((*_COUNTS, "restarts_in_place"), 0),
-    **dict.fromkeys(("replicas", "node_crashes"), 1),
-    **dict.fromkeys(("parity_group", "full_every"), 2),
+#: by name: what the whole text has to match, and that in words
+_FORMS: Mapping[str, tuple[str, str]] = {
+    **{name: ("|".join(words), f"one of {', '.join(words)}") for name, words in _CHOICES.items()},
+    "communicator": (rf"auto|gloo|nccl|{_PLAYED}", "one of auto, gloo, nccl"),
+    "cadence": (
+        rf"auto|[1-9][0-9]{{0,2}}|{LONGEST_CADENCE}",
+        f"auto or a number from 1 to {LONGEST_CADENCE}",
+    ),
+    "notify": (r"(?:https?://[^/\s]\S*)?", "a URL of http or https"),
+    "vault_cpus": (rf"(?:auto|{_CPUS}(?:,{_CPUS})*)?", "a list like 0-3,8, or auto, or empty"),
+    "journal": (
+        rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*",
+        "directory or etcd://HOST:PORT,HOST:PORT/PREFIX",
+    ),
+    "persist_directory": (r"(?s:/.*)?", "an absolute path (every node writes to it)"),
 }
-_SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
-_RANGES: Mapping[str, tuple[int, int]] = {
-    **dict.fromkeys(_SIZES, (0, 10**9)),
-    "dscp": (0, 63),
-    "vault_nice": (0, 19),
-    "chunk_bytes": (4096, 1 << 30),
-}
-# The kernel counts what it waits for in milliseconds, as int.
-LONGEST_SECONDS = 1e6
-_CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
-LONGEST_CADENCE = 1000
-_URL = re.compile(r"https?://[^/\s]\S*|(?!https?:)[A-Za-z][A-Za-z0-9+.-]*://\S+")
-_PLAYED = re.compile(r"[\w.]+:\w+")
-_ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
-_JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 
 # (inner limit, outer limit, factor, why the outer one has to be longer)
 _LADDER: tuple[tuple[str, str, float, str], ...] = (
@@ -467,7 +444,7 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
 
 def is_played(communicator: str) -> bool:
     """Return whether it is MODULE:FACTORY, which tests give for what plays NCCL."""
-    return _PLAYED.fullmatch(communicator) is not None
+    return re.fullmatch(_PLAYED, communicator) is not None
 
 
 def usual(entry: dataclasses.Field[Any], communicator: str) -> Any:

@@ -1,5 +1,4 @@
-"""Tells people elsewhere what happens: a POST of JSON to a URL, one of the services that apprise
-knows, and a command of the user's.
+"""Tells people elsewhere what happens: a POST of JSON to a URL, and a command.
 
 Nothing waits for any of them. Each has a thread and a short queue of its own; what comes while the
 queue is full takes the place of the oldest. When an outlet begins to fail there is one warning, and
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import logging
 import os
 import threading
 import time
@@ -88,11 +86,9 @@ class Notices:
     def __init__(self, run_id: str, url: str, command: str, warn: Callable[[str], None]) -> None:
         self._run_id, self._outlets = run_id, list[Outlet]()
         if url:
-            told = partial(post if is_web_address(url) else tell_by_apprise, url)
-            self._outlets.append(Outlet("--deadpool-notify", told, warn))
+            self._outlets.append(Outlet("--deadpool-notify", partial(post, url), warn))
         if command:
-            told = partial(_tell, command)
-            self._outlets.append(Outlet("--deadpool-on-event", told, warn))
+            self._outlets.append(Outlet("--deadpool-on-event", partial(_tell, command), warn))
 
     def note(self, event: Event) -> None:
         """Tell of an event that somebody elsewhere should hear of. Does not block."""
@@ -143,36 +139,6 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
     except (ValueError, http.client.HTTPException) as error:
         why = type(error).__name__
     raise OSError(why)
-
-
-def is_web_address(url: str) -> bool:
-    """Return whether notices go there as a POST; what is none is a URL of apprise's."""
-    return url.partition("://")[0].lower() in ("http", "https")
-
-
-def complaint_of_apprise(url: str) -> str:
-    """Returns why apprise cannot tell notices to this URL, which may be a secret and is not named;
-    empty when it can.
-    """
-    kind = url.partition("://")[0]
-    try:
-        from apprise import Apprise
-    except ImportError:
-        return f"{kind}:// needs apprise: pip install 'deadpool-megatron[apprise]'"
-    return "" if Apprise.instantiate(url) else f"apprise takes no such {kind}:// URL"
-
-
-def tell_by_apprise(url: str, notice: Mapping[str, Any]) -> None:
-    """Tell the text of a notice. Raises OSError; the URL is not in its text."""
-    if complaint := complaint_of_apprise(url):
-        raise OSError(complaint)
-    from apprise import Apprise
-
-    logging.getLogger("apprise").disabled = True  # it may print the URL
-    service = Apprise()
-    service.add(url)
-    if not service.notify(body=str(notice["text"])):
-        raise OSError("apprise could not deliver it")
 
 
 def call(command: str, notice: Mapping[str, Any], variables: Mapping[str, str]) -> None:

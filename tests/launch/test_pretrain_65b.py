@@ -101,8 +101,8 @@ def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
         raise CommandError("as far as the test goes")
 
     monkeypatch.setattr(agent.checks, "check_shared_memory", stop)
-    monkeypatch.setattr(agent, "decided", lambda communicator, *_: communicator)
-    monkeypatch.setattr(agent, "check_agreed", lambda *_: None)
+    monkeypatch.setattr(agent.checks, "decided", lambda communicator, *_: communicator)
+    monkeypatch.setattr(agent.checks, "check_agreed", lambda *_: None)
     for name, value in task.environment.items():
         if name.startswith("SLURM_"):
             monkeypatch.setenv(name, value)

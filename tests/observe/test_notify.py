@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start.checks import check_notify
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe import notify
-from deadpool_megatron.settings import Settings
 from tests.common.waiting import wait_for
 
 CLOSED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost", "cause": "node 3: gone"})
@@ -98,31 +94,6 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path: Path
     given = [json.loads(line) for line in (tmp_path / "told.json").read_text().splitlines()]
     assert given == server.told
     assert warned == []
-
-
-def test_another_kind_of_url_goes_through_apprise(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """By the real library, to a service that it knows: json:// posts what it makes of the text."""
-    pytest.importorskip("apprise", reason="apprise is not installed: an extra")
-    warned: list[str] = []
-    with serving() as (server, url):
-        tellers = notify.Notices("r1", url.replace("http:", "json:"), "", warned.append)
-        tellers.note(CLOSED)
-        flush(tellers)
-        assert (len(server.told), warned) == (1, [])
-        server.status = 500
-        tellers.note(ENDED)
-        flush(tellers)
-    assert len(warned) == 1
-    assert "s3cret" not in warned[0]
-    assert capfd.readouterr() == ("", ""), "its log may have the URL"
-    with pytest.raises(CommandError, match="nosuch://"):
-        check_notify(Settings(notify="nosuch://s3cret"))
-    monkeypatch.setitem(sys.modules, "apprise", None)
-    with pytest.raises(CommandError, match="apprise"):
-        check_notify(Settings(notify="tgram://s3cret"))
-    check_notify(Settings(notify="https://s3cret"))
 
 
 def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(

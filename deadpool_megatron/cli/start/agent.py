@@ -349,7 +349,6 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         others = Others(run, agents, args.node_id, settings.connect_seconds)
         restore = resume_point(RunDirectory(args.resume), args, others)
     info = replace(make_info(args, settings, restore), check_only=args.check_only)
-    checks.check_notify(settings)
     checks.check_sizes(info)
     checks.read_domains(settings)
     checks.check_journal(run, info)

@@ -32,7 +32,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import first_plan, losses_survived
 from deadpool_megatron.layout.sizing import refusal
-from deadpool_megatron.observe.notify import complaint_of_apprise, is_web_address
 from deadpool_megatron.preflight.host import VISIBLE, available_memory, visible_gpus
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
@@ -75,13 +74,6 @@ def check_host_is_not_bad(run: RunDirectory, info: RunInfo) -> None:
         return
     if noted := noted_against(socket.gethostname(), run.path.parent, info.run_id):
         raise CommandError(f"this host is left out: {noted}")
-
-
-def check_notify(settings: Settings) -> None:
-    """Found now, not when there is something to tell."""
-    url = settings.notify
-    if url and not is_web_address(url) and (complaint := complaint_of_apprise(url)):
-        raise CommandError(f"--deadpool-notify: {complaint}")
 
 
 def check_sizes(info: RunInfo) -> None:

@@ -141,7 +141,6 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     # Refused here, or it would be in a standby.
     address = local_address(settings.interface)
     listen(address, args.port).close()
-    checks.check_notify(settings)
     checks.check_modules(modules)
     checks.check_memory(info)
     if args.refill < 0:
