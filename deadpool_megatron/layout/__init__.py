@@ -5,7 +5,6 @@ part_kinds     what the parts of a generation are, by their names
 meanings       what the bytes of a role mean, in words
 group_names    the name of one group of roles, for people
 history        what a coordinator that takes over must know of the run so far
-inventories    what a node holds, on the wire
 planner        what is restored from where, who plays which role, the kept line
 schemes        how state is protected, and the plan of an epoch
 cadence        which iterations are protected

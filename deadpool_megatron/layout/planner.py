@@ -7,13 +7,13 @@ each role's newest, is the consistency rule of coordinated checkpointing (Chandy
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.inventories import usual_layouts
 from deadpool_megatron.layout.part_kinds import (
     BOUNDARIES,
     SUMS_PART,
@@ -396,3 +396,18 @@ def _as_chain(generations: list[Generation]) -> _Chain | None:
 
 def _is_on(seat: Seat | None, node: int) -> bool:
     return seat is not None and seat.node == node
+
+
+def usual_layouts(roles: set[int], inventories: Iterable[Inventory]) -> dict[int, RoleLayout]:
+    """The layout of each role that most nodes name; layouts of copies travel with the copies."""
+    found: dict[int, list[RoleLayout]] = {}
+    if roles:
+        for layout in (layout for inventory in inventories for layout in inventory.layouts):
+            if layout.role in roles:
+                found.setdefault(layout.role, []).append(layout)
+    return {role: _most_named(layouts) for role, layouts in found.items()}
+
+
+def _most_named(layouts: list[RoleLayout]) -> RoleLayout:
+    counts = Counter(layout.layout_hash for layout in layouts)
+    return max(layouts, key=lambda one: (counts[one.layout_hash], one.layout_hash))

@@ -6,8 +6,8 @@ behaviour beyond their own encoding. Words are those of docs/design: role, node,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -163,6 +163,36 @@ class Inventory:
     epoch: int
     holdings: tuple[Holding, ...] = ()
     layouts: tuple[RoleLayout, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "node": self.node,
+            "epoch": self.epoch,
+            "holdings": [holding.to_dict() for holding in self.holdings],
+            "layouts": [layout.to_dict() for layout in self.layouts],
+        }
+
+    @staticmethod
+    def from_dict(
+        values: Mapping[str, Any], known: Mapping[int, RoleLayout] | None = None
+    ) -> Inventory:
+        """Inverse of :meth:`to_dict`. ``known``: layouts by role, taken where the hash is equal.
+        Raises KeyError, TypeError or ValueError for garbage.
+        """
+
+        def layout(one: Mapping[str, Any]) -> RoleLayout:
+            same = (known or {}).get(one["role"])
+            if same is not None and same.layout_hash == one["layout_hash"]:
+                return same
+            return RoleLayout.from_dict(one)
+
+        return Inventory(
+            int(values["node"]),
+            int(values["epoch"]),
+            tuple(Holding.from_dict(one) for one in values["holdings"]),
+            tuple(layout(one) for one in values["layouts"]),
+        )
 
 
 @dataclass(frozen=True, order=True)
@@ -381,6 +411,13 @@ class Restore:
     path: str = ""
     sources: Mapping[int, Mapping[str, tuple[Source, ...]]] = field(default_factory=dict)
     recipes: Mapping[int, Recipe] = field(default_factory=dict)
+
+    def of_roles(self, roles: Collection[int]) -> Restore:
+        """The same with the sources and recipes of these roles only: nobody reads those of
+        others."""
+        sources = {role: self.sources[role] for role in roles if role in self.sources}
+        recipes = {role: self.recipes[role] for role in roles if role in self.recipes}
+        return replace(self, sources=sources, recipes=recipes)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.events import Event
-from deadpool_megatron.layout.inventories import unpack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
@@ -63,7 +62,7 @@ class VaultControl:
 
     async def inventory(self, deadline_seconds: float) -> Inventory:
         """Return what this node can produce; only after :meth:`close_epoch`."""
-        return unpack_inventory(await self._order("inventory", deadline_seconds))
+        return Inventory.from_dict(await self._order("inventory", deadline_seconds))
 
     async def adopt(self, record: EpochRecord, deadline_seconds: float) -> None:
         """Open the record's epoch; restoring and re-protection continue in the background."""

@@ -27,7 +27,6 @@ from typing import Any
 from deadpool_megatron import ownership
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
-from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
@@ -183,7 +182,7 @@ class Vault:
         kind, number = str(message.get("t")), message.get("id")
         orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "close": lambda m: self.close_epoch(int(m["epoch"])),
-            "inventory": lambda _: pack_inventory(self._state.inventory()),
+            "inventory": lambda _: self._state.inventory().to_dict(),
             "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
             "status": lambda _: self.status(),
             "dump": self._dump,

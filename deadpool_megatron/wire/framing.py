@@ -1,7 +1,8 @@
 """Length-prefixed JSON frames over a stream socket, for blocking sockets and for asyncio.
 
-Frame: magic ``DPM2`` (4 bytes), length of the JSON text (4 bytes, big endian), JSON object (UTF-8).
-The magic changes with the form of frames and records, so that versions do not talk past each other.
+Frame: magic ``DPM3`` (4 bytes), length of the body (4 bytes, big endian), body: a JSON object
+(UTF-8), a long one compressed. The magic changes with the form of frames and records, so that
+versions do not talk past each other.
 Bulk bytes follow a frame outside of it; the frame's ``nbytes`` says how many (see vault/).
 
 Waits for a descriptor use poll(): ``select.select`` refuses numbers above 1023, and a training
@@ -18,13 +19,16 @@ import math
 import select
 import socket
 import struct
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAGIC = b"DPM2"
+MAGIC = b"DPM3"
 _HEADER = struct.Struct(">4sI")
 HEADER_BYTES = _HEADER.size
 MAXIMUM_FRAME_BYTES = 32 << 20
+_COMPRESSED_FROM_BYTES = 16 << 10
+_COMPRESSED = b"x"  # how zlib begins, and JSON never does
 # So many keys, with what is in them, take a few milliseconds.
 _KEYS_AT_ONCE = 256
 # Of an object that may hold large ones.
@@ -59,6 +63,8 @@ def frame(text: str) -> bytes:
     body = text.encode()
     if len(body) > MAXIMUM_FRAME_BYTES:
         raise WireError(f"message of {len(body)} bytes is over {MAXIMUM_FRAME_BYTES}")
+    if len(body) >= _COMPRESSED_FROM_BYTES:
+        body = zlib.compress(body, 1)
     return _HEADER.pack(MAGIC, len(body)) + body
 
 
@@ -84,7 +90,7 @@ def _short(value: object) -> str:
 
 
 def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
-    """Length of the JSON text. Raises OtherVersion, or WireError for who is no deadpool at all and
+    """Length of the body. Raises OtherVersion, or WireError for who is no deadpool at all and
     for an oversized frame.
     """
     magic, length = _HEADER.unpack(header)
@@ -98,11 +104,16 @@ def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
     return int(length)
 
 
-def decode_body(body: bytes) -> dict[str, Any]:
+def decode_body(body: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> dict[str, Any]:
     """The JSON object of a frame. Raises WireError for anything else."""
     try:
+        if body.startswith(_COMPRESSED):
+            unpacker = zlib.decompressobj()
+            body = unpacker.decompress(body, limit_bytes)
+            if not unpacker.eof:
+                raise WireError(f"frame is cut, or unpacks to more than {limit_bytes} bytes")
         message = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, zlib.error) as error:
         raise WireError(f"frame is not JSON: {error}") from error
     if not isinstance(message, dict):
         raise WireError("frame is not a JSON object")
@@ -125,7 +136,7 @@ class FrameBuffer:
             end = HEADER_BYTES + length
             if len(self._bytes) < end:
                 break
-            messages.append(decode_body(bytes(self._bytes[HEADER_BYTES:end])))
+            messages.append(decode_body(bytes(self._bytes[HEADER_BYTES:end]), self._limit_bytes))
             del self._bytes[:end]
         return messages
 
@@ -141,7 +152,7 @@ def receive(connection: socket.socket, limit_bytes: int = MAXIMUM_FRAME_BYTES) -
     Raises ConnectionClosed at end of stream and WireError for garbage.
     """
     length = decode_header(_receive_exactly(connection, HEADER_BYTES), limit_bytes)
-    return decode_body(_receive_exactly(connection, length))
+    return decode_body(_receive_exactly(connection, length), limit_bytes)
 
 
 def receive_into(
@@ -178,7 +189,7 @@ async def read_frame(
         raise kind("connection closed") from error
     length = decode_header(header, limit_bytes)
     try:
-        return decode_body(await reader.readexactly(length))
+        return decode_body(await reader.readexactly(length), limit_bytes)
     except asyncio.IncompleteReadError as error:
         raise ConnectionCut("connection closed") from error
 

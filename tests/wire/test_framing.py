@@ -143,8 +143,18 @@ def test_every_reader_gets_the_same_out_of_any_bytes(data: bytes, cuts: list[int
         assert isinstance(message, dict)
 
 
+def test_a_long_message_goes_compressed_and_no_further_than_the_limit() -> None:
+    message = {"t": "record", "seats": [[role // 8, role % 8, 0] for role in range(4000)]}
+    data = framing.encode(message)
+    assert len(data) < 10_000
+    assert FrameBuffer().feed(data) == [message]
+    for body in (data[framing.HEADER_BYTES :], data[framing.HEADER_BYTES : -9]):
+        with pytest.raises(WireError, match="unpacks to more than 20000 bytes"):
+            framing.decode_body(body, 20_000)
+
+
 @settings(max_examples=100)
-@given(st.binary(max_size=200))
+@given(st.binary(max_size=200) | st.binary(max_size=200).map(lambda body: b"x" + body))
 def test_a_body_is_an_object_or_refused(body: bytes) -> None:
     try:
         assert isinstance(framing.decode_body(body), dict)

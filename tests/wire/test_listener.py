@@ -138,7 +138,7 @@ async def test_who_speaks_another_version_hears_so() -> None:
         writer.close()
         await inside.until(lambda: inside.refusals)
     (why,) = inside.refusals
-    assert "the other end speaks 'DPM1', this one 'DPM2': install one version" in why
+    assert "the other end speaks 'DPM1', this one 'DPM3': install one version" in why
 
 
 async def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,6 @@ from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKee
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
-from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.link.store import StoreRelay
 from deadpool_megatron.cluster.process.children import Ending, patiently, start_child
 from deadpool_megatron.cluster.process.fork_server import Starter, StartError
@@ -45,8 +45,7 @@ from deadpool_megatron.cluster.process.logs import Files, LocalLogs
 from deadpool_megatron.cluster.process.posix import Orphans
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, held_names
-from deadpool_megatron.layout.inventories import pack_inventory
-from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
+from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.vault.disk.dump import incarnations
 from deadpool_megatron.vault.errors import VaultError
@@ -66,10 +65,10 @@ class Agent:
         self._found = found  # in memory, before this agent's first vault
         self._node, self._segments = options.node, options.segments
         self._settings = options.info.settings
-        self._records = RecordKeeper()
         self._record: EpochRecord | None = None
         # What members are told; a node that joined late is in no record yet.
         self._shown: EpochRecord | None = None
+        self._restore = Restore("initial", Generation(0, 0))
         self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
         self._own_boot = secrets.token_hex(8)  # pids do not tell agents in containers apart
@@ -173,10 +172,10 @@ class Agent:
             "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
             "epoch": 0 if self._record is None else self._record.epoch,
-            "told": self._records.epoch,
+            "told": 0 if self._shown is None else self._shown.epoch,
             "closed": self._closed,
             "restored": self._members.restored(),
-            "found": pack_inventory(self._found) if self._found and not self._record else None,
+            "found": self._found.to_dict() if self._found and not self._record else None,
             "facts": self._examiner.told(),
         }
 
@@ -188,8 +187,11 @@ class Agent:
             self._orders.put_nowait(self._start(message))
         elif kind == "close":
             self._order_close(int(message["epoch"]), str(message["cause"]))
+        elif kind == "restore":  # of the record that follows, for this node
+            self._restore = Restore.from_dict(message["restore"])
         elif kind == "record":
-            self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
+            record = EpochRecord.from_dict(message["record"])
+            self._orders.put_nowait(self._adopt(replace(record, restore=self._restore)))
         elif kind == "store":
             self._store.from_coordinator(message)
         elif kind == "dump":
@@ -220,14 +222,9 @@ class Agent:
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
         self._store.repeat()
-        told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
             self._order_close(closed, str(message.get("cause", "")))
-        if told is not None:
-            record = self._records.take(told)
-            if record.epoch > closed:
-                self._orders.put_nowait(self._adopt(record))
 
     async def _work(self) -> None:
         """Orders one after the other: a close never overtakes the record it closes."""
@@ -273,7 +270,7 @@ class Agent:
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
         await self._wait_drained(epoch)
-        self._inventory = pack_inventory(await self._vault.inventory(epoch))
+        self._inventory = (await self._vault.inventory(epoch)).to_dict()
         failpoints.hit("agent.inventory", epoch=epoch)
         self._tell_inventory(epoch)
 

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.succession import CoordinatorOptions
 from deadpool_megatron.cluster.link.pacing import beat_seconds, repeat_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
-from deadpool_megatron.cluster.link.record_delta import RecordTeller
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.wire import framing
+
+
+class Told:
+    """A record as agents are told it: one frame, the same for all of them, and the sources of its
+    own roles to each. The history of the run is the journal's alone.
+    """
+
+    def __init__(self, record: EpochRecord) -> None:
+        self.record = record
+        common = replace(record, restore=record.restore.of_roles(()), history=History())
+        message = {"t": "record", "record": common.to_dict()}
+        self._common = framing.frame(framing.dumps_in_parts(message))
+        self._roles: dict[int, list[int]] = {}
+        for role, seat in record.seats.items():
+            self._roles.setdefault(seat.node, []).append(role)
+
+    def to(self, node: int) -> bytes:
+        """The frames for a node."""
+        restore = self.record.restore.of_roles(self._roles.get(node, ()))
+        return framing.encode({"t": "restore", "restore": restore.to_dict()}) + self._common
 
 
 class Orders:
-    """Keeps no state but which record each agent has. Used from the coordinator's loop."""
+    """Keeps no state but what is told of the newest record. Used from the coordinator's loop."""
 
     def __init__(self, options: CoordinatorOptions, peers: Peers) -> None:
         self._options = options
         self._peers = peers
-        self._teller: RecordTeller | None = None
-        self._next: RecordTeller | None = None  # of a record that nobody has been told yet
+        self._told: Told | None = None
 
     def give(self, order: actions.Action) -> None:
         """Send it to whom it is for. It arrives once, on this connection or on the next one; of
@@ -72,12 +93,12 @@ class Orders:
                 "t": "welcome",
                 "term": self._options.term.number,
                 "seen": self._peers.taken(peer),
-                "record": None if record is None else self._told(peer, record),
                 "closed": epoch if not is_open else epoch - 1,
                 "beat_seconds": beat_seconds(info.nodes + info.spares, settings),
                 "repeat_seconds": repeat_seconds(info.world_size),
                 "cause": "" if record is None else record.cause,
             },
+            self._lacked(peer, record) if record is not None and is_open else b"",
         )
 
     def durable_done(self, iteration: int) -> None:
@@ -94,27 +115,24 @@ class Orders:
         if peer is not None and peer.welcomed and not peer.dropped:
             peer.send_frame(frame)
 
-    def prepare(self, record: EpochRecord) -> None:
-        """Work out what agents that have the record before need of this one; in any thread."""
-        self._next = RecordTeller(record, None if self._teller is None else self._teller.record)
-        self._next.begin()
+    def prepare(self, record: EpochRecord) -> Told:
+        """Make what all agents are told of a record, once for all of them; in any thread."""
+        self._told = told = Told(record)
+        return told
 
     def _tell(self, peer: AgentPeer, record: EpochRecord) -> None:
-        told = self._told(peer, record)
-        if told is not None:
-            peer.send({"t": "record", "record": told})
+        if frames := self._lacked(peer, record):
+            peer.send_frame(frames)
 
-    def _told(self, peer: AgentPeer, record: EpochRecord) -> dict[str, Any] | None:
-        """Return what the agent lacks of the record; it is counted as told from here on."""
-        teller = self._teller
-        if teller is None or teller.record is not record:
-            if self._next is None or self._next.record is not record:
-                self.prepare(record)
-            teller = self._teller = self._next
-            assert teller is not None
-        parts = teller.parts(peer.node, peer.told)
-        peer.told = max(peer.told, record.epoch)
-        return parts
+    def _lacked(self, peer: AgentPeer, record: EpochRecord) -> bytes:
+        """The record for an agent that lacks it, else nothing; it counts as told from here on."""
+        if peer.told >= record.epoch:
+            return b""
+        peer.told = record.epoch
+        told = self._told
+        if told is None or told.record is not record:
+            told = self.prepare(record)
+        return told.to(peer.node)
 
     def _drop(self, order: actions.DropNode) -> None:
         peer = self._peers.agents.get(order.node)

@@ -204,10 +204,13 @@ class Peers:
         if self._is_sending:
             asyncio.get_running_loop().call_soon(self._send_some)
 
-    def welcome(self, peer: AgentPeer, message: Message) -> None:
-        """Send an agent its welcome, and then every order that it has not had yet."""
+    def welcome(self, peer: AgentPeer, message: Message, record: bytes = b"") -> None:
+        """Send an agent its welcome, the frame of the record if it lacks that, and then every order
+        that it has not had yet."""
         peer.welcomed = True
         peer.send({**message, "boot": self.boot})
+        if record:
+            peer.send_frame(record)
         for _, frame in peer.orders:
             peer.send_frame(frame)
 

@@ -14,8 +14,7 @@ from deadpool_megatron.cluster.failures import not_finite
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.inventories import unpack_inventory
-from deadpool_megatron.layout.records import BadPart, Generation, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.preflight.judge import HostFacts
 
 Message = Mapping[str, Any]
@@ -42,7 +41,7 @@ def join(message: Message) -> inputs.NodeJoined:
         epoch=int(message.get("epoch", 0)),
         closed=int(message.get("closed", 0)),
         restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
-        found=None if found is None else replace(unpack_inventory(found), node=node),
+        found=None if found is None else replace(Inventory.from_dict(found), node=node),
         memory_bytes=int(message.get("memory_bytes", 0)),
         returns=bool(message.get("returns", False)),
         facts=None if message.get("facts") is None else HostFacts.from_dict(message["facts"]),
@@ -58,7 +57,7 @@ def from_agent(
     """
     kind = message["t"]
     if kind == "inventory":
-        inventory = unpack_inventory(message["inventory"], layouts)
+        inventory = Inventory.from_dict(message["inventory"], layouts)
         if inventory.node != node:
             raise ValueError(f"inventory of node {inventory.node}")
         return inputs.NodeInventory(inventory)

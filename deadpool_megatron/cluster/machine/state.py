@@ -16,8 +16,7 @@ from typing import ClassVar
 from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.cluster.machine.blame import Blame, Failure, LastWords
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
-from deadpool_megatron.layout.inventories import usual_layouts
-from deadpool_megatron.layout.planner import is_kept
+from deadpool_megatron.layout.planner import is_kept, usual_layouts
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

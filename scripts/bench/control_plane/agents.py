@@ -3,7 +3,7 @@
 Each speaks the protocol of a real agent over a real socket: greeting, join, numbered reports, beats
 of all its members, answers to every order. What a node would compute is made up: members start,
 register, restore at once, and a vault that holds what the placement says. A record is unpacked once
-for all agents, as there is one process here and not thousands.
+for all agents (see connection), as there is one process here and not thousands.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import random
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,9 +22,7 @@ from control_plane.connection import Wire
 from control_plane.moments import Moments
 from deadpool_megatron.cluster.link.pacing import Pace, contact_seconds, is_told
 from deadpool_megatron.cluster.link.protocol import report_of
-from deadpool_megatron.cluster.link.record_delta import apply, unpack
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
@@ -39,7 +36,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire.framing import MAGIC, encode
+from deadpool_megatron.wire.framing import encode, frame
 
 _SHARD_BYTES = 1 << 30
 _EXTRAS_BYTES = 1 << 16
@@ -52,11 +49,6 @@ _TELLING_SECONDS = 1.0  # as a real agent whose members always have news
 _MEMORY_BYTES = 100 * _SHARD_BYTES
 _FACTS = read_facts("127.0.0.1").to_dict()
 _PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
-
-
-def _frame(text: str) -> bytes:
-    body = text.encode()
-    return struct.pack(">4sI", MAGIC, len(body)) + body
 
 
 class Cluster:
@@ -82,7 +74,7 @@ class Cluster:
         self.seats = SeatTable({})
         self.agents = [Agent(self, node) for node in range(nodes + spares)]
         self._address: tuple[float, tuple[str, int] | None] = (0.0, None)
-        self._unpacked: dict[str, EpochRecord] = {}
+        self._newest: Mapping[str, Any] = {}
         self._inventories: dict[int, str] = {}
         self._held: dict[int, list[int]] = {}
         self._layouts: dict[int, RoleLayout] = {}
@@ -111,16 +103,12 @@ class Cluster:
             self._address = time.monotonic(), known
         return known
 
-    def take(self, parts: Mapping[str, Any]) -> EpochRecord:
+    def take(self, values: Mapping[str, Any]) -> EpochRecord:
         """The record that a message means."""
-        text = str(parts["change"])
-        known = self._unpacked.get(text)
-        if known is None:
-            changed = unpack(text)
-            known = apply(self.record if int(changed["base"]) else None, changed, {})
-            self._unpacked = {text: known}
-            self.record, self.seats, self._inventories = known, SeatTable(known.seats), {}
-        return known
+        if self.record is None or values is not self._newest:
+            self._newest, self.record = values, EpochRecord.from_dict(values)
+            self.seats, self._inventories = SeatTable(self.record.seats), {}
+        return self.record
 
     def layout(self, role: int) -> RoleLayout:
         """Tensor parallel on the node, data parallel across 64 nodes or as many as there are."""
@@ -166,8 +154,7 @@ class Cluster:
                 tuple(Holding(role, one, parts) for role in held for one in generations),
                 tuple(self.layout(role) for role in held),
             )
-            packed = pack_inventory(inventory)
-            self._inventories[node] = json.dumps(packed, separators=(",", ":"))
+            self._inventories[node] = json.dumps(inventory.to_dict(), separators=(",", ":"))
         return self._inventories[node]
 
 
@@ -328,8 +315,6 @@ class Agent:
             if not first:
                 moment = random.uniform(0, float(message["repeat_seconds"]))
                 asyncio.get_running_loop().call_later(moment, self._repeat)
-        if message["record"] is not None:
-            self._record(message["record"])
         if 0 < self._told <= int(message["closed"]):
             self._close(int(message["closed"]))
         self._cluster.term = max(self._cluster.term, self._term)
@@ -350,8 +335,8 @@ class Agent:
         while self._steps and self._steps[0][0] <= number:
             self.acknowledged_step = self._steps.popleft()[1]
 
-    def _record(self, parts: Mapping[str, Any]) -> None:
-        record = self._cluster.take(parts)
+    def _record(self, values: Mapping[str, Any]) -> None:
+        record = self._cluster.take(values)
         self._cluster.moments.note("record", record.epoch)
         self._told = record.epoch
         for slot, incarnation in self._incarnations.items():
@@ -375,7 +360,7 @@ class Agent:
         self._closed = epoch
         inventory = self._cluster.inventory(self.node, epoch)
         start = f'{{"t":"inventory","epoch":{epoch},"inventory":{inventory}'
-        self._report_frame(lambda number: _frame(f'{start},"n":{number}}}'))
+        self._report_frame(lambda number: frame(f'{start},"n":{number}}}'))
 
     def _beat(self) -> None:
         if not self.alive:
@@ -389,7 +374,7 @@ class Agent:
         sign, told = f'"b":{now},"o":{self._ordered},"t":"beat"', ""
         if self._telling.is_due(now):
             told = f",{self._beat_of(cluster.iteration)}"
-        self._wire.write(_frame(f"{{{sign}{told}}}"))
+        self._wire.write(frame(f"{{{sign}{told}}}"))
         cluster.beats += 1
 
     def _beat_of(self, iteration: int) -> str:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
+from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import Handshake, address_of
 from deadpool_megatron.wire.framing import FrameBuffer, encode
 from deadpool_megatron.wire.records import Direction, Opener
+
+_LONG_BYTES = 16 << 10
+_decode = framing.decode_body
+_decode_long = lru_cache(4)(_decode)  # records, the same for all agents
+
+
+def _decode_once(body: bytes, limit_bytes: int) -> dict[str, Any]:
+    return (_decode_long if len(body) > _LONG_BYTES else _decode)(body, limit_bytes)
+
+
+framing.decode_body = _decode_once
 
 
 class Speaker(Protocol):

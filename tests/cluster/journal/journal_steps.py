@@ -31,7 +31,6 @@ from deadpool_megatron.cluster.journal import etcd
 from deadpool_megatron.cluster.journal.journal import Journal, LostRace, open_journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
-from deadpool_megatron.cluster.link.record_delta import unpack
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -183,8 +182,7 @@ def announced(pipe: int) -> set[int]:
     data = b""
     while piece := os.read(pipe, 1 << 16):
         data += piece
-    told = [m["record"] for m in FrameBuffer().feed(data) if m["t"] == "record"]
-    return {unpack(parts["change"])["epoch"] for parts in told}
+    return {m["record"]["epoch"] for m in FrameBuffer().feed(data) if m["t"] == "record"}
 
 
 def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Counter[str]:

@@ -9,7 +9,6 @@ import pytest
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory
 from deadpool_megatron.preflight.judge import HostFacts
 
@@ -86,7 +85,7 @@ def said(**m: Any) -> dict[str, Any]:
             inputs.MemberSuspected(7, 1, 2, "frozen", 3.0),
         ),
         (
-            {"t": "inventory", "epoch": 3, "inventory": pack_inventory(Inventory(7, 3))},
+            {"t": "inventory", "epoch": 3, "inventory": Inventory(7, 3).to_dict()},
             inputs.NodeInventory(Inventory(7, 3)),
         ),
         (

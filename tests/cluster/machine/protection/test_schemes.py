@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from deadpool_megatron.cluster.link.record_delta import RecordTeller, apply, unpack
+from deadpool_megatron.cluster.coordinator.orders import Told
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.membership import matters
@@ -20,19 +19,21 @@ from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
     BadPart,
     Decoding,
+    EpochRecord,
     Generation,
     Holding,
     Inventory,
     PartInfo,
     Recipe,
     Replay,
+    Restore,
     RoleLayout,
     Source,
 )
 from deadpool_megatron.layout.replaying import REPLAY, step_parts
 from deadpool_megatron.layout.schemes import Kind as SchemeNumbers
 from deadpool_megatron.layout.schemes import recomputes
-from tests.cluster.link.test_record_delta import for_node
+from deadpool_megatron.wire.framing import FrameBuffer
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
 
 EXTRAS = frozenset({"extras@step"})
@@ -154,12 +155,15 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None
     rig = begin()
     lose_role_1(rig, g(7))
     record = rig.record
-    teller = RecordTeller(record, None)
+    told = Told(record)
     for role, seat in record.seats.items():
-        told = json.loads(json.dumps(teller.parts(seat.node, 0)))
-        found = apply(None, unpack(told["change"]), told["sources"])
-        assert found == replace(for_node(record, seat.node), history=History())
-        assert set(found.restore.recipes) == ({1} if role == 1 else set())
+        own, common = FrameBuffer().feed(told.to(seat.node))
+        restore = Restore.from_dict(own["restore"])
+        assert restore == record.restore.of_roles([role])
+        assert set(restore.recipes) == ({1} if role == 1 else set())
+        found = EpochRecord.from_dict(common["record"])
+        wanted = replace(record, restore=record.restore.of_roles(()), history=History())
+        assert found == wanted
 
 
 def test_the_loss_of_a_block_matters_until_the_role_is_restored() -> None:
