@@ -96,12 +96,10 @@ class Settings:
         " asked when a node joins, each minute, training or not, and after a device error",
     )
     notify: str = _setting(
-        "", "URL that is told of a failure, a recovery, a wait, the end, by a POST"
+        "",
+        "URL that is told of a failure, a recovery, a node put aside, a wait, the end, by a POST",
     )
     on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
-    bad_node_command: str = _setting(
-        "", "command run for each node that is put aside, to tell of it"
-    )
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )

@@ -114,6 +114,8 @@ def notice_text(event: Event) -> str:
         case Kind.RECOVERED if data.get("kind") not in _PLANNED:
             again = f"{count(int(data['steps_recomputed']), 'iteration')} computed again"
             return f"recovered in {float(data['seconds']):.1f} s, {again} ({data.get('cause')})"
+        case Kind.NODE_ASIDE:
+            return str(data.get("cause"))
         case Kind.WAITING_FOR_SPARE:
             return f"waits for a node: {data.get('text')}"
         case Kind.RUN_ENDED:
@@ -141,16 +143,12 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
     raise OSError(why)
 
 
-def call(command: str, notice: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+def _tell(command: str, notice: Mapping[str, Any]) -> None:
     """Run the command with a notice as its input. Raises OSError."""
+    told = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
     body = json.dumps(notice).encode()
-    end = run_by_shell(command, _COMMAND_SECONDS, body, {**os.environ, **variables})
+    end = run_by_shell(command, _COMMAND_SECONDS, body, {**os.environ, **told})
     if end.status is None:
         raise OSError(f"it did not end within {_COMMAND_SECONDS:g} s")
     if end.status != 0:
         raise OSError(f"it ended with status {end.status}: {end.last_line or 'without a word'}")
-
-
-def _tell(command: str, notice: Mapping[str, Any]) -> None:
-    kind, text = str(notice["event"]["kind"]), str(notice["text"])
-    call(command, notice, {KIND_VARIABLE: kind, TEXT_VARIABLE: text})

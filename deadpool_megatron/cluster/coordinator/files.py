@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.observe.account import LiveAccount
-from deadpool_megatron.observe.notify import Notices, Outlet, call
+from deadpool_megatron.observe.notify import Notices, Outlet
 from deadpool_megatron.ownership import OwnershipError
 
 _PAUSE_SECONDS = 1.0
@@ -53,9 +52,6 @@ _SYNC_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
 # A write that takes longer is told of, like one that fails.
 _LONG_SECONDS = 5.0
-# What the command finds in its environment, beside the JSON on its standard input.
-_HOST, _KIND = "DEADPOOL_BAD_NODE", "DEADPOOL_BAD_NODE_KIND"
-_TEXT = "DEADPOOL_BAD_NODE_TEXT"
 # Losses that say something about the host; a node that was put aside, as a slow one, does so, too,
 # but for want of memory: the next run looks how much there is then. A
 # connection that ends does not: that is also what a cancelled job looks like, and then every node
@@ -82,8 +78,7 @@ class RunFiles:
         self.writer = EventWriter(EventLog(run.events, term))
         notify, on_event = info.settings.notify, info.settings.on_event
         self._notices = Notices(info.run_id, notify, on_event, self._warn)
-        bad_node_command = info.settings.bad_node_command
-        self._bad_nodes = BadNodes(run, info.run_id, bad_node_command, self._warn)
+        self._bad_nodes = BadNodes(run, info.run_id, self._warn)
 
     def write(self, event: Event) -> None:
         """Have an event written, or a digest of many in its place."""
@@ -320,19 +315,15 @@ def is_bad(event: Event) -> bool:
 
 
 class BadNodes:
-    """Notes which hosts this run has put aside, beside the runs, and tells the site's command of
-    each. Like notices: nothing waits for it, and no decision of this run looks at it.
+    """Notes which hosts this run has put aside, beside the runs. Like notices: nothing waits for
+    it, and no decision of this run looks at it.
 
-    Takes the events of a run. ``command``: empty for none; ``warn`` takes a line for people, in any
-    thread.
+    Takes the events of a run. ``warn`` takes a line for people, in any thread.
     """
 
-    def __init__(
-        self, run: RunDirectory, run_id: str, command: str, warn: Callable[[str], None]
-    ) -> None:
-        self._run, self._run_id, self._command = run, run_id, command
+    def __init__(self, run: RunDirectory, run_id: str, warn: Callable[[str], None]) -> None:
+        self._run, self._run_id = run, run_id
         self._file = Outlet("bad-nodes.json", self._add, warn)
-        self._told = Outlet("--deadpool-bad-node-command", self._tell, warn)
 
     def note(self, event: Event) -> None:
         """Keep its node if the event says that it is bad. Does not block."""
@@ -342,7 +333,6 @@ class BadNodes:
     def flush(self, until: float) -> None:
         """Wait for what is left until then (monotonic seconds), then leave it."""
         self._file.flush(until)
-        self._told.flush(until)
 
     def _add(self, notice: Mapping[str, Any]) -> None:
         event = notice["event"]
@@ -359,13 +349,6 @@ class BadNodes:
             values = {"host": host, "run": self._run_id, "evidence": notice["text"]}
             values |= {"kind": kind, "wall_seconds": event["wall_seconds"]}
             bad = BadNode.from_dict({**values, "alone": there.count(host) < 2})
-            is_new = add_bad_node(runs, bad)
+            add_bad_node(runs, bad)
         except (OwnershipError, KeyError, ValueError) as error:
             raise OSError(str(error)) from error
-        if is_new and self._command:
-            self._told.put({"text": notice["text"], **asdict(bad)})
-
-    def _tell(self, notice: Mapping[str, Any]) -> None:
-        host, kind, text = (str(notice[name]) for name in ("host", "kind", "text"))
-        told = {_HOST: host, _KIND: kind, _TEXT: text}
-        call(self._command, notice, told)

@@ -84,17 +84,15 @@ def read_bad_nodes(runs: Path) -> list[BadNode]:
             raise ValueError(f"{bad_nodes_file(runs)} is damaged: {error}") from error
 
 
-def add_bad_node(runs: Path, bad: BadNode) -> bool:
-    """Add a node; False when the same run has added its host before. The oldest ones make room.
+def add_bad_node(runs: Path, bad: BadNode) -> None:
+    """Add a node, unless the same run has added its host before. The oldest ones make room.
 
     Waits while another run adds one. Raises what :func:`read_bad_nodes` raises.
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
-        if any((one.host, one.run) == (bad.host, bad.run) for one in known):
-            return False
-        _write(runs, [*known, bad])
-        return True
+        if not any((one.host, one.run) == (bad.host, bad.run) for one in known):
+            _write(runs, [*known, bad])
 
 
 def forget_host(runs: Path, host: str) -> int:

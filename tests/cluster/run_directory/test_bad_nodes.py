@@ -37,7 +37,7 @@ def test_a_file_that_somebody_keeps_locked_is_left_in_time(
         with pytest.raises(OSError, match="another run has been writing it"):
             add_bad_node(tmp_path, NODE)
         assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 2
-    assert add_bad_node(tmp_path, NODE)
+    add_bad_node(tmp_path, NODE)
 
 
 def test_a_host_is_kept_once_for_each_run_and_the_oldest_make_room(
@@ -45,10 +45,11 @@ def test_a_host_is_kept_once_for_each_run_and_the_oldest_make_room(
 ) -> None:
     monkeypatch.setattr(bad_nodes, "_MOST_KEPT", 2)
     assert read_bad_nodes(tmp_path) == []
-    assert add_bad_node(tmp_path, NODE)
-    assert not add_bad_node(tmp_path, replace(NODE, wall_seconds=200.0))
+    add_bad_node(tmp_path, NODE)
+    add_bad_node(tmp_path, replace(NODE, wall_seconds=200.0))
     others = [replace(NODE, host=host) for host in ("node8", "node9")]
-    assert all(add_bad_node(tmp_path, other) for other in others)
+    for other in others:
+        add_bad_node(tmp_path, other)
     assert read_bad_nodes(tmp_path) == others
 
 
