@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -26,6 +27,8 @@ from deadpool_megatron import ownership
 
 # Of events.schema.json: goes up with each change of what an event means or may hold.
 SCHEMA_VERSION = 3
+# What a generation is judged by: numbers of the step that makes it, and the state that it saves.
+LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
 
 
 class Kind(StrEnum):
@@ -125,6 +128,24 @@ _FIELD_TYPES: Mapping[str, Any] = {
     "wall_seconds": int | float,
     "monotonic_seconds": int | float,
 }
+
+
+def not_finite(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The number of a step that is not finite, and its value in words: nan, inf or -inf.
+
+    ``step``: the data of a STEP event. A skipped update is how loss scaling looks for its scale,
+    and did no harm. Data of another kind has no such numbers.
+    """
+    if step.get("skipped"):
+        return None
+    for name, key in ((LOSS, "loss"), (GRADIENT_NORM, "grad_norm")):
+        try:
+            value = float.fromhex(step.get(key, ""))
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if not math.isfinite(value):
+            return name, str(value)
+    return None
 
 
 _KINDS = frozenset(map(str, Kind))

@@ -5,12 +5,9 @@ Pure. The texts that mark a device or a communicator are those of CUDA, NCCL, to
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
 
 from deadpool_megatron.preflight import health
 
@@ -151,28 +148,6 @@ def is_broken_for_good(exit_code: int | None, last_line: str) -> bool:
     """Return whether the end of a process says that its device is of no use before it is repaired,
     where one device error by itself may have been a stray particle."""
     return exit_code == ExitStatus.NO_DEVICE or health.quoted(last_line) is True
-
-
-# What a generation is judged by: numbers of the step that makes it, and the state that it saves.
-LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
-
-
-def not_finite(step: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The number of a step that is not finite, and its value in words: nan, inf or -inf.
-
-    ``step``: the data of a STEP event. A skipped update is how loss scaling looks for its scale,
-    and did no harm. Data of another kind has no such numbers.
-    """
-    if step.get("skipped"):
-        return None
-    for name, key in ((LOSS, "loss"), (GRADIENT_NORM, "grad_norm")):
-        try:
-            value = float.fromhex(step.get(key, ""))
-        except (TypeError, ValueError, OverflowError):
-            continue
-        if not math.isfinite(value):
-            return name, str(value)
-    return None
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from deadpool_megatron.cluster.failures import GRADIENT_NORM, STATE, FailureKind, kind_of_end
+from deadpool_megatron.cluster.failures import FailureKind, kind_of_end
 from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, EpochStore
-from deadpool_megatron.events import Kind
+from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.audit.audit import Audit
 from deadpool_megatron.hooks.capture import extras as megatron_extras

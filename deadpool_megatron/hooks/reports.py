@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from deadpool_megatron.cluster.failures import not_finite
 from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, Kind, not_finite
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.wire.framing import readable
 

@@ -11,10 +11,10 @@ from deadpool_megatron.cluster.failures import (
     in_words,
     is_broken_for_good,
     kind_of_end,
-    not_finite,
     same_text,
 )
 from deadpool_megatron.cluster.process.liveness import fatal_words, last_words
+from deadpool_megatron.events import not_finite
 
 DEVICE = FailureKind.DEVICE_ERROR
 COMMUNICATOR = FailureKind.COMMUNICATOR_ERROR

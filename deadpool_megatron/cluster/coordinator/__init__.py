@@ -1,16 +1,14 @@
 """The service that decides for the run.
 
 service      connections, the machine, its actions; the life of the process
-stepping     the machine is entered once at a time
 orders       actions as messages, to each agent its part
 progress     what members report: each step once, divergence, how all ended
 files        what the run writes of itself: events, result, bad nodes
-digests      one event in the place of many
 checkpoints  one course: asked, set aside, written, valid, removed
 durable      a checkpoint's name: one rename, owner, what may be pruned
 watchdog     silence, hangs, slow nodes, cadence
 commands     what users are shown, and their requests
-succession   what a coordinator begins with, and its sign of life
+succession   what a coordinator begins with
 standby      watches the journal beside an agent, and takes over
 ending       the result, and the leave of the agents
 """

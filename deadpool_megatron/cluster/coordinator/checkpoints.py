@@ -192,6 +192,8 @@ class Checkpoints:
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
         self._interval = Interval(self._settings.persist_interval)
+        # There is something to look at in each tick: an interval, or what was ordered.
+        self.is_used = self._settings.persist_interval > 0
         # Iterations between an order and the one it is about; more after one that was too late.
         self._margin = _FIRST_MARGIN
         self._count = 0
@@ -205,6 +207,7 @@ class Checkpoints:
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
         """Carry out what the machine wants; the end of it comes back as an input."""
+        self.is_used = True
         match order:
             case BeginExport(number, directory):
                 self._wish, self._margin = Wish(Path(directory), number), _FIRST_MARGIN

@@ -17,8 +17,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
@@ -27,10 +29,8 @@ from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.progress import Progress, divergence_is_fatal
-from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
 from deadpool_megatron.cluster.coordinator.succession import (
     CoordinatorOptions,
-    SignOfLife,
     begin,
     valid_checkpoints,
 )
@@ -44,11 +44,12 @@ from deadpool_megatron.cluster.journal.journal import (
     note_node,
     write_patiently,
 )
-from deadpool_megatron.cluster.journal.terms import Rhythm
+from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
+from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import INITIAL, Config
 from deadpool_megatron.cluster.process import posix
@@ -63,6 +64,11 @@ from deadpool_megatron.wire.listener import Door, Lock
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
 _SWITCH_SECONDS = 0.0005
+# After so long beats are acknowledged before the next of the inputs that have waited.
+_TURN_SECONDS = 0.01
+# So long after a report that the machine has failed at this process ends: it is acknowledged by
+# then, else the next coordinator would be told it again, and end as well.
+_REFUSAL_SECONDS = 1.0
 # A search for garbage among so many takes some milliseconds.
 _MOST_NEW_OBJECTS = 20_000
 _MOST_OLD_OBJECTS = 100_000
@@ -344,13 +350,17 @@ class Coordinator:
             if now - last > 3 * interval:
                 self.peers.forgive(now)
             last = now
-            for lost in self._watchdog.at_silence(now, trusted=self.sign.is_fresh(now)):
-                self.feed(lost)
+            quiet = self.peers.silent(self._settings.node_silence_seconds / 2, now)
+            # Else nodes continue without this coordinator, and a silence proves nothing.
+            if quiet and self.sign.is_fresh(now):
+                for lost in self._watchdog.at_silence(quiet, now):
+                    self.feed(lost)
             if not self._is_watching and self._watchdog.is_due(now):
                 self._is_watching = True
                 self.spawn(self._watch())
             self.feed(inputs.Tick())
-            self.checkpoints.tick()
+            if self.checkpoints.is_used:
+                self.checkpoints.tick()
             self._garbage.tick(now)
 
     async def _watch(self) -> None:
@@ -486,3 +496,69 @@ def run_coordinator(options: CoordinatorOptions) -> int:
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     sys.setswitchinterval(_SWITCH_SECONDS)
     return run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)
+
+
+class Stepper:
+    """Used from the coordinator's loop. ``took(actions)``: after each input."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        peers: Peers,
+        took: Callable[[list[Action]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._machine, self._peers, self._took, self._spawn = machine, peers, took, spawn
+        # With who has said it.
+        self._queue: deque[tuple[inputs.Input, str]] = deque()
+        self._stepping = False
+        self._is_over = False
+
+    def feed(self, item: inputs.Input) -> None:
+        """Give the machine an input and carry out what comes out; never enters it twice. Raises
+        what the machine raises at a report of a peer: it is of no use any more then, so nothing
+        follows, and a new coordinator continues from the journal.
+        """
+        self._queue.append((item, self._peers.hearing))
+        if not self._stepping and not self._is_over:
+            self._stepping = True
+            self._take_queue()
+
+    def _take_queue(self) -> None:
+        """Handle what waits; others have their turn in between."""
+        until = time.monotonic() + _TURN_SECONDS
+        while self._queue and not self._is_over:
+            item, who = self._queue.popleft()
+            try:
+                actions = self._machine.handle(item, time.monotonic())
+            except Exception as error:
+                if not who:
+                    end_process(error)
+                self._is_over = True
+                asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, end_process, error)
+                raise
+            try:
+                self._took(actions)
+            except Exception as error:
+                end_process(error)
+            if time.monotonic() > until:
+                self._spawn(self._go_on())
+                return
+        self._stepping = False
+
+    async def _go_on(self) -> None:
+        try:
+            self._take_queue()
+        except Exception as error:
+            self._peers.refuse_broken("an agent", "a report", error)
+
+    def end(self) -> None:
+        """Nothing more is handled."""
+        self._is_over = True
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """A mistake of ours: end at once, a new coordinator continues from the journal."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)

@@ -6,13 +6,12 @@ refuses it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
-from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.protection import most_lost_by
 from deadpool_megatron.cluster.machine.state import Phase, State
@@ -39,18 +38,15 @@ class Watchdog:
         self._slowness = SlownessWatch(settings.slow_factor)
         self._meter = StretchMeter()
 
-    def at_silence(self, now: float, *, trusted: bool) -> list[inputs.NodeLost]:
-        """Nodes whose agents have been silent for too long, which are forgotten with that.
-
-        ``trusted``: whether everybody could see that this coordinator lives; otherwise nodes
-        continue without it, and a silence proves nothing (see agent/fence.py).
-        """
-        limit = self._settings.node_silence_seconds if trusted else math.inf
-        for peer in self._peers.silent(limit / 2, now):
-            peer.ping()
+    def at_silence(self, quiet: list[AgentPeer], now: float) -> list[inputs.NodeLost]:
+        """Of the agents that have been silent for a while the nodes that were for too long, which
+        are forgotten with that (see agent/fence.py)."""
         found = []
-        for peer in self._peers.silent(limit, now):
+        for peer in quiet:
+            peer.ping()
             silent = now - peer.heard_at
+            if silent <= self._settings.node_silence_seconds:
+                continue
             cut = peer.undelivered_bytes() > 0
             kind = FailureKind.NODE_CUT if cut else FailureKind.NODE_FROZEN
             how = "and nothing is received there" if cut else "but it receives what is sent"

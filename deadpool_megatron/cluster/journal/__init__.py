@@ -2,6 +2,6 @@
 
 journal   the seam, the journal of files, and which one a run has
 etcd      the journal in etcd, loaded where a run has it
-terms     who may coordinate
+terms     who may coordinate, and the sign of life
 requests  what users have asked for
 """

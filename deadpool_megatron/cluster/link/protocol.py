@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import not_finite
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, Kind, not_finite
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.preflight.judge import HostFacts
 

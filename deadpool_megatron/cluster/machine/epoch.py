@@ -17,7 +17,6 @@ from deadpool_megatron.cluster.machine.ending import (
     cannot_decide,
     dump,
     dump_held,
-    end_recovery,
     finish,
     must_look,
     restore_query,
@@ -441,18 +440,6 @@ def check_opened(core: Core) -> None:
     core.emit(Kind.EPOCH_OPENED, phases=phases)
     protection.tell_plan(core)
     check_done(core)
-
-
-def step_reported(core: Core, epoch: int, iteration: int) -> None:
-    """Some role has completed an iteration."""
-    state = core.state
-    if state.record is None or epoch != state.heard_epoch:
-        core.refuse(f"step {iteration}", f"epoch {epoch} is not open")
-        return
-    state.line.report(Generation(epoch, iteration))
-    running = isinstance(state.doing, Running | Pausing)
-    if running and iteration > state.record.restore.generation.iteration:
-        end_recovery(core)
 
 
 def check_done(core: Core) -> None:

@@ -149,13 +149,15 @@ class Machine(Core):
             case ev.NodeInventory():
                 epoch.note_inventory(self, event.inventory)
             case ev.StepReported():
-                epoch.step_reported(self, event.epoch, event.iteration)
+                self._step_reported(event.epoch, event.iteration)
             case ev.PhaseReported():
                 self._report(event.epoch, event.phase, event.seconds)
             case ev.Exposed():
                 self._report(event.epoch, "reprotect", event.seconds, exposed=event.seconds)
             case ev.StackTaken(text):
                 state.blame.note_stack(text)
+            case ev.NotFinite() if self.config.settings.nonfinite == "ignore":
+                self._step_reported(event.epoch, event.iteration)
             case ev.NotFinite():
                 faults.not_finite(self, event)
             case ev.RolesHung():
@@ -207,21 +209,36 @@ class Machine(Core):
             case ev.OfMember():
                 membership.member_told(self, event)
 
+    def _step_reported(self, number: int, iteration: int) -> None:
+        """Some role has completed an iteration."""
+        state = self.state
+        if state.record is None or number != state.heard_epoch:
+            self.refuse(f"step {iteration}", f"epoch {number} is not open")
+            return
+        state.line.report(Generation(number, iteration))
+        is_first = state.recoveries.current is not None
+        is_new = iteration > state.record.restore.generation.iteration
+        if is_first and is_new and isinstance(state.doing, Running | Pausing):
+            ending.end_recovery(self)
+
     def _report(self, number: int, phase: str, seconds: float, *, exposed: float = 0.0) -> None:
         newest = 0 if self.state.record is None else self.state.record.epoch
         self.state.recoveries.report(number, phase, seconds, exposed, newest)
 
     def _tick(self) -> None:
-        """Look at every deadline."""
-        faults.believe(self)
-        deadline = self.state.deadline
+        """Look at every deadline; nothing is asked for one where there is nothing to wait for."""
+        state = self.state
+        if state.blame.suspicion is not None:
+            faults.believe(self)
+        deadline = state.deadline
         if deadline is not None and self.now >= deadline:
-            if waited := self.state.waiting_for():
+            if waited := state.waiting_for():
                 self.log("warning", f"waited long enough for {waited}")
             self._overdue(waited)
-        else:
+        elif isinstance(state.doing, Gathering | Rejoining):
             bootstrap.check_gathered(self)
-        membership.check_members(self)
+        if state.fleet.members.killed or state.fleet.members.building:
+            membership.check_members(self)
 
     def _overdue(self, waited: str) -> None:
         state = self.state

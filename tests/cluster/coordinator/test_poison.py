@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import stepping
+from deadpool_megatron.cluster.coordinator import service as stepping
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.link.peers import AgentPeer

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import stepping
-from deadpool_megatron.cluster.coordinator.stepping import Stepper
+from deadpool_megatron.cluster.coordinator import service as stepping
+from deadpool_megatron.cluster.coordinator.service import Stepper
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import Action

@@ -18,7 +18,6 @@ from deadpool_megatron.cluster.coordinator import standby
 from deadpool_megatron.cluster.coordinator.standby import Standby
 from deadpool_megatron.cluster.coordinator.succession import (
     Estate,
-    SignOfLife,
     look_up,
     valid_checkpoints,
 )
@@ -27,7 +26,7 @@ from deadpool_megatron.cluster.journal.journal import (
     LostRace,
     open_journal,
 )
-from deadpool_megatron.cluster.journal.terms import Rhythm, claim_term, sign
+from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife, claim_term, sign
 from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation, Restore

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deadpool_megatron.cluster.coordinator.digests import (
+from deadpool_megatron.cluster.coordinator.files import (
     PERIOD_SECONDS,
     CommitDigest,
+    RunFiles,
     WaitDigest,
 )
-from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.progress import Progress
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line
