@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
@@ -319,30 +320,30 @@ class Settings:
         least = entry.metadata.get("least")
         return max(value, getattr(self, least)) if least else value
 
-    @property
+    @cached_property
     def drain_seconds(self) -> float:
         """Abandoned communication on a CPU, and threads that are left, end in it or never."""
         return self.close_seconds / 5
 
-    @property
+    @cached_property
     def gather_seconds(self) -> float:
         """After a close, a node that has not told what it holds for so long is given up: longer
         than its agent takes when everything there has to be killed.
         """
         return 5 * self.close_seconds
 
-    @property
+    @cached_property
     def exports(self) -> bool:
         """Return whether a run that has to end exports its state, and not only when somebody
         asks."""
         return bool(self.persist_interval or self.persist_directory)
 
-    @property
+    @cached_property
     def memory_bytes(self) -> int:
         """Limit of a node's generations in bytes; 0: none."""
         return int(self.memory_gb * 1e9)
 
-    @property
+    @cached_property
     def extras_room_bytes(self) -> int:
         """Least room for the extras of a role at each boundary."""
         return int(self.extras_room_mb * 1e6)
