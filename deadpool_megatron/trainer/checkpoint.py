@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.cluster.run_directory.directory import write_text
+from deadpool_megatron.hooks.capture.extras import random_states
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from deadpool_megatron.persist.skeleton import FromExtras, HexFloats, Joined, RandomStates
 from deadpool_megatron.trainer.megatron_api import (
@@ -114,6 +115,8 @@ def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+    # As Megatron's checkpoints name them; none of them is read from a part.
+    states = RandomStates().value(random_states(), lambda *_: torch.empty(0))
     models = {
         _model_key(loop, index): module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for index, module in enumerate(loop.models)
@@ -126,7 +129,7 @@ def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
         "opt_param_scheduler": loop.scheduler.state_dict(),
         "counters": dict(loop.counters),
         "checkpoint_version": 3.0,
-        "rng_state": _own_object({**_generators(), "log_sums": dict(loop.log_sums)}),
+        "rng_state": _own_object({**states, "log_sums": dict(loop.log_sums)}),
     }
 
 
@@ -150,20 +153,6 @@ def _own_object(data: dict[str, Any]) -> Any:
             parallel_state.get_data_parallel_rank(),
         ),
     )
-
-
-def _generators() -> dict[str, Any]:
-    return {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": {
-            # The tracker hands out its own tensors.
-            name: state.clone()
-            for name, state in get_cuda_rng_tracker().get_states().items()
-        },
-    }
 
 
 def _set_generators(states: dict[str, Any]) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +29,7 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     """Train from the start, or from the newest checkpoint of ``--load``, to the end. Collective.
 
     Every rank gets the same facts: ``steps`` and ``evaluations`` as emitted, ``hashes`` by rank,
-    ``samples``, and ``seconds_per_step``, the median over the reporting rank's iterations. Raises
-    BadArgumentsError, also where there is no such checkpoint.
+    and how many ``samples``. Raises BadArgumentsError, also where there is no such checkpoint.
     """
     from deadpool_megatron.trainer import checkpoint
     from deadpool_megatron.trainer.training import TrainingLoop
@@ -50,26 +47,21 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     loop = TrainingLoop(config, emit)
     if start is not None:
         loop.load_checkpoint(start)
-    seconds = []
     while not loop.done:
-        began = time.perf_counter()
         loop.train_step()
-        seconds.append(time.perf_counter() - began)
         for segment in loop.segments_after(loop.counters["iteration"]):
             loop.run_segment(segment)
     loop.synchronize_parameters()
-    own = (loop.state_hash(), emitted, statistics.median(seconds) if seconds else 0.0)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    reporter = next((facts for facts in everyone if facts[1]["step"]), everyone[-1])
+    dist.all_gather_object(everyone, (loop.state_hash(), emitted))
+    reported = next((told for _, told in everyone if told["step"]), emitted)
     return {
         "iterations": loop.counters["iteration"],
         "samples": loop.counters["consumed_train_samples"],
         "skipped": loop.counters["skipped_iterations"],
-        "steps": reporter[1]["step"],
-        "evaluations": reporter[1]["evaluation"],
-        "hashes": [facts[0] for facts in everyone],
-        "seconds_per_step": reporter[2],
+        "steps": reported["step"],
+        "evaluations": reported["evaluation"],
+        "hashes": [state_hash for state_hash, _ in everyone],
     }
 
 
