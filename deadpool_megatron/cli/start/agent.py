@@ -333,7 +333,6 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
             " --coordinator HOST:PORT"
         )
-    checks.check_can_be_made(run.path)
     if not args.check_only:
         if waits_for_forks(args.deadpool_start_method):
             keep_single_threaded()  # even looking for the user's module may import its packages

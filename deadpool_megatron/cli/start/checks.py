@@ -32,15 +32,12 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import first_plan, losses_survived
 from deadpool_megatron.layout.sizing import refusal
-from deadpool_megatron.preflight.host import VISIBLE, available_memory, visible_gpus
+from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.memory import cgroup_memory
 from deadpool_megatron.vault.processors import choose_cpus
 
 _MIB = 1 << 20
-# What a process needs besides its model: interpreter, imports that are not shared, buffers.
-PROCESS_BYTES = 100 * _MIB
 # Header pages and the smallest useful slots of one role's generations, per copy.
 COPY_BYTES = 1 * _MIB
 #: asks torch for its own words, which a process that is forked from must not
@@ -107,28 +104,6 @@ def check_run_directory(run: RunDirectory) -> None:
         raise CommandError(f"--run-dir {path} is not a directory")
     if path.exists() and not all(_is_of_no_run(run, entry) for entry in path.iterdir()):
         raise CommandError(_why_occupied(run))
-    check_can_be_made(path)
-
-
-def check_can_be_made(path: Path) -> None:
-    """A run directory, where it does not exist, and files in it."""
-    parent = path if path.exists() else next(p for p in path.parents if p.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise CommandError(f"--run-dir {path} cannot be made: {parent} is not writable")
-
-
-def check_modules(modules: Sequence[str]) -> None:
-    """Modules to be preloaded are installed, as far as can be seen without importing anything.
-
-    Looking for a sub-module would import its package, here torch: that is done once, and later,
-    while the coordinator is starting.
-    """
-    for name in modules:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
-            raise CommandError(
-                f"Python module {name!r} is missing in {sys.executable}: install it, e.g."
-                " pip install deadpool-megatron"
-            )
 
 
 def check_journal(run: RunDirectory, info: RunInfo) -> None:
@@ -162,7 +137,7 @@ def check_address(run: RunDirectory, host: str) -> None:
 
 
 def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
-    """/dev/shm is there and has room for at least small slots, and for what the limit allows.
+    """/dev/shm is there and has room for at least small slots.
 
     How much a model needs is known when it has been built: its processes look before they take any.
     """
@@ -171,24 +146,11 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
     free = shutil.disk_usage(SEGMENT_ROOT).free
     copies = 1 + losses_survived(info.settings)
     needed = info.nproc_per_node * nodes_here * copies * COPY_BYTES
-    _check_limit(info, nodes_here, needed, free)
     if free < needed:
         raise CommandError(
             f"{SEGMENT_ROOT} has {free // _MIB} MiB free, even a tiny model needs"
             f" {needed // _MIB} MiB: 'deadpool clean' removes what dead runs have left, and says"
             " which can go on and hold some; in a container raise --shm-size"
-        )
-
-
-def check_memory(info: RunInfo) -> None:
-    """There is memory for the processes themselves."""
-    free = available_memory()
-    processes = (info.nodes + info.spares) * (info.nproc_per_node + 2)
-    needed = processes * PROCESS_BYTES
-    if free is not None and free < needed:
-        raise CommandError(
-            f"{free // _MIB} MiB of memory are free, {processes} processes need at least"
-            f" {needed // _MIB} MiB: use fewer nodes or processes"
         )
 
 
@@ -249,9 +211,6 @@ def _check_main_module(name: str) -> None:
         raise CommandError(f"command not found: module {name!r} ({error})") from error
     if spec is None:
         raise CommandError(f"command not found: there is no module {name!r}")
-    places = spec.submodule_search_locations
-    if places is not None and not any((Path(p) / "__main__.py").is_file() for p in places):
-        raise CommandError(f"{name!r} is a package without __main__: name a module in it")
 
 
 def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:
@@ -272,30 +231,6 @@ def _why_occupied(run: RunDirectory) -> str:
         f"--run-dir {run.path} holds an earlier run: choose another one"
         f" (to continue that run: --resume {run.path} --run-dir NEW)"
     )
-
-
-def _check_limit(info: RunInfo, nodes_here: int, needed: int, free: int) -> None:
-    limit, flag = info.settings.memory_bytes, f"--deadpool-memory-gb {info.settings.memory_gb:g}"
-    if not limit:
-        return
-    if limit * nodes_here < needed:
-        raise CommandError(
-            f"{flag}: even a tiny model needs {needed // nodes_here // _MIB} MiB on each node"
-        )
-    group = cgroup_memory()
-    for name, left, remedy in (
-        (f"{SEGMENT_ROOT}", free, "enlarge it (mount -o remount,size=..., docker --shm-size)"),
-        *(
-            [(f"the memory limit of cgroup {group.path}", group.left_bytes, "raise that limit")]
-            if group is not None
-            else []
-        ),
-    ):
-        if limit * nodes_here > left:
-            raise CommandError(
-                f"{flag} on {nodes_here} nodes of this host is {limit * nodes_here} bytes,"
-                f" {name} has {left} left: lower the flag, or {remedy}"
-            )
 
 
 @functools.cache

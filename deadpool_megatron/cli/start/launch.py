@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import select
 import signal
@@ -57,7 +56,6 @@ from deadpool_megatron.wire import auth
 _POLL_SECONDS = 0.1
 _STANDBYS = 2
 _LEAVE_SECONDS = 1.0
-_WORDS_SECONDS = 2.0
 _TOGETHER_SECONDS = 1.0
 _FENCE_SECONDS = 5.0
 
@@ -107,7 +105,6 @@ class Launcher:
         self._ending = False
         self._fallen: dict[int, float] = {}  # node -> when its agent had ended, not long ago
         self._shortage = ""
-        self._look_at, self._said = 0.0, ""
         self._status: int = ExitStatus.FAILED
         self.trouble = ""
         self.run_id = self._info.run_id
@@ -209,7 +206,6 @@ class Launcher:
             orphans.reap()
             self._options.look()
             self._reap_agents()
-            self._look_for_words()
             if self.trouble:
                 return
             if not self._agents and not self._unfilled:
@@ -254,7 +250,7 @@ class Launcher:
         if self._run.has_final() or self._stop_deadline:
             return
         codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
-        if ExitStatus.BAD_INPUT in codes and self._look_at < math.inf:
+        if ExitStatus.BAD_INPUT in codes and self._newest_epoch() == 0:
             self._status, self.trouble = ExitStatus.BAD_INPUT, self._words_of(max(ended))
             return
         for node, status in ended.items():
@@ -287,7 +283,7 @@ class Launcher:
         """Note what no coordinator can notice: that no node came up, or that none is left."""
         if self._stop_deadline or self._run.has_final():
             return
-        if self._came_up():
+        if self._newest_epoch() != 0:
             self.trouble = "no node is left"
             with contextlib.suppress(OSError, ValueError):
                 for newest in filter(is_there, read_valid(self._run.latest)[:1]):
@@ -301,20 +297,6 @@ class Launcher:
         log = self._run.log(f"node{node}-agent")
         said = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
         return said[-1] if said else last_line(log)
-
-    def _look_for_words(self) -> None:
-        """Before anything was decided: what agents say of the way of the first coordinator."""
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = math.inf if self._newest_epoch() else time.monotonic() + _WORDS_SECONDS
-        words = self._words_of(max(self._appointed, default=max(self._options.numbers)))
-        if " waits for a coordinator: " in words and words != self._said:
-            self._said = words
-            self._options.say(words)
-
-    def _came_up(self) -> bool:
-        """Return whether an epoch was ever decided; True as well when the journal does not say."""
-        return self._newest_epoch() != 0
 
     def _newest_epoch(self) -> int | None:
         """0 where none was decided, None when the journal does not say."""

@@ -141,8 +141,6 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     # Refused here, or it would be in a standby.
     address = local_address(settings.interface)
     listen(address, args.port).close()
-    checks.check_modules(modules)
-    checks.check_memory(info)
     if args.refill < 0:
         raise CommandError(f"--refill must be at least 0, got {args.refill}")
     failpoints.load()  # a plan that cannot be read is better found here than in each process

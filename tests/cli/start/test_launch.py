@@ -83,7 +83,7 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
         shutil.rmtree(segment_root(run_id), ignore_errors=True)
 
 
-def test_what_keeps_a_first_coordinator_from_coming_is_told_and_ends_the_run(
+def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
@@ -93,14 +93,11 @@ def test_what_keeps_a_first_coordinator_from_coming_is_told_and_ends_the_run(
     junk = run.journal / "junk"
     monkeypatch.setattr(launch, "preload_modules", lambda *_: junk.touch())
     monkeypatch.setattr(service, "_SAID_SECONDS", 0.5)
-    monkeypatch.setattr(launch, "_WORDS_SECONDS", 0.1)
-    said: list[str] = []
-    options = launch.LaunchOptions(run, info, 0, (), 0, said.append, lambda: None, numbers=(0,))
+    options = launch.LaunchOptions(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
     launcher = launch.Launcher(options)
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
     why = f"{junk} does not belong into a journal"
-    assert said == [f"agent of node 0 waits for a coordinator: {why}"]
     assert launcher.trouble == f"agent of node 0 ends: no coordinator for 5 s: {why}"
 
 
