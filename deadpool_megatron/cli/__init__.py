@@ -53,7 +53,7 @@ COMMANDS = {
     "check": "prepare.check",
     "bad-nodes": "prepare.nodes",
     "gpu-health": "prepare.nodes",
-    "agent": "start.agent",
+    "agent": "start.node_agent",
     "standby": "start.serving",
 }
 # Their text is one clear line, wherever they come from.

@@ -6,7 +6,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import agent, launch
+from deadpool_megatron.cli.start import launch, node_agent
 from tests.cli.told import CarryOut, Complain
 
 
@@ -52,4 +52,4 @@ def imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def import_nothing(*_: object) -> None:
         raise CommandError("so far it is good")
 
-    monkeypatch.setattr(agent, "preload_modules", import_nothing)
+    monkeypatch.setattr(node_agent, "preload_modules", import_nothing)

@@ -32,7 +32,7 @@ MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
 _STACKS_SECONDS = 1.0
 # What commands that start runs import; the processes of the tests are forks of one that has.
-_IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.agent")
+_IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.node_agent")
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

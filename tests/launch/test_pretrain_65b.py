@@ -20,7 +20,7 @@ import yaml
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import agent
+from deadpool_megatron.cli.start import checks
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from tests.common.waiting import PATIENCE_SECONDS
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
@@ -100,9 +100,9 @@ def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
     def stop(*_: object) -> None:
         raise CommandError("as far as the test goes")
 
-    monkeypatch.setattr(agent.checks, "check_shared_memory", stop)
-    monkeypatch.setattr(agent.checks, "decided", lambda communicator, *_: communicator)
-    monkeypatch.setattr(agent.checks, "check_agreed", lambda *_: None)
+    monkeypatch.setattr(checks, "check_shared_memory", stop)
+    monkeypatch.setattr(checks, "decided", lambda communicator, *_: communicator)
+    monkeypatch.setattr(checks, "check_agreed", lambda *_: None)
     for name, value in task.environment.items():
         if name.startswith("SLURM_"):
             monkeypatch.setenv(name, value)

@@ -10,7 +10,7 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli import demo
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import agent, scripts
+from deadpool_megatron.cli.start import node_agent, scripts
 from deadpool_megatron.cluster.journal.journal import DirectoryJournal
 from deadpool_megatron.cluster.process import logs
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
@@ -58,7 +58,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.touch()
         raise CommandError("this is as far as a test goes")
 
-    monkeypatch.setattr(agent, "preload_modules", imported)
+    monkeypatch.setattr(node_agent, "preload_modules", imported)
     return path
 
 

@@ -250,7 +250,7 @@ class Launcher:
         if self._run.has_final() or self._stop_deadline:
             return
         codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
-        if ExitStatus.BAD_INPUT in codes and self._newest_epoch() == 0:
+        if ExitStatus.BAD_INPUT in codes and not self._has_begun():
             self._status, self.trouble = ExitStatus.BAD_INPUT, self._words_of(max(ended))
             return
         for node, status in ended.items():
@@ -297,6 +297,12 @@ class Launcher:
         log = self._run.log(f"node{node}-agent")
         said = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
         return said[-1] if said else last_line(log)
+
+    def _has_begun(self) -> bool:
+        """Return whether an epoch was decided; where the journal does not say, it may have been
+        once there was a coordinator."""
+        epoch = self._newest_epoch()
+        return self._run.coordinator.exists() if epoch is None else epoch > 0
 
     def _newest_epoch(self) -> int | None:
         """0 where none was decided, None when the journal does not say."""

@@ -13,7 +13,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import agent, resuming
+from deadpool_megatron.cli.start import node_agent, resuming
 from deadpool_megatron.cli.start.resuming import Others, bring_frozen_weights, resume_point
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -126,7 +126,7 @@ def test_spares_which_have_nothing_to_write_decide_for_nobody(
         known.append(others)
         raise CommandError("seen enough")
 
-    monkeypatch.setattr(agent, "resume_point", remember)
+    monkeypatch.setattr(node_agent, "resume_point", remember)
     old, new = RunDirectory(tmp_path / "old"), RunDirectory(tmp_path / "new")
     old.create(INFO)
     script = tmp_path / "x.py"

@@ -164,7 +164,7 @@ def test_agent(
     def is_made(*_: object) -> None:
         raise CommandError("far enough")
 
-    monkeypatch.setattr("deadpool_megatron.cli.start.agent.preload_modules", is_made)
+    monkeypatch.setattr("deadpool_megatron.cli.start.node_agent.preload_modules", is_made)
     monkeypatch.delenv(scripts.VARIABLE, raising=False)
     directory = str(tmp_path / "run")
     command = (script, "--deadpool", "--deadpool-max-lag", "1")

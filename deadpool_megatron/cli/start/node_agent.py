@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from deadpool_megatron.cli.start.scripts import (
 from deadpool_megatron.cli.start.serving import AgentPlace, serve
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.process.fork_server import ForkServer, keep_single_threaded
+from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -60,7 +60,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
-from deadpool_megatron.wire.framing import WireError
 
 _EXAMPLES = """\
 Start the same command on N + S nodes, with a node id each; they agree among themselves on who
@@ -168,23 +167,15 @@ def add_parser(subparsers: Any) -> None:
     arguments.add_arguments(agent)
 
 
-@dataclass(frozen=True)
-class _Settled:
-    """Facts that are known before anything of the user's is imported."""
-
-    run: RunDirectory
-    info: RunInfo
-    place: AgentPlace
-    secret: bytes
-    fixed: tuple[str, int] | None
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; returns its exit status."""
     ignore_notices()
-    known = _settle(args)
-    run, info, place, fixed = known.run, known.info, known.place, known.fixed
-    server, modules = _prepare_members(info, args)
+    run, info, place, secret, fixed = _settle(args)
+    server, modules = None, tuple[str, ...]()
+    if not info.check_only:
+        modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
+        scripts.announce(info.command, os.environ)
+        server = preload_modules(info.settings, modules)
     with refusing_system_errors():
         held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
@@ -198,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
             place,
             server,
             modules,
-            known.secret,
+            secret,
             standby_port=None if alone or args.no_standby else args.coordinator_port,
             fixed=fixed,
             rejoins=max(0, args.rejoin),
@@ -206,14 +197,20 @@ def run(args: argparse.Namespace) -> int:
         )
     finally:
         os.close(held)
-    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
-        _show_check(run, info, args)
+    if info.check_only and run.final.exists():
+        term = newest_term(open_journal(info.settings, info.run_id, run.journal))
+        if term is not None and place.node == term.node:  # it speaks for all
+            _show_check(run, info, args)
     return status
 
 
 @refusing_system_errors()
-def _settle(args: argparse.Namespace) -> _Settled:
-    """Look at everything, and make the run if this agent is the first to come."""
+def _settle(
+    args: argparse.Namespace,
+) -> tuple[RunDirectory, RunInfo, AgentPlace, bytes, tuple[str, int] | None]:
+    """Look at everything that is known before anything of the user's is imported, and make the run
+    if this agent is the first to come; returns also the secret and a fixed coordinator's address.
+    """
     check_platform()
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
@@ -250,21 +247,11 @@ def _settle(args: argparse.Namespace) -> _Settled:
     _check_listening(run, args, place.host)
     warn_of_danger_above(run.path, info)
     if fixed is not None:
-        _probe(fixed, secret, info)
+        # Fails at once for a wrong address or secret, rather than after the whole patience.
+        ask_at(fixed, run, info.run_id, {"command": "info"})
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
         checks.check_command([script])  # this may be another host than the one that made the run
-    return _Settled(run, info, place, secret, fixed)
-
-
-def _prepare_members(
-    info: RunInfo, args: argparse.Namespace
-) -> tuple[ForkServer | None, tuple[str, ...]]:
-    """Have what the processes of the program share imported; returns those modules, too."""
-    if info.check_only:
-        return None, ()
-    modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
-    scripts.announce(info.command, os.environ)
-    return preload_modules(info.settings, modules), modules
+    return run, info, place, secret, fixed
 
 
 def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
@@ -305,12 +292,6 @@ def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> 
     if coordinator_address(run) == (host, port):
         port = 0  # a coordinator of this run may still be there, as of the agent before this one
     listen(host, port, flags=(_PORT_FLAG, "--host")).close()
-
-
-def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:
-    """The node whose standby has coordinated: it speaks for all."""
-    term = newest_term(open_journal(info.settings, info.run_id, run.journal))
-    return None if term is None else term.node
 
 
 def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> None:
@@ -405,14 +386,3 @@ def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, 
         )
     answer = ask_at(address, run, args.run_id, {"command": "info"})
     run.create(RunInfo.from_dict(answer["info"]))
-
-
-def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
-    """Fail at once for a wrong address or secret, rather than after the whole patience."""
-    try:
-        auth.connect(address, secret, info.run_id, info.settings.connect_seconds).close()
-    except auth.AuthenticationError:
-        raise
-    except (OSError, WireError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CommandError(f"no coordinator at {address[0]}:{address[1]} ({reason})") from error
