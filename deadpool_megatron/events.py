@@ -223,15 +223,14 @@ def term_file(path: Path, term: int, part: int = 1) -> Path:
     return path if term == 1 else path.with_name(f"{path.stem}-{term:04d}{path.suffix}")
 
 
-def event_files(path: Path, before_term: int | None = None) -> list[Path]:
-    """The event files so far, in order, of all terms or of those before one; ``path``: the first
-    one of the first term."""
+def event_files(path: Path) -> list[Path]:
+    """The event files so far, in order; ``path``: the first one of the first term."""
     found = {}
     for file in path.parent.glob(f"{path.stem}*{path.suffix}"):
         match = _FILE.fullmatch(file.stem.removeprefix(path.stem))
         if match is not None:
             found[int(match["term"] or 1), int(match["part"] or 1)] = file
-    return [file for (term, _), file in sorted(found.items()) if term < (before_term or term + 1)]
+    return [file for _, file in sorted(found.items())]
 
 
 def parse_line(line: str | bytes) -> Event:

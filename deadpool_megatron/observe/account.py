@@ -24,11 +24,6 @@ from deadpool_megatron.events import DAMAGE, Event, Kind, event_files, parse_lin
 
 # What lies between the close and a decision, and is neither, is a wait where it is longer.
 _LONGEST_DECISION_SECONDS = 1.0
-# Of earlier terms so many events, which takes some milliseconds, are read between two pauses.
-_AT_ONCE = 200
-_PAUSE_SECONDS = 0.02
-# So many new events are kept while earlier ones are read; above that there is no account.
-_MOST_WAITING = 20_000
 
 
 class Use(StrEnum):
@@ -238,68 +233,47 @@ class Account:
 
 
 class LiveAccount:
-    """The account as a coordinator keeps it, for the result: of the events that are written, and of
-    those of earlier terms. It is output like the events, which no decision looks at.
+    """The account as a coordinator keeps it, for the result: of the events that are written. It is
+    output like the events, which no decision looks at. ``events``: the first event file of the run.
 
-    The earlier ones are read in a thread of their own, which takes a small part of the processor: a
-    coordinator that has just taken over has more urgent things to do, and the run directory may
-    hang. Without them it is no account. ``events``: the first event file of the run.
+    One that took over reads all events once, at the end of the run.
     """
 
     def __init__(self, events: Path, term: int) -> None:
-        self._account, self._is_whole = Account(), True
-        self._waiting: list[Event] = []
-        self._changing = threading.Lock()
-        self._hurry, self._is_read = threading.Event(), threading.Event()
-        if term == 1:
-            self._is_read.set()
-            return
-        reading = (events, term)
-        threading.Thread(target=self._read, args=reading, name="account", daemon=True).start()
+        self._account, self._changing = Account(), threading.Lock()
+        self._unread = None if term == 1 else events
 
     def add(self, event: Event) -> None:
         """Take in one event, in the order of the file, in any thread."""
-        with self._changing:
-            if self._is_read.is_set():
-                self._take(event)
-            elif len(self._waiting) < _MOST_WAITING:
-                self._waiting.append(event)
-            else:
-                self._is_whole = False
+        with self._changing, contextlib.suppress(*DAMAGE):  # it costs itself alone
+            self._account.take(event)
 
     def finish(self, limit_seconds: float) -> None:
-        """Read what is left of earlier terms without pauses, for so long at most. Blocks."""
-        self._hurry.set()
-        self._is_read.wait(limit_seconds)
+        """Read what earlier terms have written, for so long at most: the run directory may hang.
+        Blocks."""
+        if self._unread is not None:
+            reading = threading.Thread(target=self._read, args=(self._unread,), daemon=True)
+            reading.start()
+            reading.join(limit_seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``deadpool report --json`` says of the same events: ``goodput`` and
-        ``node_seconds``; both are None where it is not complete: those of earlier terms could not
-        be read, or not in time.
+        ``node_seconds``; both are None where those of earlier terms could not be read, or not in
+        time.
         """
         with self._changing:
-            if not self._is_whole or not self._is_read.is_set():
+            if self._unread is not None:
                 return {"goodput": None, "node_seconds": None}
             seconds = {use.value: spent for use, spent in self._account.uses().items()}
             return {"goodput": self._account.goodput(), "node_seconds": seconds}
 
-    def _read(self, events: Path, term: int) -> None:
-        try:
-            for path in event_files(events, before_term=term):
+    def _read(self, events: Path) -> None:
+        whole = Account()
+        with contextlib.suppress(OSError):
+            for path in event_files(events):
                 with open(ownership.open_regular(path), "rb") as lines:
-                    for number, line in enumerate(lines, 1):
+                    for line in lines:
                         with contextlib.suppress(*DAMAGE):
-                            self._account.take(parse_line(line))
-                        if number % _AT_ONCE == 0:
-                            self._hurry.wait(_PAUSE_SECONDS)
-        except OSError:
-            self._is_whole = False
-        with self._changing:
-            for event in self._waiting:
-                self._take(event)
-            self._waiting.clear()
-            self._is_read.set()
-
-    def _take(self, event: Event) -> None:
-        with contextlib.suppress(*DAMAGE):  # a damaged event costs itself alone, as in the report
-            self._account.take(event)
+                            whole.take(parse_line(line))
+            with self._changing:
+                self._account, self._unread = whole, None

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
-# So long the end waits for the newest events of the coordinator before, of a run that ends right
-# after a takeover.
-_ACCOUNT_SECONDS = 1.0
+# So long the end of a run that was taken over waits for all events to be read.
+_ACCOUNT_SECONDS = 5.0
 # A wait for what is being made valid is told when it lasts so long.
 _SILENT_SECONDS = 1.0
 
