@@ -1,18 +1,24 @@
-"""Offers of a file system: told apart from what fails on one that does."""
+"""File systems: what one offers, told apart from what fails on one that does; and things that hang
+for as long as one does: a look at it, and the end of a process whose threads wait for it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LOCKS = (*_NOT_OFFERED, errno.ENOLCK)
 _NO_LINKS = (*_NOT_OFFERED, errno.EPERM)
+T = TypeVar("T")
 #: of names that this user's processes still hold, and that are not there any more
 LIKELY_CLEANERS = (
     "by RemoveIPC of systemd-logind at the end of a login, an epilog of this site, or a cleaner of"
@@ -84,3 +90,55 @@ def linking(name: Path) -> Iterator[None]:
         # That of a full disk names none, that of a link two.
         error.filename, error.filename2 = str(name), None
         raise
+
+
+class TimedRead(Generic[T]):
+    """Reads in a thread of its own, one reading at a time. For one caller."""
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        self._read = read
+        self._found: list[T] = []
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def look(self, limit_seconds: float) -> T:
+        """Returns what a reading found that has just ended. Raises what the reading raised, and
+        TimeoutError when it takes longer; it then continues, for the next look.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        self._thread.join(limit_seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"no answer within {limit_seconds:g} s")
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._found.pop()
+
+    def _work(self) -> None:
+        try:
+            self._found.append(self._read())
+        except Exception as error:
+            self._error = error
+
+
+def run_to_end(main: Coroutine[Any, Any, int], thread_seconds: float) -> int:
+    """As ``asyncio.run``, which waits for what is under way in the loop's threads, but no longer
+    than ``thread_seconds`` after ``main`` is over: the process then ends with its answer, here.
+    """
+    with asyncio.Runner() as runner:
+        status = runner.run(main)
+        guard = threading.Timer(thread_seconds, _give_up, (status, thread_seconds))
+        guard.daemon = True
+        guard.start()
+    guard.cancel()
+    return status
+
+
+def _give_up(status: int, seconds: float) -> None:
+    text = f"ends without its threads: waited {seconds:g} s for files that they write or remove"
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(status)

@@ -328,9 +328,17 @@ class Settings:
     @cached_property
     def gather_seconds(self) -> float:
         """After a close, a node that has not told what it holds for so long is given up: longer
-        than its agent takes when everything there has to be killed.
+        than its agent takes when everything there has to be killed, which is ``close_seconds`` for
+        the members and seven times :attr:`stage_seconds`.
         """
         return 5 * self.close_seconds
+
+    @cached_property
+    def stage_seconds(self) -> float:
+        """Limit of a close for the vault to stop sealing; for each of two answers about what it
+        holds; and, after each stage, for what was killed then to end: a vault unmaps all its slots.
+        """
+        return self.close_seconds / 2
 
     @cached_property
     def exports(self) -> bool:

@@ -43,7 +43,7 @@ from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
 _MOST_KEPT_EVENTS = 1000
-_NAMES_SECONDS = 1.0
+_NAMES_SECONDS = 10.0
 
 
 class Vault:

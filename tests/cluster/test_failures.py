@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.failures import (
     kind_of_end,
     same_text,
 )
-from deadpool_megatron.cluster.process.liveness import fatal_words, last_words
+from deadpool_megatron.cluster.process.logs import fatal_words, last_words
 from deadpool_megatron.events import not_finite
 
 DEVICE = FailureKind.DEVICE_ERROR

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.journal import open_journal
-from deadpool_megatron.cluster.process.liveness import last_words
+from deadpool_megatron.cluster.process.logs import last_words
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
 from deadpool_megatron.cluster.run_directory.directory import (

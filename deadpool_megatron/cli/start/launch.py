@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import Ending
 from deadpool_megatron.cluster.process.fork_server import ForkServer
-from deadpool_megatron.cluster.process.liveness import last_line, tail
+from deadpool_megatron.cluster.process.logs import last_line, tail
 from deadpool_megatron.cluster.run_directory.cleanup import (
     claim_segments,
     clean_node,
@@ -54,6 +54,8 @@ from deadpool_megatron.preflight.host import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 
 _POLL_SECONDS = 0.1
+# Nobody reads faster, nor waits for the end of a run by less.
+_LOOK_SECONDS = 1.0
 _STANDBYS = 2
 _LEAVE_SECONDS = 1.0
 _TOGETHER_SECONDS = 1.0
@@ -201,22 +203,25 @@ class Launcher:
 
     def _supervise(self) -> None:
         """Until the run is over and its coordinator has ended, or has had its time to."""
-        orphans = posix.Orphans()
+        orphans, look_at = posix.Orphans() if os.getpid() == 1 else None, 0.0
         while True:
-            orphans.reap()
-            self._options.look()
             self._reap_agents()
             if self.trouble:
                 return
             if not self._agents and not self._unfilled:
                 self._note_trouble()
                 return
-            coordinators = coordinator_processes(self._run)
-            if not coordinators and self._run.has_final():
-                return
-            for pid in set(coordinators) - self._stopped if self._signals else ():
-                self._stopped.add(pid)
-                posix.kill(pid, signal.SIGTERM if self._discards else signal.SIGINT)
+            if self._signals or time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_SECONDS
+                if orphans is not None:
+                    orphans.reap()
+                self._options.look()
+                coordinators = coordinator_processes(self._run)
+                if not coordinators and self._run.has_final():
+                    return
+                for pid in set(coordinators) - self._stopped if self._signals else ():
+                    self._stopped.add(pid)
+                    posix.kill(pid, signal.SIGTERM if self._discards else signal.SIGINT)
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
                 self._options.say("the run does not end by itself: killing it")
                 return
@@ -236,6 +241,8 @@ class Launcher:
             for found, status in [os.waitpid(pid, os.WNOHANG)]
             if found
         }
+        if ended:
+            self._options.look()
         for node in ended:
             del self._agents[node]
             self._hang_up(node)
@@ -247,7 +254,7 @@ class Launcher:
         for node in [n for n, at in self._fallen.items() if self._agents and at < until]:
             del self._fallen[node]
             self._clean(node, keep_slots=slots_are_kept(self._run))
-        if self._run.has_final() or self._stop_deadline:
+        if not (ended or self._unfilled) or self._run.has_final() or self._stop_deadline:
             return
         codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
         if ExitStatus.BAD_INPUT in codes and not self._has_begun():

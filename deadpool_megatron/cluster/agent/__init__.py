@@ -6,8 +6,7 @@ options          what it is started with, and how its members are
 members          member processes, and what the coordinator is told of them
 evidence         stacks and NCCL's word, before a kill
 vault_process    the vault's care, and the orders to it
-standby_process  its standby, and where the coordinator is
+contact          its standby, where the coordinator is, and when it must stop its members
 exporter         this node's part in exports
 node_check       facts of the host
-fence            when it must stop its members; limits of a close
 """

@@ -5,13 +5,14 @@ fixed: first the vault stops sealing, then the members are interrupted, then eve
 left the epoch or is killed, and only then the inventory is taken and sent.
 
 Losing the coordinator changes nothing for training; the agent reconnects, to the next one if need
-be. A node that is cut off from a coordinator that lives ends its members (fence.py), for its
+be. A node that is cut off from a coordinator that lives ends its members (contact.py), for its
 roles are about to be given away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
 import socket
@@ -23,9 +24,9 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.agent.contact import CoordinatorAddress, Fence, StandbyKeeper
 from deadpool_megatron.cluster.agent.evidence import LastStacks, tell_what_nccl_says
 from deadpool_megatron.cluster.agent.exporter import NodeExports
-from deadpool_megatron.cluster.agent.fence import CloseLimits, Fence
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import (
@@ -33,7 +34,6 @@ from deadpool_megatron.cluster.agent.options import (
     device_environment,
     member_spec,
 )
-from deadpool_megatron.cluster.agent.standby_process import CoordinatorAddress, StandbyKeeper
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
@@ -52,7 +52,7 @@ from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
 _FLUSH_SECONDS = 2.0
-_NAMES_SECONDS = 1.0
+_NAMES_SECONDS = 10.0
 # So long a first coordinator takes to come on a busy host.
 _SAID_SECONDS = 10.0
 
@@ -286,7 +286,7 @@ class Agent:
             for member in self._members.by_slot.values()
             if Seat(self._node, member.slot, member.incarnation) in seats
         ]
-        await wait_drained(seated, epoch, self._drained, CloseLimits.of(self._settings))
+        await wait_drained(seated, epoch, self._drained, self._settings)
 
     async def _adopt(self, record: EpochRecord) -> None:
         known = 0 if self._record is None else self._record.epoch
@@ -358,9 +358,10 @@ class Agent:
         return {"members": self._members.beats(), "vault": self._vault.status}
 
     async def _tick(self) -> None:
-        orphans = Orphans()
+        orphans = Orphans() if os.getpid() == 1 else None
         while True:
-            orphans.reap()
+            if orphans is not None:
+                orphans.reap()
             if time.monotonic() - self._looked > _NAMES_SECONDS:
                 self._keep_names()
             self._members.check()

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.process.children import ChildWatch, Ending, start_child
-from deadpool_megatron.cluster.process.liveness import last_line
-from deadpool_megatron.cluster.process.logs import LocalLogs
+from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
 from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
     RunDirectory,

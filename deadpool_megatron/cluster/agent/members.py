@@ -13,17 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.agent.fence import CloseLimits
 from deadpool_megatron.cluster.link.protocol import NUMBERS
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import Ending
 from deadpool_megatron.cluster.process.fork_server import StartedMember, Starter
-from deadpool_megatron.cluster.process.liveness import (
-    FreezeDetector,
-    fatal_words,
-    last_words,
-    tail,
-)
+from deadpool_megatron.cluster.process.logs import fatal_words, last_words, tail
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
@@ -111,6 +105,47 @@ class FramePipe:
     def _end(self, why: str) -> None:
         self.close()
         self._on_end(why)
+
+
+class FreezeDetector:
+    """Decides whether a process that has stopped beating is frozen.
+
+    Missing beats alone prove nothing on a busy machine or in a long call that holds the
+    interpreter: a process that used CPU time, or wants to run, shows a sign of life. A frozen one
+    is stopped, or sleeps without having run at all.
+    """
+
+    def __init__(self, pid: int, freeze_seconds: float, now: float) -> None:
+        self._pid = pid
+        self._freeze_seconds = freeze_seconds
+        self._ticks = -1
+        self._alive_at = now
+
+    def beat(self, now: float) -> None:
+        """A beat arrived."""
+        self._alive_at = now
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """The watching process itself did not run for so long: nobody else is to blame."""
+        self._alive_at = min(self._alive_at + seconds, now)
+
+    def silent_seconds(self, now: float) -> float:
+        """Time since the last sign of life."""
+        return now - self._alive_at
+
+    def is_frozen(self, now: float) -> bool:
+        """Cheap while beats arrive: looks at the process only after two missed beats' time."""
+        if now - self._alive_at < self._freeze_seconds / 3:
+            return False
+        found = posix.state_and_cpu_ticks(self._pid)
+        if found is None or found[0] in "ZX":
+            return False  # ended: the pid file descriptor reports that
+        state, ticks = found
+        if state not in "Tt" and (state in "RD" or ticks != self._ticks):
+            self._ticks = ticks
+            self._alive_at = now - self._freeze_seconds / 3
+            return False
+        return now - self._alive_at >= self._freeze_seconds
 
 
 class MemberReports(Protocol):
@@ -380,27 +415,20 @@ async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
 
 
 async def wait_drained(
-    members: list[Member],
-    epoch: int,
-    changed: asyncio.Event,
-    limits: CloseLimits,
+    members: list[Member], epoch: int, changed: asyncio.Event, settings: Settings
 ) -> None:
     """Until every member has left the epoch; who is late, or failed at it, is killed and reaped.
 
     ``changed`` is set whenever one of them has left or ended.
     """
     with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
-        async with asyncio.timeout(limits.drain_seconds):
+        async with asyncio.timeout(settings.close_seconds):
             while any(m.drained(epoch) is None and not m.ended.is_set() for m in members):
                 changed.clear()
                 await changed.wait()
     killed = [member for member in members if not member.drained(epoch)]
     for member in killed:
         late = member.drained(epoch) is None
-        how = (
-            f"did not leave within {limits.drain_seconds:g} s"
-            if late
-            else "could not be left cleanly"
-        )
-        member.kill(f"epoch {epoch} {how}")
-    await wait_ended(killed, limits.reap_seconds)
+        limit = f"did not leave within {settings.close_seconds:g} s"
+        member.kill(f"epoch {epoch} {limit if late else 'could not be left cleanly'}")
+    await wait_ended(killed, settings.stage_seconds)

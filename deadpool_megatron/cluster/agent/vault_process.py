@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.agent.fence import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process.children import (
@@ -25,8 +24,7 @@ from deadpool_megatron.cluster.process.children import (
     patiently,
     start_child,
 )
-from deadpool_megatron.cluster.process.liveness import last_line
-from deadpool_megatron.cluster.process.logs import LocalLogs
+from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
 from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
     RunDirectory,
@@ -82,7 +80,7 @@ class VaultKeeper:
         self._run = run
         self._info = info
         self._settings = info.settings
-        self._limits = CloseLimits.of(info.settings)
+        self._stage_seconds = info.settings.stage_seconds
         self._segments = segments
         self._report = report
         self._listing_changed = listing_changed
@@ -185,7 +183,7 @@ class VaultKeeper:
         if control is None:
             return  # a vault that starts is closed
         try:
-            await control.close_epoch(epoch, self._limits.vault_seconds)
+            await control.close_epoch(epoch, self._stage_seconds)
         except _ERRORS as error:
             await self._kill(f"epoch {epoch} was not closed: {error}")
 
@@ -196,8 +194,8 @@ class VaultKeeper:
         Only a vault that was up is killed: after one that is slow to start the next one would be as
         slow, and begin again.
         """
-        clock, limits = asyncio.get_running_loop().time, self._limits
-        deadline = clock() + 2 * (limits.inventory_seconds + limits.reap_seconds)
+        clock, stage = asyncio.get_running_loop().time, self._stage_seconds
+        deadline = clock() + 4 * stage
         why = f"no inventory of epoch {epoch}"
         for _ in range(2):
             try:
@@ -207,11 +205,11 @@ class VaultKeeper:
                 self._log(f"{why}: vault of node {self._node} is still starting")
                 break
             assert self._control is not None
-            limit = min(limits.inventory_seconds, deadline - clock())
+            limit = min(stage, deadline - clock())
             try:
                 return await self._control.inventory(limit)
             except _ERRORS as error:
-                if deadline - clock() < limits.reap_seconds:
+                if deadline - clock() < stage:
                     self._log(f"{why}: {error}")
                     break  # too late to wait for its end, and for another one
                 await self._kill(f"{why}: {error}")
@@ -327,10 +325,10 @@ class VaultKeeper:
         """Kill a vault and wait for its end. Raises VaultGivenUp: the kernel does not let it go,
         and another one on the same slots must not be started.
         """
-        if not await watch.end(self._limits.reap_seconds):
+        if not await watch.end(self._stage_seconds):
             raise VaultGivenUp(
                 f"its vault (process {watch.pid}) was killed, as {why}, and did not end within"
-                f" {self._limits.reap_seconds:g} s"
+                f" {self._stage_seconds:g} s"
             )
 
     def _ended(self, ending: Ending) -> None:

@@ -53,9 +53,9 @@ from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import INITIAL, Config
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.liveness import run_to_end
 from deadpool_megatron.cluster.run_directory.directory import paths_gone, valid_in
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
+from deadpool_megatron.file_systems import run_to_end
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names

@@ -37,12 +37,12 @@ from deadpool_megatron.cluster.journal.terms import (
     newest_term,
     sign,
 )
-from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
     read_json,
 )
+from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError, readable
 
@@ -93,8 +93,8 @@ class Standby:
         )
         self._place = claim_order(None, info.nodes, info.spares, options.node)
         # The run directory may hang, while the journal is somewhere else.
-        self._result = Glance(partial(_read_result, options.run.final))
-        self._durable = Glance(partial(valid_checkpoints, options.run))
+        self._result = TimedRead(partial(_read_result, options.run.final))
+        self._durable = TimedRead(partial(valid_checkpoints, options.run))
         self.estate = Estate()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True

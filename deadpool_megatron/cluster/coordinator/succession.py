@@ -14,12 +14,12 @@ from deadpool_megatron.cluster.journal.journal import (
 )
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
     read_valid,
 )
+from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.layout.records import EpochRecord, Restore
 
 Valid = tuple[Restore, ...]
@@ -60,7 +60,9 @@ class CoordinatorOptions:
     begins_anew: bool = False
 
 
-def look_up(journal: Journal, durable: Glance[Valid], known: EpochRecord | None = None) -> Estate:
+def look_up(
+    journal: Journal, durable: TimedRead[Valid], known: EpochRecord | None = None
+) -> Estate:
     """Read it; ``known``: a record that was read before. Raises JournalError, or OSError."""
     record = newest_record(journal, known)
     try:

@@ -2,7 +2,8 @@
 
 A file system that is full, or hangs, must not fail or stop a process that prints, nor an agent that
 has to beat and to fence its node. So logs lie in memory, and a thread of the agent copies them to
-the run directory and does what else is to be done there, one thing after the other.
+the run directory and does what else is to be done there, one thing after the other. What the end
+of a log says about the end of its process is read here, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ _TRIM_SECONDS = 5.0
 _LOCK_SECONDS = 2.0
 _PAUSE_SECONDS = 0.01
 _COPIED, _LOCK = ".copied", ".lock"
+# Of what a process has printed last.
+_TAIL_BYTES = 32768
+_LINE_CHARACTERS = 400
+# An exception that was caught and logged long before the end is not the cause of it.
+_TRACEBACK_LINES = 120
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 def read(path: Path, start: int, nbytes: int) -> str:
@@ -56,6 +63,48 @@ def replace(path: Path, text: str | None) -> None:
     with os.fdopen(handle, "w") as file:
         file.write(text)
     temporary.replace(path)
+
+
+def tail(log: Path) -> str:
+    """Return the end of a log, from somewhere in a line; empty when there is none."""
+    return read(log, -_TAIL_BYTES, _TAIL_BYTES)
+
+
+def last_line(log: Path) -> str:
+    """Return what a log says about the end of its process; see :func:`last_words`."""
+    return last_words(tail(log))
+
+
+def last_words(text: str) -> str:
+    """Return what the end of a log says about the end of its process, in one line.
+
+    That is :func:`fatal_words`, else the last line that is not blank. Empty when there is none.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return fatal_words(text) or (lines[-1][:_LINE_CHARACTERS] if lines else "")
+
+
+def fatal_words(text: str) -> str:
+    """The exception of the last traceback, or the fatal error of Python or of C++, at the end of a
+    log. Empty when there is none.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    for number in range(len(lines) - 1, -1, -1):
+        line = lines[number].strip()
+        if line.startswith("what():"):
+            return line.removeprefix("what():").strip()[:_LINE_CHARACTERS]
+        if line.startswith("Fatal Python error:"):
+            return line[:_LINE_CHARACTERS]
+        if line.endswith(_TRACEBACK) and len(lines) - number <= _TRACEBACK_LINES:
+            found = _exception(lines[number + 1 :])
+            if found:
+                return found[:_LINE_CHARACTERS]
+    return ""
+
+
+def _exception(lines: list[str]) -> str:
+    """The first line after the frames of a traceback, which are indented."""
+    return next((line for line in lines if not line.startswith((" ", "\t", "|"))), "")
 
 
 class LocalLogs:

@@ -108,8 +108,7 @@ class Orphans:
     """Children that this process has inherited as the first one of its container, where nobody else
     waits for them: workers of killed members, say. Elsewhere there are none."""
 
-    def __init__(self, *, inherits: bool | None = None) -> None:
-        self._inherits = os.getpid() == 1 if inherits is None else inherits
+    def __init__(self) -> None:
         self._ended: set[int] = set()
         self._look_at = 0.0
 
@@ -117,7 +116,7 @@ class Orphans:
         """Reap those that had ended by the last look, some seconds ago, too: whoever has started a
         child of ours reaps it long before. To be called often."""
         now = time.monotonic()
-        if not self._inherits or now < self._look_at:
+        if now < self._look_at:
             return
         self._look_at = now + _ORPHAN_SECONDS
         numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

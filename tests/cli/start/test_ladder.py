@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.contact import Fence
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.settings import (
     FIELDS,

@@ -15,10 +15,9 @@ import pytest
 from deadpool_megatron.cluster.agent import node_check as module
 from deadpool_megatron.cluster.agent import vault_process as vault_keeper
 from deadpool_megatron.cluster.agent.agent import Agent
-from deadpool_megatron.cluster.agent.fence import CloseLimits
+from deadpool_megatron.cluster.agent.contact import StandbyKeeper
 from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.standby_process import StandbyKeeper
 from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link import protocol
@@ -174,7 +173,7 @@ async def test_a_vault_that_the_kernel_does_not_let_go(
     """Another one on the same slots must not start; the end of the agent goes on."""
     short(monkeypatch)
     watch: Any = Watch(False)
-    keeper._limits = CloseLimits(0.05, 0.05, 0.05, 0.05)
+    keeper._stage_seconds = 0.05
     monkeypatch.setattr(vault_keeper, "start_child", lambda *_, **__: watch)
     await keeper.start()
     keeper._control = Broken()  # type: ignore[assignment]
@@ -228,7 +227,7 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
 ) -> None:
     """``vaults``: one after the other, how long each takes to come up, whether it answers then."""
     keeper._settings = replace(keeper._settings, connect_seconds=200.0)
-    assert keeper._limits == CloseLimits(5.0, 10.0, 5.0, 5.0)
+    assert keeper._stage_seconds == 5.0
     started = note_starts(monkeypatch)
 
     async def connect(*_: object) -> Any:

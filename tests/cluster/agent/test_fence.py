@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.contact import Fence
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.settings import Settings
 

@@ -27,8 +27,8 @@ from deadpool_megatron.cluster.journal.journal import (
     open_journal,
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife, claim_term, sign
-from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 from tests.common.waiting import PATIENCE_SECONDS
@@ -122,7 +122,7 @@ def made(tmp_path: Path) -> Standby:
 def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
     run, journal = RunDirectory(tmp_path), open_journal(Settings(), "run", tmp_path / "journal")
     os.mkfifo(run.latest)
-    durable = Glance(partial(valid_checkpoints, run))
+    durable = TimedRead(partial(valid_checkpoints, run))
     began = time.monotonic()
     assert look_up(journal, durable) == Estate(is_durable_read=False)
     assert time.monotonic() - began < 5.0

@@ -32,8 +32,8 @@ from deadpool_megatron.cluster.journal.journal import Journal, LostRace, open_jo
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.process.liveness import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer
 
@@ -146,7 +146,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
     if not run.path.exists():
         run.create(info)
     journal = opened(name)
-    estate = look_up(journal, Glance(partial(valid_checkpoints, run)))
+    estate = look_up(journal, TimedRead(partial(valid_checkpoints, run)))
     newest = journal.newest("term")
     number = 1 if newest is None else newest[0] + 1
     return Coordinator(

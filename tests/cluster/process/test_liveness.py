@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.agent.members import FreezeDetector
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, Ending
-from deadpool_megatron.cluster.process.liveness import FreezeDetector, last_line
+from deadpool_megatron.cluster.process.logs import last_line
 from deadpool_megatron.cluster.process.posix import (
     needed_by_coordinator,
     raise_limit,
@@ -189,7 +190,7 @@ def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(posix, "_ORPHAN_SECONDS", 0.0)
-    orphans = posix.Orphans(inherits=True)
+    orphans = posix.Orphans()
     # It ends after its parent, which is not to reap it.
     read, write = os.pipe()
     parent = (
@@ -210,7 +211,6 @@ def test_orphans_are_reaped_and_own_children_left_to_whoever_waits(
     orphans.reap()
     assert posix.state_and_cpu_ticks(orphan) is None
     assert own.wait() == 3
-    assert posix.Orphans()._inherits is False
 
 
 @pytest.mark.parametrize(

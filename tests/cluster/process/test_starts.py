@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.agent.standby_process import StandbyKeeper
+from deadpool_megatron.cluster.agent.contact import StandbyKeeper
 from deadpool_megatron.cluster.process import children, fork_server, posix
 from deadpool_megatron.cluster.process.children import ChildWatch, Ending, patiently
 from deadpool_megatron.cluster.process.fork_server import (
@@ -27,14 +27,14 @@ from deadpool_megatron.cluster.process.fork_server import (
     Starter,
     StartError,
 )
-from deadpool_megatron.cluster.process.liveness import run_to_end
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.file_systems import run_to_end
 from tests.common.waiting import until, wait_for
 
 SECONDS = 20.0
 _HANGS = """
 import asyncio, threading
-from deadpool_megatron.cluster.process.liveness import run_to_end
+from deadpool_megatron.file_systems import run_to_end
 
 async def main():
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
@@ -325,7 +325,7 @@ def test_a_thread_that_a_disk_holds_up_does_not_keep_the_process() -> None:
 async def test_standby_is_started_as_soon_as_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deadpool_megatron.cluster.agent.standby_process._RESTART_SECONDS", 0.01)
+    monkeypatch.setattr("deadpool_megatron.cluster.agent.contact._RESTART_SECONDS", 0.01)
     pair, short = socket.socketpair, Short(0, errno.EMFILE)
 
     def pairs() -> tuple[socket.socket, socket.socket]:
