@@ -6,7 +6,7 @@ behaviour beyond their own encoding. Words are those of docs/design: role, node,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.part_kinds import PartKind, kind_of
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.wire.forms import Coded, Listed, read
 
 # Parity blocks are kept under role numbers of their own, far above those of the run.
 PARITY_BASE = 1 << 32
@@ -25,25 +26,15 @@ def is_parity_role(number: int) -> bool:
 
 
 @dataclass(frozen=True, order=True)
-class Generation:
+class Generation(Listed):
     """State after ``iteration``, computed in epoch ``lineage``; the newest compares largest."""
 
     lineage: int
     iteration: int
 
-    def to_list(self) -> list[int]:
-        """JSON form."""
-        return [self.lineage, self.iteration]
-
-    @staticmethod
-    def from_list(values: Any) -> Generation:
-        """Inverse of :meth:`to_list`."""
-        lineage, iteration = values
-        return Generation(int(lineage), int(iteration))
-
 
 @dataclass(frozen=True)
-class PartInfo:
+class PartInfo(Coded):
     """One contiguous piece of a role's generation, e.g. the flat shard of one inner optimizer.
 
     ``replicas``: all roles (this one included, ascending) whose bytes of this part are identical,
@@ -57,19 +48,9 @@ class PartInfo:
     replicas: tuple[int, ...]
     identity: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {**vars(self), "replicas": list(self.replicas)}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> PartInfo:
-        """Inverse of :meth:`to_dict`."""
-        name, nbytes, replicas = values["name"], values["nbytes"], values["replicas"]
-        return PartInfo(str(name), int(nbytes), tuple(replicas), str(values.get("identity", "")))
-
 
 @dataclass(frozen=True)
-class RoleLayout:
+class RoleLayout(Coded):
     """The parts that a role's generation consists of; equal ``layout_hash`` means interchangeable
     bytes: of the same parts, and of a role that is the same of the same model.
 
@@ -105,58 +86,18 @@ class RoleLayout:
         wanted = part.name, part.nbytes, part.identity
         return any((one.name, one.nbytes, one.identity) == wanted for one in self.parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "role": self.role,
-            "parts": [part.to_dict() for part in self.parts],
-            "peers": list(self.peers),
-            "slots": self.slots,
-            "layout_hash": self.layout_hash,
-            "meaning": self.meaning,
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> RoleLayout:
-        """Inverse of :meth:`to_dict`."""
-        return RoleLayout(
-            role=int(values["role"]),
-            parts=tuple(PartInfo.from_dict(part) for part in values["parts"]),
-            peers=tuple(values["peers"]),
-            slots=int(values["slots"]),
-            layout_hash=str(values["layout_hash"]),
-            meaning=str(values.get("meaning", "")),
-        )
-
 
 @dataclass(frozen=True)
-class Holding:
+class Holding(Coded):
     """Sealed parts of one role's generation on one node: promised not to be overwritten."""
 
     role: int
     generation: Generation
     parts: frozenset[str]
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "role": self.role,
-            "generation": self.generation.to_list(),
-            "parts": sorted(self.parts),
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Holding:
-        """Inverse of :meth:`to_dict`."""
-        return Holding(
-            int(values["role"]),
-            Generation.from_list(values["generation"]),
-            frozenset(values["parts"]),
-        )
-
 
 @dataclass(frozen=True)
-class Inventory:
+class Inventory(Coded):
     """Everything one node can produce, frozen after its vault closed epoch ``epoch``."""
 
     node: int
@@ -164,54 +105,14 @@ class Inventory:
     holdings: tuple[Holding, ...] = ()
     layouts: tuple[RoleLayout, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "node": self.node,
-            "epoch": self.epoch,
-            "holdings": [holding.to_dict() for holding in self.holdings],
-            "layouts": [layout.to_dict() for layout in self.layouts],
-        }
-
-    @staticmethod
-    def from_dict(
-        values: Mapping[str, Any], known: Mapping[int, RoleLayout] | None = None
-    ) -> Inventory:
-        """Inverse of :meth:`to_dict`. ``known``: layouts by role, taken where the hash is equal.
-        Raises KeyError, TypeError or ValueError for garbage.
-        """
-
-        def layout(one: Mapping[str, Any]) -> RoleLayout:
-            same = (known or {}).get(one["role"])
-            if same is not None and same.layout_hash == one["layout_hash"]:
-                return same
-            return RoleLayout.from_dict(one)
-
-        return Inventory(
-            int(values["node"]),
-            int(values["epoch"]),
-            tuple(Holding.from_dict(one) for one in values["holdings"]),
-            tuple(layout(one) for one in values["layouts"]),
-        )
-
 
 @dataclass(frozen=True, order=True)
-class Seat:
+class Seat(Listed):
     """The member that plays a role: a process named by node, local slot and incarnation."""
 
     node: int
     slot: int
     incarnation: int
-
-    def to_list(self) -> list[int]:
-        """JSON form."""
-        return [self.node, self.slot, self.incarnation]
-
-    @staticmethod
-    def from_list(values: Any) -> Seat:
-        """Inverse of :meth:`to_list`."""
-        node, slot, incarnation = values
-        return Seat(int(node), int(slot), int(incarnation))
 
 
 class SeatTable(dict[int, Seat]):
@@ -238,7 +139,7 @@ class SeatTable(dict[int, Seat]):
 
 
 @dataclass(frozen=True)
-class NodeAddress:
+class NodeAddress(Coded):
     """The address at which a live node's vault listens, and its failure domain."""
 
     host: str
@@ -246,36 +147,13 @@ class NodeAddress:
     domain: str
     spare: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "host": self.host,
-            "vault_port": self.vault_port,
-            "domain": self.domain,
-            "spare": self.spare,
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> NodeAddress:
-        """Inverse of :meth:`to_dict`."""
-        return NodeAddress(
-            str(values["host"]),
-            int(values["vault_port"]),
-            str(values["domain"]),
-            bool(values["spare"]),
-        )
-
 
 @dataclass(frozen=True)
-class Source:
+class Source(Listed):
     """A node that holds the wanted bytes, sealed under ``role`` (another role for a replica)."""
 
     node: int
     role: int
-
-    def to_list(self) -> list[int]:
-        """JSON form."""
-        return [self.node, self.role]
 
 
 @dataclass(frozen=True, order=True)
@@ -299,7 +177,7 @@ class BadPart:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class Decoding(Listed):
     """A way to compute a shard part without a whole copy from ``k`` of k+m coded blocks.
 
     Block i < k is the part of role ``group[i]`` (zeros behind its end), from k on parity blocks.
@@ -311,24 +189,9 @@ class Decoding:
     parities: int
     blocks: Mapping[int, tuple[Source, ...]]
 
-    def to_list(self) -> list[Any]:
-        """JSON form."""
-        blocks = {str(number): _places(found) for number, found in self.blocks.items()}
-        return [list(self.group), self.parities, blocks]
-
-    @staticmethod
-    def from_list(values: Any) -> Decoding:
-        """Inverse of :meth:`to_list`."""
-        group, parities, blocks = values
-        return Decoding(
-            tuple(int(role) for role in group),
-            int(parities),
-            {int(number): _sources(found) for number, found in blocks.items()},
-        )
-
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Listed):
     """A whole copy of ``base`` and the gradients of ``steps`` (ascending) that lead from it to the
     generation which is restored. ``sources``: generation -> part -> places; whole shard parts for
     the base, gradients and extras for each step.
@@ -338,64 +201,18 @@ class Replay:
     steps: tuple[Generation, ...]
     sources: Mapping[Generation, Mapping[str, tuple[Source, ...]]]
 
-    def to_list(self) -> list[Any]:
-        """JSON form."""
-        sources = [
-            [generation.to_list(), {name: _places(found) for name, found in parts.items()}]
-            for generation, parts in self.sources.items()
-        ]
-        return [self.base.to_list(), [step.to_list() for step in self.steps], sources]
-
-    @staticmethod
-    def from_list(values: Any) -> Replay:
-        """Inverse of :meth:`to_list`."""
-        base, steps, sources = values
-        return Replay(
-            Generation.from_list(base),
-            tuple(Generation.from_list(step) for step in steps),
-            {
-                Generation.from_list(generation): {
-                    str(name): _sources(found) for name, found in parts.items()
-                }
-                for generation, parts in sources
-            },
-        )
-
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Coded):
     """Work of a role for shard parts that nobody holds whole: ``decodings`` by part, ``replay``
     for all of them together."""
 
     decodings: Mapping[str, Decoding] = field(default_factory=dict)
     replay: Replay | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "decodings": {name: one.to_list() for name, one in self.decodings.items()},
-            "replay": None if self.replay is None else self.replay.to_list(),
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Recipe:
-        """Inverse of :meth:`to_dict`."""
-        return Recipe(
-            {str(name): Decoding.from_list(one) for name, one in values["decodings"].items()},
-            None if values["replay"] is None else Replay.from_list(values["replay"]),
-        )
-
-
-def _places(sources: Iterable[Source]) -> list[list[int]]:
-    return [source.to_list() for source in sources]
-
-
-def _sources(places: Iterable[Iterable[int]]) -> tuple[Source, ...]:
-    return tuple(Source(int(node), int(owner)) for node, owner in places)
-
 
 @dataclass(frozen=True)
-class Restore:
+class Restore(Coded):
     """The origin of the state of an epoch.
 
     ``kind``: ``initial`` (build and start at iteration 0), ``memory`` (sealed slots; ``sources``
@@ -419,42 +236,9 @@ class Restore:
         recipes = {role: self.recipes[role] for role in roles if role in self.recipes}
         return replace(self, sources=sources, recipes=recipes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {
-            "kind": self.kind,
-            "generation": self.generation.to_list(),
-            "boundary": self.boundary,
-            "path": self.path,
-            "sources": {
-                str(role): {name: _places(found) for name, found in parts.items()}
-                for role, parts in self.sources.items()
-            },
-            "recipes": {str(role): recipe.to_dict() for role, recipe in self.recipes.items()},
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Restore:
-        """Inverse of :meth:`to_dict`."""
-        return Restore(
-            kind=str(values["kind"]),
-            generation=Generation.from_list(values["generation"]),
-            boundary=str(values["boundary"]),
-            path=str(values["path"]),
-            sources={
-                int(role): {name: _sources(found) for name, found in parts.items()}
-                for role, parts in values["sources"].items()
-            },
-            # Runs of 0.3 wrote none; their checkpoints are gone on from.
-            recipes={
-                int(role): Recipe.from_dict(recipe)
-                for role, recipe in values.get("recipes", {}).items()
-            },
-        )
-
 
 @dataclass(frozen=True)
-class EpochRecord:
+class EpochRecord(Coded):
     """One decision of the coordinator: immutable, journalled before anybody hears of it.
 
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
@@ -475,43 +259,15 @@ class EpochRecord:
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
     history: History = field(default_factory=History)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, as it stands in the journal."""
-        return {
-            "epoch": self.epoch,
-            "seats": {str(role): seat.to_list() for role, seat in self.seats.items()},
-            "nodes": {str(node): address.to_dict() for node, address in self.nodes.items()},
-            "restore": self.restore.to_dict(),
-            "replicas": self.replicas,
-            "emitted_up_to": self.emitted_up_to,
-            "fewer_copies": sorted(self.fewer_copies),
-            "cause": self.cause,
-            "protection": self.protection.to_dict(),
-            "history": self.history.to_dict(),
-        }
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> EpochRecord:
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EpochRecord:
         """Inverse of :meth:`to_dict`. A record without a plan is one of 0.3, which only copied; one
         without a history (0.4) keeps what was restored.
         """
-        plan, history = values.get("protection"), values.get("history")
-        epoch, found = int(values["epoch"]), Generation.from_list(values["restore"]["generation"])
-        line = {found.lineage: found.iteration} if values["restore"]["kind"] == "memory" else {}
-        return EpochRecord(
-            epoch=epoch,
-            seats={int(role): Seat.from_list(seat) for role, seat in values["seats"].items()},
-            nodes={
-                int(node): NodeAddress.from_dict(address)
-                for node, address in values["nodes"].items()
-            },
-            restore=Restore.from_dict(values["restore"]),
-            replicas=int(values["replicas"]),
-            emitted_up_to=int(values["emitted_up_to"]),
-            fewer_copies=frozenset(values["fewer_copies"]),
-            cause=str(values["cause"]),
-            protection=ProtectionPlan() if plan is None else ProtectionPlan.from_dict(plan),
-            history=History({**line, epoch: NO_LIMIT})
-            if history is None
-            else History.from_dict(history),
-        )
+        if values.get("history") is None:
+            restore, line = values["restore"], [[values["epoch"], NO_LIMIT]]
+            if restore["kind"] == "memory":
+                line.insert(0, restore["generation"])
+            values = {**values, "history": {**History().to_dict(), "kept": line}}
+        found: EpochRecord = read(cls, values)
+        return found

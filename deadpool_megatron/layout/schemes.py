@@ -8,12 +8,11 @@ blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.forms import Coded, Listed
 
 MOST_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
 
@@ -35,7 +34,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class SchemeNumbers:
+class SchemeNumbers(Listed):
     """One scheme with its numbers. How many lost nodes it survives is EpochRecord.replicas (r):
     r copies, or r parity blocks for ``group`` roles; 0 for both that stay on the own node.
 
@@ -47,19 +46,9 @@ class SchemeNumbers:
     group: int = 0
     full_every: int = 1
 
-    def to_list(self) -> list[Any]:
-        """JSON form."""
-        return [str(self.kind), self.group, self.full_every]
-
-    @staticmethod
-    def from_list(values: Any) -> SchemeNumbers:
-        """Inverse of :meth:`to_list`."""
-        kind, group, full_every = values
-        return SchemeNumbers(Kind(kind), int(group), int(full_every))
-
 
 @dataclass(frozen=True)
-class ProtectionPlan:
+class ProtectionPlan(Coded):
     """Part of an epoch record, so that all nodes follow the same one; it changes with the epoch.
 
     ``scheme`` holds for the shard parts of all roles. Extras are small: they travel as copies
@@ -74,15 +63,6 @@ class ProtectionPlan:
     def kind(self) -> Kind:
         """Of the scheme."""
         return self.scheme.kind
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {"scheme": self.scheme.to_list(), "every": self.every}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> ProtectionPlan:
-        """Inverse of :meth:`to_dict`."""
-        return ProtectionPlan(SchemeNumbers.from_list(values["scheme"]), int(values["every"]))
 
 
 def first_plan(settings: Settings) -> ProtectionPlan:

@@ -118,16 +118,6 @@ def test_round_trip(inventory: Inventory) -> None:
     assert Inventory.from_dict(json.loads(json.dumps(inventory.to_dict()))) == inventory
 
 
-def test_a_known_layout_of_the_same_hash_is_not_made_again() -> None:
-    layout = RoleLayout(3, (PartInfo("main", 8, (3,)),), (1, 3, 5, 7), 2, "hash")
-    other = RoleLayout(4, (PartInfo("main", 8, (4,)),), (0, 2, 4, 6), 2, "hash")
-    packed = Inventory(0, 1, (), (layout, other)).to_dict()
-    same = RoleLayout(4, other.parts, other.peers, 2, "another hash")
-    found = Inventory.from_dict(packed, {3: layout, 4: same}).layouts
-    assert found[0] is layout
-    assert found[1] == other
-
-
 @pytest.mark.parametrize(
     ("roles", "name"),
     [

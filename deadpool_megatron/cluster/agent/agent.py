@@ -233,7 +233,7 @@ class Agent:
 
     async def _start(self, message: Mapping[str, Any]) -> None:
         self._keep_names()
-        provisional = message.get("provisional", {})
+        provisional = message["provisional_roles"]
         for text, incarnation in sorted(message["slots"].items()):
             slot = int(text)
             old = self._members.by_slot.get(slot)

@@ -15,6 +15,16 @@ from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.forms import write
+
+_NAMES: Mapping[type[actions.Action], str] = {
+    actions.StartMembers: "start",
+    actions.KillMember: "kill",
+    actions.AskNccl: "ask-nccl",
+    actions.CloseEpoch: "close",
+    actions.Pause: "pause",
+    actions.Dump: "dump",
+}
 
 
 class Told:
@@ -55,28 +65,15 @@ class Orders:
                 self._peers.in_turn(self._peers.listening(), lambda peer: self._tell(peer, record))
             case actions.DropNode():
                 self._drop(order)
-            case actions.StartMembers(node, slots, provisional):
-                message = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
-                self.send(node, message)
-            case actions.KillMember(node, slot, incarnation, hung):
-                seat = {"slot": slot, "incarnation": incarnation}
-                self.send(node, {"t": "kill", **seat, "hung": hung})
-            case actions.AskNccl(epoch):
-                self._peers.send_all({"t": "ask-nccl", "epoch": epoch})
-            case actions.CloseEpoch(epoch, cause):
-                failpoints.hit("coordinator.close", epoch=epoch)
-                self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})
-            case actions.Pause(epoch, iteration):
-                self._peers.send_all({"t": "pause", "epoch": epoch, "iteration": iteration})
-            case actions.Dump(nodes, directory, generation, boundary, held):
-                dump: dict[str, Any] = {
-                    "t": "dump",
-                    "directory": directory,
-                    "boundary": boundary,
-                    "held": [one.to_list() for one in held],
-                }
+            case actions.StartMembers(node) | actions.KillMember(node):
+                self.send(node, _message(order))
+            case actions.Dump(nodes):
                 for node in nodes:
-                    self.send(node, {**dump, "generation": generation.to_list()})
+                    self.send(node, _message(order))
+            case actions.AskNccl() | actions.CloseEpoch() | actions.Pause():
+                if isinstance(order, actions.CloseEpoch):
+                    failpoints.hit("coordinator.close", epoch=order.epoch)
+                self._peers.send_all(_message(order))
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""
@@ -148,5 +145,5 @@ class Orders:
         peer.dropped = True
 
 
-def _texts(numbers: Mapping[int, int]) -> dict[str, int]:
-    return {str(key): value for key, value in numbers.items()}
+def _message(order: actions.Action) -> dict[str, Any]:
+    return {"t": _NAMES[type(order)], **write(order)}

@@ -15,6 +15,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.journal.journal import DamagedEntry, Journal
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.wire.forms import read, write
 
 KIND = "request"
 # So many of those that have ended are kept.
@@ -80,29 +81,15 @@ class Request:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as the journal and users have it."""
-        return {
-            "number": self.number,
-            "token": self.token,
-            "verb": str(self.verb),
-            "what": dict(self.what),
-            "stage": str(self.stage),
-            "why": self.why,
-        }
+        return {name: value for name, value in write(self).items() if name != "until"}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Request:
         """Inverse of :meth:`to_dict`. Raises LookupError, TypeError, ValueError or OverflowError
         for anything else, as of a newer version.
         """
-        what = dict(values["what"])
-        request = Request(
-            int(values["number"]),
-            str(values["token"]),
-            Verb(values["verb"]),
-            what,
-            Stage(values["stage"]),
-            str(values["why"]),
-        )
+        request: Request = read(Request, {**values, "until": None})
+        what = request.what
         # What the machine relies on, and who reckons the moment by which a run has to end.
         request.in_words()
         if what.get("ends") is not None:

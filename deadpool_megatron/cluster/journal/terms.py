@@ -15,12 +15,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.forms import read, write
 
 _KIND = "term"
 
@@ -45,14 +46,13 @@ class Term:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; the number is the entry's name."""
-        return {name: value for name, value in asdict(self).items() if name != "number"}
+        return {name: value for name, value in write(self).items() if name != "number"}
 
     @staticmethod
     def from_dict(number: int, values: Mapping[str, Any]) -> Term:
         """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
-        node = None if values["node"] is None else int(values["node"])
-        place = (str(values["host"]), int(values["port"]), node)
-        return Term(number, *place, str(values["hostname"]), int(values["pid"]))
+        found: Term = read(Term, {**values, "number": number})
+        return found
 
 
 def newest_term(journal: Journal, known: Term | None = None) -> Term | None:

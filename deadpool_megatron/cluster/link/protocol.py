@@ -13,82 +13,89 @@ from typing import Any
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind, not_finite
-from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
-from deadpool_megatron.preflight.judge import HostFacts
+from deadpool_megatron.layout.records import BadPart, Inventory, RoleLayout
+from deadpool_megatron.wire.forms import read
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
+NONE_KNOWN: Mapping[int, RoleLayout] = {}
 _SHOWN_FRAMES = 4
 # Numbers that results are made of; a coordinator drops those that it has already.
 NUMBERS = frozenset({Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH})
 # What decisions go by comes as a report of its own, of which an event is written as well.
 PROGRESS = NUMBERS | {Kind.GATE_WAIT, Kind.COMMITTED, Kind.EXPOSED, Kind.STACK}
 
+_OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
+    "hello": inputs.MemberHello,
+    "warm": inputs.MemberWarm,
+    "registered": inputs.MemberRegistered,
+    "fault": inputs.MemberFault,
+    "restored": inputs.Restored,
+    "restore-failed": inputs.RestoreFailed,
+    "audit-failed": inputs.AuditFailed,
+    "not-finite": inputs.NotFinite,
+    "paused": inputs.Paused,
+    "pause-refused": inputs.PauseRefused,
+    "phase": inputs.PhaseReported,
+    "done": inputs.MemberDone,
+}
+
 
 def join(message: Message) -> inputs.NodeJoined:
     """An agent's first message."""
-    node, found = int(message["node"]), message.get("found")
-    if not 0 <= node <= MOST_NUMBER:  # the journal could not name it once it is lost
-        raise ValueError(f"a node has a number between 0 and {MOST_NUMBER}, not {node}")
-    return inputs.NodeJoined(
-        node=node,
-        host=str(message["host"]),
-        vault_port=int(message["vault_port"]),
-        domain=str(message["domain"]),
-        members={int(slot): int(number) for slot, number in message["members"].items()},
-        incarnations={int(s): int(i) for s, i in message.get("incarnations", {}).items()},
-        epoch=int(message.get("epoch", 0)),
-        closed=int(message.get("closed", 0)),
-        restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
-        found=None if found is None else replace(Inventory.from_dict(found), node=node),
-        memory_bytes=int(message.get("memory_bytes", 0)),
-        returns=bool(message.get("returns", False)),
-        facts=None if message.get("facts") is None else HostFacts.from_dict(message["facts"]),
-    )
+    joined: inputs.NodeJoined = read(inputs.NodeJoined, message)
+    if not 0 <= joined.node <= MOST_NUMBER:  # the journal could not name it once it is lost
+        raise ValueError(f"a node has a number between 0 and {MOST_NUMBER}, not {joined.node}")
+    found = joined.found
+    return joined if found is None else replace(joined, found=replace(found, node=joined.node))
 
 
 def from_agent(
-    node: int, message: Message, layouts: Mapping[int, RoleLayout] | None = None
+    node: int, message: Message, layouts: Mapping[int, RoleLayout] = NONE_KNOWN
 ) -> inputs.Input | None:
     """A report of an agent about its node; None when the machine has no use for it.
 
     ``layouts``: of the roles, as far as they are known already.
     """
-    kind = message["t"]
-    if kind == "inventory":
-        inventory = Inventory.from_dict(message["inventory"], layouts)
-        if inventory.node != node:
-            raise ValueError(f"inventory of node {inventory.node}")
-        return inputs.NodeInventory(inventory)
-    if kind == "given-up":
-        return inputs.NodeLost(node, str(message["why"]))
-    if kind == "member-lost":
-        name = message.get("signal")
-        code = message.get("exit_code")
-        return inputs.MemberLost(
-            *seat_of(node, message),
-            exit_code=None if code is None else int(code),
-            signal=None if name is None else signal_number(str(name)),
-            last_line=str(message.get("cause", "")),
-            ordered=bool(message.get("ordered", False)),
-        )
-    if kind == "member-suspected":
-        return inputs.MemberSuspected(
-            *seat_of(node, message),
-            cause=str(message["cause"]),
-            silent_seconds=float(message["silent_seconds"]),
-        )
-    if kind == "facts":
-        return inputs.FactsTold(node, HostFacts.from_dict(message["facts"]))
-    if kind == "dumped":
-        generation = Generation.from_list(message["generation"])
-        error, boundary = str(message["error"]), str(message["boundary"])
-        # An older agent does not say it.
-        bad = frozenset(BadPart.from_list(node, one) for one in message.get("damaged", ()))
-        return inputs.Dumped(node, generation, error, boundary, bad)
-    if kind == "member":
-        return _from_member(seat_of(node, message), message["m"])
-    return None
+    found: inputs.Input | None = None
+    match message["t"]:
+        case "inventory":
+            inventory = _inventory(message["inventory"], layouts)
+            if inventory.node != node:
+                raise ValueError(f"inventory of node {inventory.node}")
+            return inputs.NodeInventory(inventory)
+        case "given-up":
+            return inputs.NodeLost(node, str(message["why"]))
+        case "member-lost":
+            name = message.get("signal")
+            number = None if name is None else signal_number(str(name))
+            last_line = message.get("cause", "")
+            found = _read(inputs.MemberLost, node, message, signal=number, last_line=last_line)
+        case "member-suspected":
+            found = _read(inputs.MemberSuspected, node, message)
+        case "facts":
+            found = _read(inputs.FactsTold, node, message)
+        case "dumped":
+            bad = frozenset(BadPart.from_list(node, one) for one in message.get("damaged", ()))
+            found = replace(_read(inputs.Dumped, node, {**message, "damaged": ()}), damaged=bad)
+        case "member":
+            found = _from_member(seat_of(node, message), message["m"])
+    return found
+
+
+def _read(kind: Any, node: int, message: Message, **more: Any) -> Any:
+    return read(kind, {**message, "node": node, **more})
+
+
+def _inventory(values: Message, known: Mapping[int, RoleLayout]) -> Inventory:
+    """With the layouts that are known already, where the hash is equal: after a loss all nodes send
+    theirs at the same moment."""
+    layouts = []
+    for one in values["layouts"]:
+        same = known.get(one["role"])
+        is_same = same is not None and same.layout_hash == one["layout_hash"]
+        layouts.append(same if same is not None and is_same else RoleLayout.from_dict(one))
+    return replace(Inventory.from_dict({**values, "layouts": ()}), layouts=tuple(layouts))
 
 
 def report_of(event: Event) -> dict[str, Any]:
@@ -144,35 +151,12 @@ def seat_of(node: int, message: Message) -> SeatKey:
 
 
 def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
-    match m["t"]:
-        case "hello":
-            return inputs.MemberHello(*seat, pid=int(m["pid"]))
-        case "warm":
-            return inputs.MemberWarm(*seat)
-        case "registered":
-            return inputs.MemberRegistered(*seat, layout=RoleLayout.from_dict(m["layout"]))
-        case "fault":
-            text = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
-            return inputs.MemberFault(*seat, int(m["epoch"]), text)
-        case "restored":
-            generation = Generation.from_list(m["generation"])
-            return inputs.Restored(*seat, int(m["epoch"]), generation)
-        case "restore-failed":
-            return inputs.RestoreFailed(*seat, int(m["epoch"]), str(m["part"]), str(m["text"]))
-        case "audit-failed":
-            iteration, roles = int(m["iteration"]), tuple(int(role) for role in m["roles"])
-            certain, what = bool(m["certain"]), str(m["what"])
-            return inputs.AuditFailed(*seat, int(m["epoch"]), iteration, roles, certain, what)
-        case "not-finite":
-            found, role = (str(m["number"]), str(m["value"])), int(m["role"])
-            return inputs.NotFinite(int(m["epoch"]), seat[0], role, int(m["iteration"]), *found)
-        case "paused":
-            return inputs.Paused(*seat, int(m["epoch"]), int(m["iteration"]))
-        case "pause-refused":
-            return inputs.PauseRefused(*seat, int(m["epoch"]), int(m["iteration"]))
-        case "phase":
-            return inputs.PhaseReported(int(m["epoch"]), str(m["phase"]), float(m["seconds"]))
-        case "done":
-            how = str(m.get("early", "")), str(m.get("unsaved", ""))
-            return inputs.MemberDone(*seat, int(m["epoch"]), *how)
-    return None
+    kind = _OF_MEMBERS.get(m["t"])
+    if kind is None:
+        return None
+    node, slot, incarnation = seat
+    values = {**m, "slot": slot, "incarnation": incarnation}
+    if kind is inputs.MemberFault:
+        values["text"] = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
+    found: inputs.Input = _read(kind, node, values)
+    return found

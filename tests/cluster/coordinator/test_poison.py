@@ -47,7 +47,7 @@ def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) ->
         {"t": "progress", "event": {"kind": "state-hash", "iteration": 1, "role": 0}},
         {"t": "member", **_SEAT, "m": {"t": "durable-request", "iteration": 3}},
         {"t": "member", **_SEAT, "m": {"t": "durable-request", "epoch": "x", "iteration": 3}},
-        {"t": "member", **_SEAT, "m": {"t": "hello"}},
+        {"t": "member", **_SEAT, "m": {"t": "paused"}},
         {"t": "inventory", "inventory": {}},
     ],
     ids=lambda message: str(message)[:60],

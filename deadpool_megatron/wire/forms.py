@@ -1,0 +1,138 @@
+"""Dataclasses as JSON and back, driven by the types of their fields. Pure.
+
+An object of a :class:`Coded` class is a JSON object with the names of its fields, one of a
+:class:`Listed` class a list of their values. The keys of a mapping are text; where they are objects
+the mapping is a list of pairs. Sets are sorted. What is read is converted to the type of its field;
+a field that is missing has its default. KeyError, TypeError or ValueError mean that it is nothing
+of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+
+
+class Coded:
+    """Base of dataclasses that are JSON objects."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        written: dict[str, Any] = write(self)
+        return written
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of :meth:`to_dict`."""
+        found: Self = read(cls, values)
+        return found
+
+
+class Listed:
+    """Base of dataclasses that are JSON lists."""
+
+    def to_list(self) -> list[Any]:
+        """JSON form."""
+        written: list[Any] = write(self)
+        return written
+
+    @classmethod
+    def from_list(cls, values: Any) -> Self:
+        """Inverse of :meth:`to_list`."""
+        found: Self = read(cls, values)
+        return found
+
+
+def write(found: Any) -> Any:
+    """JSON form of an object of a dataclass."""
+    kind: Any = type(found)
+    return _form(kind).write(found)
+
+
+def read(kind: Any, values: Any) -> Any:
+    """The object of this dataclass that the values mean."""
+    return _form(kind).read(values)
+
+
+class _Form(NamedTuple):
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+@functools.cache
+def _form(kind: Any) -> _Form:
+    """Of a dataclass."""
+    hints = get_type_hints(kind)
+    entries = [
+        # That it is needed: both are missing.
+        (one.name, _form_of(hints[one.name]), one.default is one.default_factory)
+        for one in dataclasses.fields(kind)
+    ]
+    if issubclass(kind, Listed):
+        return _Form(
+            lambda found: [form.write(getattr(found, name)) for name, form, _ in entries],
+            lambda values: kind(
+                *(form.read(one) for (_, form, _), one in zip(entries, values, strict=True))
+            ),
+        )
+    return _Form(
+        lambda found: {name: form.write(getattr(found, name)) for name, form, _ in entries},
+        lambda values: kind(
+            **{
+                name: form.read(values[name])
+                for name, form, is_needed in entries
+                if is_needed or name in values
+            }
+        ),
+    )
+
+
+@functools.cache
+def _form_of(kind: Any) -> _Form:
+    """Of the type of a field."""
+    origin, args = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        own: Any = kind
+        if issubclass(own, Listed):
+            return _Form(own.to_list, own.from_list)
+        return _Form(own.to_dict, own.from_dict) if hasattr(own, "to_dict") else _form(own)
+    if origin in (Union, types.UnionType):
+        some = _form_of(next(one for one in args if one is not types.NoneType))
+        return _Form(
+            lambda found: None if found is None else some.write(found),
+            lambda value: None if value is None else some.read(value),
+        )
+    if origin is tuple:
+        one = _form_of(args[0])
+        return _Form(lambda found: [*map(one.write, found)], lambda v: tuple(map(one.read, v)))
+    if origin is frozenset:
+        one = _form_of(args[0])
+        return _Form(
+            lambda found: [*map(one.write, sorted(found))], lambda v: frozenset(map(one.read, v))
+        )
+    if origin is not None and issubclass(origin, Mapping):
+        return _form_of_mapping(*map(_form_of, args), is_of_pairs=dataclasses.is_dataclass(args[0]))
+    if kind is Any:
+        return _Form(lambda found: found, lambda value: value)
+    return _Form(lambda found: found, kind)
+
+
+def _form_of_mapping(key: _Form, value: _Form, *, is_of_pairs: bool) -> _Form:
+    if is_of_pairs:
+        return _Form(
+            lambda found: [[key.write(k), value.write(v)] for k, v in found.items()],
+            lambda pairs: {key.read(k): value.read(v) for k, v in pairs},
+        )
+    return _Form(
+        lambda found: {str(k): value.write(v) for k, v in found.items()},
+        lambda values: {key.read(k): value.read(v) for k, v in _items(values)},
+    )
+
+
+def _items(values: Any) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"a JSON object, not {type(values).__name__}")
+    return values.items()
