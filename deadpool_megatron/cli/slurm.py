@@ -25,7 +25,7 @@ from deadpool_megatron.cli.common import (
     add_run_directory,
     ask,
 )
-from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
 _ANSWER_SECONDS = 60.0

@@ -35,7 +35,7 @@ from common.machine import cpu_seconds_of
 
 from deadpool_megatron.cluster.agent.members import FramePipe
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink
-from deadpool_megatron.cluster.link.store import CoordinatorStore, StoreRelay
+from deadpool_megatron.cluster.link.rendezvous import CoordinatorStore, StoreRelay
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.comms.store import EpochStore
 from deadpool_megatron.layout.records import Seat

@@ -18,7 +18,7 @@ from deadpool_megatron.cli.common import (
     parse_address,
 )
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
-from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     write_json,

@@ -23,7 +23,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
-from deadpool_megatron.cluster.link.store import StoreError
+from deadpool_megatron.cluster.link.rendezvous import StoreError
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import group_name
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part

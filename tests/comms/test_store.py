@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.cluster.agent.members import FramePipe
-from deadpool_megatron.cluster.link.store import MemberStore, StoreRelay
+from deadpool_megatron.cluster.link.rendezvous import MemberStore, StoreRelay
 from deadpool_megatron.comms import EpochClosed, EpochStore
 from deadpool_megatron.wire import framing
 

@@ -26,7 +26,7 @@ from deadpool_megatron.cli.common import (
     ask,
 )
 from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
-from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.observe.narration import shown

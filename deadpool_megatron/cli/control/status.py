@@ -14,7 +14,7 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cli.control.asking import final_line
 from deadpool_megatron.cluster.failures import in_words
-from deadpool_megatron.cluster.journal.requests import Request
+from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.observe.narration import count, shown

@@ -38,7 +38,7 @@ from deadpool_megatron.cluster.agent.vault_process import VaultGivenUp, VaultKee
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
-from deadpool_megatron.cluster.link.store import StoreRelay
+from deadpool_megatron.cluster.link.rendezvous import StoreRelay
 from deadpool_megatron.cluster.process.children import Ending, patiently, start_child
 from deadpool_megatron.cluster.process.fork_server import Starter, StartError
 from deadpool_megatron.cluster.process.logs import Files, LocalLogs

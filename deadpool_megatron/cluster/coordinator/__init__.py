@@ -10,5 +10,5 @@ watchdog     silence, hangs, slow nodes, cadence
 commands     what users are shown, and their requests
 succession   what a coordinator begins with
 standby      watches the journal beside an agent, and takes over
-ending       the result, and the leave of the agents
+run_end      the result, and the leave of the agents
 """

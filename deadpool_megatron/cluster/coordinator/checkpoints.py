@@ -74,7 +74,7 @@ class Wish:
 
 
 @dataclass
-class Leaving:
+class PendingEnd:
     """The run is to be dumped and to end when its last export is over, or at ``until``; when that
     one came to nothing, as soon as it is ``removed``, or ``removal_seconds`` after its end.
     ``ends``: when something else ends the run. Times are of the monotonic clock."""
@@ -198,7 +198,7 @@ class Checkpoints:
         self._margin = _FIRST_MARGIN
         self._count = 0
         self._wish: Wish | None = None
-        self._leaving: Leaving | None = None
+        self._leaving: PendingEnd | None = None
         self._dumped: ExportDump | None = None
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
@@ -302,7 +302,7 @@ class Checkpoints:
         if said is not None:
             said.until, said.ends = min(until, said.until), min(ends, said.ends)
             return
-        self._leaving = Leaving(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
+        self._leaving = PendingEnd(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
         if export is None or export.wish.directory != self._directory:
             self._unwish(_LAST)
             self._wish, self._margin = Wish(self._directory), _FIRST_MARGIN

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.durable import export_directory
-from deadpool_megatron.cluster.coordinator.progress import Progress
+from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.coordinator.watchdog import role_beats
-from deadpool_megatron.cluster.journal import requests
+from deadpool_megatron.cluster.journal import user_requests
 from deadpool_megatron.cluster.journal.journal import JournalError, LostRace, write_patiently
-from deadpool_megatron.cluster.journal.requests import Request, Verb
+from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.protection import memory_refusal
+from deadpool_megatron.cluster.machine.chosen_plan import memory_refusal
 from deadpool_megatron.cluster.machine.requests import not_connected, refusal
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout import schemes
@@ -199,13 +199,13 @@ class UserRequests:
         """Learn what earlier coordinators were asked, and have them write no more of it."""
         while self._term > 1:
             try:
-                found = await asyncio.to_thread(requests.newest, self._journal)
+                found = await asyncio.to_thread(user_requests.newest, self._journal)
                 if found.term > self._term:
                     self._coordinator.superseded(f"term {found.term} has begun")
                     return
                 self._entry = found.number + 1
-                entry = requests.entry(self._term, found.requests)
-                await asyncio.to_thread(self._journal.write, requests.KIND, self._entry, entry)
+                entry = user_requests.entry(self._term, found.requests)
+                await asyncio.to_thread(self._journal.write, user_requests.KIND, self._entry, entry)
             except LostRace:
                 continue  # an earlier one has just taken another
             except JournalError:
@@ -309,12 +309,12 @@ class UserRequests:
         async with self._writing:
             await self._ready.wait()
             while not self._is_superseded:
-                newest = requests.kept((*self._coordinator.state.requests, *self._coming))
+                newest = user_requests.kept((*self._coordinator.state.requests, *self._coming))
                 if newest == self._noted:
                     return ""
                 number, self._noted = self._entry + 1, None
                 try:
-                    is_written = await self._put(number, requests.entry(self._term, newest))
+                    is_written = await self._put(number, user_requests.entry(self._term, newest))
                 except LostRace:
                     # Whoever waits for its turn to write must not take the number behind that.
                     self._is_superseded = True
@@ -334,7 +334,7 @@ class UserRequests:
 
         No number is left out: behind the gap two coordinators would write side by side.
         """
-        name = (requests.KIND, number)
+        name = (user_requests.KIND, number)
         try:
             await write_patiently(self._journal, name, entry, self._patience, _ignore)
         except LostRace:
@@ -392,7 +392,7 @@ class PacedStatus:
             return self._made
 
 
-def describe(state: State, peers: Peers, progress: Progress) -> dict[str, Any]:
+def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str, Any]:
     """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, failures (the
     last ones), failing (the one that is being recovered from), aside, refusals, and more.
     """

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.progress import Progress
+from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State
@@ -73,7 +73,9 @@ _HOST_IS_TO_BLAME = (
 class RunFiles:
     """``progress``: what the result of the run is made of."""
 
-    def __init__(self, run: RunDirectory, info: RunInfo, term: int, progress: Progress) -> None:
+    def __init__(
+        self, run: RunDirectory, info: RunInfo, term: int, progress: ReportedProgress
+    ) -> None:
         self._run = run
         self._info = info
         self._progress = progress

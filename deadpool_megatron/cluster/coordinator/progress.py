@@ -29,7 +29,7 @@ def divergence_is_fatal(settings: Settings) -> bool:
     return settings.communicator != "nccl"
 
 
-class Progress:
+class ReportedProgress:
     """Takes every report in order. ``newest``: the newest iteration that is known already."""
 
     def __init__(self, fatal_divergence: bool = True, newest: int = 0) -> None:

@@ -25,10 +25,10 @@ from typing import Any, NoReturn
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints import Checkpoints
 from deadpool_megatron.cluster.coordinator.commands import Commands, describe
-from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.coordinator.progress import Progress, divergence_is_fatal
+from deadpool_megatron.cluster.coordinator.progress import ReportedProgress, divergence_is_fatal
+from deadpool_megatron.cluster.coordinator.run_end import RunEnd
 from deadpool_megatron.cluster.coordinator.succession import (
     CoordinatorOptions,
     begin,
@@ -47,7 +47,7 @@ from deadpool_megatron.cluster.journal.journal import (
 from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
-from deadpool_megatron.cluster.link.store import CoordinatorStore
+from deadpool_megatron.cluster.link.rendezvous import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
@@ -91,7 +91,7 @@ class Coordinator:
         # The machine's, which changes it with each input.
         self.state = state = machine.state
         self._requests = state.requests
-        self._progress = Progress(divergence_is_fatal(self._settings), state.line.newest)
+        self._progress = ReportedProgress(divergence_is_fatal(self._settings), state.line.newest)
         self.files = RunFiles(options.run, options.info, term, self._progress)
         self.peers = Peers(self._settings, self, term)
         self.sign = SignOfLife(

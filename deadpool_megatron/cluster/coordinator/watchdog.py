@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
+from deadpool_megatron.cluster.link.pacing import Metronome, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.protection import most_lost_by
+from deadpool_megatron.cluster.machine.chosen_plan import most_lost_by
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.cluster.watch.cadence_rule import StretchMeter, in_words
 from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang
@@ -34,7 +34,7 @@ class Watchdog:
         self._peers = peers
         self._progress = ProgressClock()
         self._hang_limit = HangLimit(settings)
-        self._pace = Pace(hang_look_seconds(settings))
+        self._pace = Metronome(hang_look_seconds(settings))
         self._slowness = SlownessWatch(settings.slow_factor)
         self._meter = StretchMeter()
 

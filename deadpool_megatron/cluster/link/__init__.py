@@ -5,5 +5,5 @@ peers         the coordinator's end: all agents, and who asks from outside
 protocol      messages of agents and members as inputs of the machine
 pacing        how often, and how much is kept
 member_link   a training process's line to its agent, and the pause that is ordered on it
-store         in which communicators meet, at all three places
+rendezvous    the store in which communicators meet, at all three places
 """

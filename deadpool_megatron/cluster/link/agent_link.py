@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cluster.link.pacing import Outbox, Pace, answer_seconds, contact_seconds
+from deadpool_megatron.cluster.link.pacing import Metronome, Outbox, answer_seconds, contact_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
@@ -47,7 +47,7 @@ _TELLING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Session:
+class Contact:
     """One authenticated connection whose welcome has arrived. ``joined_at``: when its first message
     was sent.
     """
@@ -75,7 +75,7 @@ class _Greeting:
     alone_until: float | None = None
     writer: asyncio.StreamWriter | None = None
     joined_at: float = 0.0
-    task: asyncio.Task[Session] = field(init=False)
+    task: asyncio.Task[Contact] = field(init=False)
 
     def leave(self) -> None:
         """Close the connection, also one whose welcome has arrived."""
@@ -103,7 +103,7 @@ class Greetings:
         self.is_urgent = False
 
     @property
-    def tasks(self) -> set[asyncio.Task[Session]]:
+    def tasks(self) -> set[asyncio.Task[Contact]]:
         """Of those under way."""
         return {greeting.task for greeting in self._under_way}
 
@@ -145,7 +145,7 @@ class Greetings:
         """
         self.is_urgent = bool(self._under_way) and self._under_way[-1].writer is not None
 
-    def take(self) -> Session | None:
+    def take(self) -> Contact | None:
         """Return the newest connection whose welcome has come, if there is one, and leaves those
         that are of no use beside it. A later one that may have been taken is not among them.
         """
@@ -175,7 +175,7 @@ class Greetings:
         for greeting in greetings:
             greeting.leave()
 
-    async def _open(self, greeting: _Greeting, limit_seconds: float) -> Session:
+    async def _open(self, greeting: _Greeting, limit_seconds: float) -> Contact:
         # Not wait_for: in Python 3.11 a greeting that was left could go on to its first message.
         async with asyncio.timeout(limit_seconds):
             reader, writer = await open_stream(greeting.address)
@@ -189,7 +189,7 @@ class Greetings:
         except BaseException:
             writer.close()
             raise
-        return Session(reader, writer, greeting.address, greeting.joined_at, welcome)
+        return Contact(reader, writer, greeting.address, greeting.joined_at, welcome)
 
 
 class CoordinatorLost(Exception):
@@ -220,14 +220,14 @@ class CoordinatorLink:
         self._on_message = on_message
         self._on_heard = on_heard
         self._greetings = Greetings(secret, run_id, settings, self._first_message)
-        self._session: Session | None = None
+        self._session: Contact | None = None
         self._reading: asyncio.Task[None] | None = None  # of the session
         self._lost_at = 0.0  # the end of the last session
         self._heard_at = 0.0
         self._number = 0
-        self._pace = Pace(settings.beat_interval_seconds)
+        self._pace = Metronome(settings.beat_interval_seconds)
         self._told: Mapping[str, Any] = {}  # in beats of this session
-        self._telling = Pace(_TELLING_SECONDS)
+        self._telling = Metronome(_TELLING_SECONDS)
         self._unacknowledged = Outbox(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
@@ -395,7 +395,7 @@ class CoordinatorLink:
         self._reading, self._lost_at = None, time.monotonic()
         self._greetings.hurry()
 
-    def _leave(self, fresh: Session) -> None:
+    def _leave(self, fresh: Contact) -> None:
         """Close the connection that a fresh one replaces. To a coordinator that does not know of
         its successor this would look like the death of this node, so it is told.
         """
@@ -405,19 +405,19 @@ class CoordinatorLink:
             self.supersede(f"went over to term {fresh.term}")
         self._session.writer.close()
 
-    def _begin(self, session: Session) -> None:
+    def _begin(self, session: Contact) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
         self._leave(session)
-        self._session, self._told, self._telling = session, {}, Pace(_TELLING_SECONDS)
+        self._session, self._told, self._telling = session, {}, Metronome(_TELLING_SECONDS)
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
             self._heard(session.joined_at, session.term)
         self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
         self._term = max(self._term, session.term)
         asked = float(session.welcome.get("beat_seconds", 0.0))
-        self._pace = Pace(max(asked, self._settings.beat_interval_seconds))
+        self._pace = Metronome(max(asked, self._settings.beat_interval_seconds))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
         if boot != self._boot:
             self._ordered = 0
@@ -439,7 +439,7 @@ class CoordinatorLink:
         for number in sorted(frames):
             self._unacknowledged.add(number, frames[number])
 
-    async def _read(self, session: Session) -> None:
+    async def _read(self, session: Contact) -> None:
         # A silent coordinator (its host cut off) shows by missing acknowledgements of beats.
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:

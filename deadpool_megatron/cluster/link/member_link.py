@@ -23,7 +23,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.protocol import report_of
-from deadpool_megatron.cluster.link.store import MemberStore
+from deadpool_megatron.cluster.link.rendezvous import MemberStore
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings

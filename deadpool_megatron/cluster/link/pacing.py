@@ -66,7 +66,7 @@ def is_told(role: int, iteration: int, world_size: int) -> bool:
     return (role + iteration) % share == 0
 
 
-class Pace:
+class Metronome:
     """Tells whether it is time again. Not thread-safe."""
 
     def __init__(self, seconds: float) -> None:

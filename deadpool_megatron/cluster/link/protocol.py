@@ -31,7 +31,7 @@ _OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
     "registered": inputs.MemberRegistered,
     "fault": inputs.MemberFault,
     "restored": inputs.Restored,
-    "restore-failed": inputs.RestoreFailed,
+    "restore-failed": inputs.NotRestored,
     "audit-failed": inputs.AuditFailed,
     "not-finite": inputs.NotFinite,
     "paused": inputs.Paused,

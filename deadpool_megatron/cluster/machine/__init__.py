@@ -11,7 +11,7 @@
 | membership | nodes are lost or given up, the life of member processes |
 | epoch | closed, decided, opened |
 | pauses | all stand still at one iteration: drains, other protection, a dump |
-| protection | which plan the next record has, whether memory is enough for it |
+| chosen_plan | which plan the next record has, whether memory is enough for it |
 | requests | what users ask |
 | faults | what roles report, or is seen of them, of what is wrong |
 | blame | causes, suspicions, bytes that must not be counted on |

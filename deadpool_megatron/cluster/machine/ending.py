@@ -25,7 +25,7 @@ from deadpool_megatron.cluster.machine.state import (
     Closing,
     Dumping,
     Ended,
-    Ending,
+    LeaveTaking,
     Open,
     State,
 )
@@ -330,7 +330,7 @@ def stop(core: Core, reason: str, *, keeps: bool = False) -> None:
     match core.state.doing:
         case Dumping(exporting=True) as dumping:
             _finish_dumped(core, dumping, "")
-        case Ending() | Ended():
+        case LeaveTaking() | Ended():
             core.act(Hurry())
         case Dumping(words=words):
             run = PurePath(core.config.dump_directory).parent
@@ -402,10 +402,10 @@ def finish(
     there, for a start with the same run directory. When it is over, and what was asked for is
     valid, the coordinator says so (RUN_ENDED)."""
     state = core.state
-    if isinstance(state.doing, Ending | Ended):
+    if isinstance(state.doing, LeaveTaking | Ended):
         return
     end_recovery(core)
-    state.doing = Ending(core.now + core.config.settings.close_seconds, status)
+    state.doing = LeaveTaking(core.now + core.config.settings.close_seconds, status)
     state.blame.suspicion = None
     core.act(Finish(status, reason, resume, kind, keeps_slots, is_early))
     check_ended(core)
@@ -424,6 +424,6 @@ def end_recovery(core: Core) -> None:
 def check_ended(core: Core, *, overdue: bool = False) -> None:
     """Exit when all agents have gone."""
     match core.state.doing:
-        case Ending(status=status) if overdue or not core.state.fleet.nodes:
+        case LeaveTaking(status=status) if overdue or not core.state.fleet.nodes:
             core.state.doing = Ended()
             core.act(Exit(status))

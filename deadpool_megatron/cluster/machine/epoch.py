@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
-from deadpool_megatron.cluster.machine import protection
+from deadpool_megatron.cluster.machine import chosen_plan
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
@@ -179,7 +179,7 @@ def decide(core: Core) -> None:
         _wait_for_spare(core, f"roles {list(seats.unseated)} wait for a spare node to join")
         return
     nodes = record_nodes(state, seats.seats)
-    if why := protection.settle(core, seats.seats, nodes, restore):
+    if why := chosen_plan.settle(core, seats.seats, nodes, restore):
         _wait_or_end(core, why, restore)
         return
     recovery, plan = state.recoveries.current, state.protection.plan
@@ -438,7 +438,7 @@ def check_opened(core: Core) -> None:
         for place in sorted(members.building):  # the data is ready: they can begin
             core.set_member(place, members[place].status)
     core.emit(Kind.EPOCH_OPENED, phases=phases)
-    protection.tell_plan(core)
+    chosen_plan.tell_plan(core)
     check_done(core)
 
 

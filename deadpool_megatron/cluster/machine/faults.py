@@ -62,7 +62,7 @@ def believe(core: Core) -> None:
     close(core, suspicion.failure)
 
 
-def restore_failed(core: Core, event: ev.RestoreFailed) -> None:
+def restore_failed(core: Core, event: ev.NotRestored) -> None:
     """No place had good bytes of a part: the next restore does without those that were tried."""
     role, record = core.player(event), core.state.record
     if role is None or record is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.journal.requests import Request
+from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.judge import HostFacts
@@ -165,7 +165,7 @@ class Restored(OfPlayer):
 
 
 @dataclass(frozen=True)
-class RestoreFailed(OfPlayer):
+class NotRestored(OfPlayer):
     """No source of ``part`` gave good bytes; "" when it was not one part (peers' hashes differ)."""
 
     part: str

@@ -31,9 +31,9 @@ from deadpool_megatron.cluster.machine.state import (
     Config,
     Deciding,
     Dumping,
-    Ending,
     Gathering,
     KeptLine,
+    LeaveTaking,
     Opening,
     Pausing,
     Rejoining,
@@ -194,7 +194,7 @@ class Machine(Core):
                 ending.stop(self, reason, keeps=keeps)
             case ev.MemberFault():
                 faults.fault_reported(self, event)
-            case ev.RestoreFailed():
+            case ev.NotRestored():
                 faults.restore_failed(self, event)
             case ev.AuditFailed():
                 faults.audit_failed(self, event)
@@ -266,5 +266,5 @@ class Machine(Core):
                 pauses.check_paused(self, overdue=True)
             case Dumping() as dumping:
                 ending.dump_overdue(self, dumping)
-            case Ending():
+            case LeaveTaking():
                 ending.check_ended(self, overdue=True)

@@ -19,8 +19,8 @@ from deadpool_megatron.cluster.failures import (
     kind_of_end,
     same_text,
 )
+from deadpool_megatron.cluster.machine import chosen_plan
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import DropNode, NoteGone, NoteWrong
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
@@ -43,7 +43,7 @@ from deadpool_megatron.cluster.machine.state import (
     Closing,
     Deciding,
     Dumping,
-    Ending,
+    LeaveTaking,
     MemberState,
     MemberStatus,
     Phase,
@@ -91,7 +91,7 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
     match state.doing:
         case Dumping():
             dump(core)
-        case Ending():
+        case LeaveTaking():
             check_ended(core)
         case Closing() | WaitingSpare():
             close(core, failure, silent_seconds=silent_seconds)
@@ -323,7 +323,7 @@ def _registered(core: Core, event: ev.MemberRegistered) -> None:
         return
     memory.layouts[role] = layout
     # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
-    if known is None and (why := protection.unfit(core)):
+    if known is None and (why := chosen_plan.unfit(core)):
         close(core, Failure(why, FailureKind.DRAINED))
 
 

@@ -8,6 +8,7 @@ from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import ending
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.chosen_plan import pause_cause, take_request
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import (
     check_done,
@@ -25,7 +26,6 @@ from deadpool_megatron.cluster.machine.inputs import (
     PauseRefused,
     ProtectionRequested,
 )
-from deadpool_megatron.cluster.machine.protection import pause_cause, take_request
 from deadpool_megatron.cluster.machine.state import (
     Dumping,
     Opening,

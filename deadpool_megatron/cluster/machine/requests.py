@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, kept
-from deadpool_megatron.cluster.machine import ending, protection
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb, kept
+from deadpool_megatron.cluster.machine import chosen_plan, ending
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun
 from deadpool_megatron.cluster.machine.core import Core
@@ -162,7 +162,7 @@ def _protect(core: Core, request: Request) -> Request:
     if state.record is not None and state.record.protection == plan == state.protection.plan:
         return request.at(Stage.DONE) if state.phase is Phase.RUNNING else request
     if request.stage is Stage.ASKED:
-        why = protection.take_request(core, ev.ProtectionRequested(plan, protection.ASKED_FOR))
+        why = chosen_plan.take_request(core, ev.ProtectionRequested(plan, chosen_plan.ASKED_FOR))
         if why:
             return request.at(Stage.REFUSED, why)
         consider_pause(core)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from deadpool_megatron.cluster.journal.requests import Request
+from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.machine.blame import Blame, Failure, LastWords
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout.planner import is_kept, usual_layouts
@@ -448,7 +448,7 @@ class Dumping:
 
 
 @dataclass
-class Ending:
+class LeaveTaking:
     """Waits for the agents to go."""
 
     phase: ClassVar = Phase.ENDING
@@ -467,7 +467,7 @@ class Ended:
 # The epoch is open; its members are heard while agents come back, too.
 Open = Opening | Running | Pausing
 Heard = Rejoining | Open
-Doing = Gathering | Heard | Closing | WaitingSpare | Deciding | Dumping | Ending | Ended
+Doing = Gathering | Heard | Closing | WaitingSpare | Deciding | Dumping | LeaveTaking | Ended
 
 
 @dataclass
@@ -575,6 +575,6 @@ class State:
                 return f"the checkpoint of what was dumped to {restore.path}"
             case Dumping(awaited=awaited):
                 return f"dumps of nodes {sorted(awaited)}"
-            case Ending():
+            case LeaveTaking():
                 return f"agents of nodes {sorted(self.fleet.nodes)} to go"
         return ""

@@ -20,7 +20,7 @@ from typing import Any
 
 from control_plane.connection import Wire
 from control_plane.moments import Moments
-from deadpool_megatron.cluster.link.pacing import Pace, contact_seconds, is_told
+from deadpool_megatron.cluster.link.pacing import Metronome, contact_seconds, is_told
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
@@ -185,7 +185,7 @@ class Agent:
         self.beat_seconds = 0.1
         self._heard_at = 0.0
         self._said_in_beats = (-1, "")
-        self._telling = Pace(_TELLING_SECONDS)
+        self._telling = Metronome(_TELLING_SECONDS)
         self._attempt = 0
         self._greetings = 0
         self._beating = False

@@ -13,7 +13,7 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import NotNow, RequestRefused, RunNotReachable
 from deadpool_megatron.cli.control import asking
-from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     write_json,

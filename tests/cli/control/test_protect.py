@@ -9,7 +9,7 @@ import pytest
 
 from deadpool_megatron.cli.control.status import _rpo_line
 from deadpool_megatron.cluster.coordinator.commands import Commands
-from deadpool_megatron.cluster.journal.requests import Verb
+from deadpool_megatron.cluster.journal.user_requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import Config, NodeState
 from deadpool_megatron.cluster.run_directory.directory import RunInfo

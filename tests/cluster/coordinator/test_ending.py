@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import ending
 from deadpool_megatron.cluster.coordinator import files as run_files
+from deadpool_megatron.cluster.coordinator import run_end
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.link.peers import AgentPeer
@@ -83,7 +83,7 @@ def replace_writes(monkeypatch: pytest.MonkeyPatch, of_final: Callable[[], None]
         write_json(path, values, lasting=lasting)
 
     monkeypatch.setattr(run_files, "write_json", write)
-    monkeypatch.setattr(ending, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(run_end, "_PAUSE_SECONDS", 0.05)
 
 
 def lines(directory: Path) -> str:
@@ -131,7 +131,7 @@ def test_the_end_waits_for_what_is_being_made_valid(
         if stops:
             loop.call_later(0.3, one.feed, inputs.UserStop("at once"))
 
-    monkeypatch.setattr(ending, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(run_end, "_SILENT_SECONDS", 0.05)
     replace_writes(monkeypatch, lambda: left.append(len(saves)))
     status, _ = end(tmp_path, monkeypatch, removes, before=save)
     assert (status, removes, left) == (130, [True], [0 if becomes_valid else 1])

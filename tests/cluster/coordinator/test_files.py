@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator import files as run_files
 from deadpool_megatron.cluster.coordinator.files import RunFiles
-from deadpool_megatron.cluster.coordinator.progress import Progress
+from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, read_events
@@ -30,13 +30,13 @@ def info() -> RunInfo:
 
 def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    first = RunFiles(run, info(), 1, Progress())
+    first = RunFiles(run, info(), 1, ReportedProgress())
     first.write(step(1))
     first.write(step(2))
     first.close(10.0)
     with open(run.events, "a") as file:
         file.write('{"kind":"step","iter')
-    second = RunFiles(run, info(), 2, Progress(newest=3))
+    second = RunFiles(run, info(), 2, ReportedProgress(newest=3))
     second.write(step(3))
     rig = Rig()
     rig.alter("recoveries", count=7, steps_recomputed=3)
@@ -59,7 +59,7 @@ async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(
     run = RunDirectory(tmp_path / "run")
     whole = replace(info(), run_id="0123abcd")
     run.create(whole)
-    files = RunFiles(run, whole, 1, Progress())
+    files = RunFiles(run, whole, 1, ReportedProgress())
     keeping = asyncio.create_task(files.keep_name())
     async with asyncio.timeout(20):
         await asyncio.sleep(0.05)
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_must_not_be_used_is_not_named_at_the_end(
 ) -> None:
     """The loss of iteration 5 was not finite, and nothing of before it was left."""
     run = RunDirectory(tmp_path)
-    files = RunFiles(run, info(), 1, Progress())
+    files = RunFiles(run, info(), 1, ReportedProgress())
     named = Restore("durable", Generation(1, saved_at), path=str(tmp_path))
     write_json(run.latest, named.to_dict())
     rig = Rig()
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_must_not_be_used_is_not_named_at_the_end(
 
 def test_what_is_saved_counts_though_nobody_has_told_of_it(tmp_path: Path) -> None:
     """The node that told the numbers was lost with its coordinator."""
-    files = RunFiles(RunDirectory(tmp_path), info(), 2, Progress())
+    files = RunFiles(RunDirectory(tmp_path), info(), 2, ReportedProgress())
     end = Finish(75, "no spare", Restore("dump", Generation(1, 10), path="/dump/1-10"))
     assert files.result(end, Rig().state)["iterations"] == 10
     files.close(10.0)

@@ -10,7 +10,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.progress import (
     COMPARED,
-    Progress,
+    ReportedProgress,
     divergence_is_fatal,
 )
 from deadpool_megatron.cluster.machine import inputs
@@ -27,7 +27,7 @@ def hashed(iteration: int, role: int = 0, sha256: str = "aa", epoch: int = 1) ->
 
 
 def test_a_step_that_is_repeated_is_told_once() -> None:
-    progress = Progress()
+    progress = ReportedProgress()
     first = step(2)
     assert progress.take(first) == (first, inputs.StepReported(1, 2))
     assert progress.take(step(2, epoch=2)) == (None, None)
@@ -38,7 +38,7 @@ def test_a_step_that_is_repeated_is_told_once() -> None:
 @pytest.mark.parametrize("number", ["loss", "grad_norm"])
 def test_a_number_that_was_not_finite_may_be_replaced_and_is_passed_on_again(number: str) -> None:
     """The coordinator that heard it first may have died; the right one is no divergence."""
-    progress = Progress()
+    progress = ReportedProgress()
     good = Event(Kind.STEP, 2, role=0, iteration=5, data={"loss": "0x1p+0", "grad_norm": "0x1p+1"})
     bad = replace(good, epoch=1, data={**good.data, number: "nan"})
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_a_number_that_was_not_finite_may_be_replaced_and_is_passed_on_again(num
 @pytest.mark.parametrize(("is_fatal", "status"), [(True, 3), (False, 0)])
 def test_other_numbers_are_a_divergence(is_fatal: bool, status: int) -> None:
     """It decides the exit status, unless it is only to be told."""
-    progress = Progress(is_fatal)
+    progress = ReportedProgress(is_fatal)
     progress.take(step(1))
     event, item = progress.take(step(1, loss="0x1.8p+0", epoch=2))
     assert event is not None
@@ -79,7 +79,7 @@ def test_where_a_divergence_ends_a_run(settings: Settings, fatal: bool) -> None:
 
 
 def test_state_hashes_are_compared_role_by_role() -> None:
-    progress = Progress()
+    progress = ReportedProgress()
     for role, sha256 in enumerate(("aa", "bb", "bb")):
         progress.take(hashed(4, role, sha256))
     assert not progress.diverged
@@ -89,7 +89,7 @@ def test_state_hashes_are_compared_role_by_role() -> None:
 
 
 def test_what_is_compared_does_not_grow_with_the_run() -> None:
-    progress = Progress()
+    progress = ReportedProgress()
     tracemalloc.start()
     try:
         for k in range(1, 12_001):
@@ -108,7 +108,7 @@ def test_what_is_compared_does_not_grow_with_the_run() -> None:
 
 
 def test_numbers_of_iterations_that_were_thrown_away_are_forgotten() -> None:
-    progress = Progress()
+    progress = ReportedProgress()
     for k in (1, 2, 3):
         progress.take(step(k))
         progress.take(hashed(k))

@@ -12,14 +12,14 @@ from typing import Any, cast
 import pytest
 
 from deadpool_megatron.cluster.coordinator.commands import UserRequests
-from deadpool_megatron.cluster.journal import requests
+from deadpool_megatron.cluster.journal import user_requests
 from deadpool_megatron.cluster.journal.journal import (
     DirectoryJournal,
     Journal,
     JournalError,
     LostRace,
 )
-from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.settings import Settings
@@ -82,7 +82,7 @@ def journal(tmp_path: Path) -> DirectoryJournal:
 
 def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
     """What a coordinator that takes over would read."""
-    return [(one.number, one.verb, one.stage) for one in requests.newest(journal).requests]
+    return [(one.number, one.verb, one.stage) for one in user_requests.newest(journal).requests]
 
 
 async def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
@@ -180,7 +180,7 @@ class Contested(DirectoryJournal):
         if self.contests:
             self.contests -= 1
             late = Request(1, "late", Verb.DRAIN, DRAIN)
-            super().write(kind, number, requests.entry(1, [late]))
+            super().write(kind, number, user_requests.entry(1, [late]))
             raise LostRace("there is one")
         super().write(kind, number, entry)
 

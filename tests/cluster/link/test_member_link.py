@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.link.member_link import (
     MemberLink,
     StopOrder,
 )
-from deadpool_megatron.cluster.link.store import (
+from deadpool_megatron.cluster.link.rendezvous import (
     MAXIMUM_VALUE_BYTES,
     MemberStore,
     StoreError,

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.link.agent_link import Session
+from deadpool_megatron.cluster.link.agent_link import Contact
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.layout.records import Generation
@@ -212,7 +212,7 @@ def test_what_is_retained_reaches_a_successor_whose_first_connection_is_cut(how:
         await line.until("acknowledgements", lambda: not line.link._unacknowledged)
         new, begin = line.take_over(), line.link._begin
 
-        def begin_with_a_cut(session: Session) -> None:
+        def begin_with_a_cut(session: Contact) -> None:
             if session.term == 2 and not line.cuts and len(new.terms) == 1:
                 # The frame that the old one is told first is not the one.
                 line.cuts = {line.frames + 1: how}

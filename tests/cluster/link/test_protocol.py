@@ -45,7 +45,7 @@ def said(**m: Any) -> dict[str, Any]:
         ),
         (
             said(t="restore-failed", epoch=3, part="w", text="gone"),
-            inputs.RestoreFailed(7, 1, 2, epoch=3, part="w", text="gone"),
+            inputs.NotRestored(7, 1, 2, epoch=3, part="w", text="gone"),
         ),
         (
             said(t="fault", epoch=3, group="dp", operation="all_reduce", text="reset"),

@@ -11,10 +11,10 @@ import pytest
 
 from deadpool_megatron.cluster.link import agent_link
 from deadpool_megatron.cluster.link.agent_link import (
+    Contact,
     CoordinatorLink,
     CoordinatorLost,
     Greetings,
-    Session,
 )
 from deadpool_megatron.cluster.link.pacing import (
     answer_seconds,
@@ -49,10 +49,10 @@ class Nowhere:
         pass
 
 
-def session(term: int) -> Session:
+def session(term: int) -> Contact:
     welcome = {"t": "welcome", "term": term, "boot": f"coordinator {term}", "seen": 0}
     writer = cast(asyncio.StreamWriter, Nowhere())
-    return Session(asyncio.StreamReader(), writer, ("h", 1), 0.0, welcome)
+    return Contact(asyncio.StreamReader(), writer, ("h", 1), 0.0, welcome)
 
 
 @pytest.mark.parametrize("turns", range(8))

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.link import store
-from deadpool_megatron.cluster.link.store import CoordinatorStore, MemberStore, StoreHub, StoreRelay
+from deadpool_megatron.cluster.link import rendezvous
+from deadpool_megatron.cluster.link.rendezvous import (
+    CoordinatorStore,
+    MemberStore,
+    StoreHub,
+    StoreRelay,
+)
 from deadpool_megatron.wire.framing import FrameBuffer
 
 EPOCH = 5
@@ -185,13 +190,13 @@ async def test_members_of_a_node_ask_once_and_share_what_is_said() -> None:
         {"t": "store", "epoch": "5", "values": {}, "want": []},
         {"t": "store", "epoch": EPOCH, "values": {}, "want": [7]},
         {"t": "store", "epoch": EPOCH, "values": {}, "want": ["f" * 1000]},
-        store.pack(EPOCH, {"k": "A" * (2 * store.MAXIMUM_VALUE_BYTES)}),
+        rendezvous.pack(EPOCH, {"k": "A" * (2 * rendezvous.MAXIMUM_VALUE_BYTES)}),
         {"t": "store"},
     ],
 )
 async def test_garbage_is_refused(said: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="store"):
-        store.unpack(said)
+        rendezvous.unpack(said)
     world = World(1)
     world.relays[0].from_member(world.members[0], said)
     assert "sent garbage" in world.members[0].killed

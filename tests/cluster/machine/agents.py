@@ -282,7 +282,7 @@ class Agents:
             for part in ("main", "extras@step"):
                 if not self._is_given(restore, role, part):
                     text = "no source is alive"
-                    here.say(ev.RestoreFailed(*seat, record.epoch, part, text))
+                    here.say(ev.NotRestored(*seat, record.epoch, part, text))
                     return True
         member.at = member.kept = restore.generation
         member.entered = restore.generation.iteration

@@ -25,7 +25,7 @@ def stale_inputs(world: World) -> Iterable[ev.Input]:
             who = (seat.node, seat.slot, seat.incarnation)
             g = record.restore.generation
             yield ev.Restored(*who, record.epoch, g)
-            yield ev.RestoreFailed(*who, record.epoch, "main", "late")
+            yield ev.NotRestored(*who, record.epoch, "main", "late")
             yield ev.MemberFault(*who, record.epoch, "late")
             yield ev.AuditFailed(*who, record.epoch, 1, (0,), True, "late")
             yield ev.Paused(*who, record.epoch, g.iteration)

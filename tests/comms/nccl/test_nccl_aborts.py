@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from deadpool_megatron.cluster.link.store import MemberStore
+from deadpool_megatron.cluster.link.rendezvous import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.in_flight.waiters import AT_ONCE

@@ -10,7 +10,7 @@ from deadpool_megatron.cluster.coordinator.files import (
     RunFiles,
     WaitDigest,
 )
-from deadpool_megatron.cluster.coordinator.progress import Progress
+from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line
 from deadpool_megatron.observe.story import Story
@@ -80,7 +80,7 @@ def test_a_wait_that_lasts_is_told_at_once_and_once_for_all_who_wait_beside_it()
 
 def test_who_watches_hears_of_every_event_and_the_report_of_all_seconds(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    files = RunFiles(run, info(), 1, Progress())
+    files = RunFiles(run, info(), 1, ReportedProgress())
     for role in range(4):
         sealed = Event(Kind.SEALED, 1, 0, role, 1, data={"lineage": 1})
         for event in (sealed, committed(role, 1), waited(role, 1, 1.0 + role)):

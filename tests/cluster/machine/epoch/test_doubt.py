@@ -45,7 +45,7 @@ def decided(rig: Rig) -> Rig:
 
 
 def fails(rig: Rig, role: int = 0) -> Rig:
-    rig.feed(ev.RestoreFailed(*rig.seat(role), rig.record.epoch, "", "cannot be loaded: OSError"))
+    rig.feed(ev.NotRestored(*rig.seat(role), rig.record.epoch, "", "cannot be loaded: OSError"))
     rig.tick(0.6)
     return decided(rig)
 
@@ -107,7 +107,7 @@ def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it() -> Non
 
 def test_a_better_cause_strikes_nothing_off() -> None:
     rig = fallen_back(10, 20)
-    rig.feed(ev.RestoreFailed(*rig.seat(0), rig.record.epoch, "", "cannot be loaded: OSError"))
+    rig.feed(ev.NotRestored(*rig.seat(0), rig.record.epoch, "", "cannot be loaded: OSError"))
     rig.feed(ev.NodeLost(3, "gone"))
     assert not rig.state.line.struck
 

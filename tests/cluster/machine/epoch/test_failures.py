@@ -245,7 +245,7 @@ def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
     rig = Rig().run(7)
     rig.lose(1, g(6), g(7))
     rig.journal()
-    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "checksum differs"))
+    rig.feed(ev.NotRestored(*rig.seat(1), 2, "main", "checksum differs"))
     rig.tick(0.6)
     assert "checksum differs" in rig.one(act.CloseEpoch).cause
     rig.feed(rig.inventory(0, g(6), g(7)), rig.inventory(2, g(6)))
@@ -257,7 +257,7 @@ def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
     rig = Rig(nodes=3, spares=2).run()
     rig.lose(1, g(7))
     rig.journal()
-    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "no connection"))
+    rig.feed(ev.NotRestored(*rig.seat(1), 2, "main", "no connection"))
     rig.feed(ev.NodeLost(2, "gone"))
     assert not rig.state.blame.bad_parts
 
@@ -268,7 +268,7 @@ def test_hashes_that_differ_twice_give_the_generation_up() -> None:
     for attempt, generation in ((2, g(7)), (3, g(7)), (4, g(6))):
         rig.decided(g(6), g(7))
         assert (rig.record.epoch, rig.record.restore.generation) == (attempt, generation)
-        rig.feed(ev.RestoreFailed(*rig.seat(1), attempt, "", "hashes differ"))
+        rig.feed(ev.NotRestored(*rig.seat(1), attempt, "", "hashes differ"))
         rig.tick(0.6)
 
 

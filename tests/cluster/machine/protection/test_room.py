@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.protection import scene_of
+from deadpool_megatron.cluster.machine.chosen_plan import scene_of
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import Kind as SchemeNumbers

@@ -197,7 +197,7 @@ def test_a_part_that_cannot_be_decoded_is_not_counted_on_again() -> None:
     rig = begin()
     world = lose_role_1(rig, g(6), g(7))
     (holder,), (block,) = world.group.holders, world.group.blocks
-    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "too few blocks are intact"))
+    rig.feed(ev.NotRestored(*rig.seat(1), 2, "main", "too few blocks are intact"))
     rig.tick(0.6)
     assert "too few blocks" in rig.one(act.CloseEpoch).cause
     assert rig.state.blame.bad_parts == {BadPart(holder, block, g(7), "main")}
@@ -238,7 +238,7 @@ def test_a_replay_that_is_refused_is_given_up_for_whole_copies() -> None:
     assert restore.recipes[1].replay is not None
     assert recomputes(rig.pending.protection)
     rig.journal()
-    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, REPLAY, "main is not what its owner had"))
+    rig.feed(ev.NotRestored(*rig.seat(1), 2, REPLAY, "main is not what its owner had"))
     (warning,) = rig.emitted(Kind.LOG)
     assert "every iteration is copied whole" in warning.data["text"]
     rig.tick(0.6)
