@@ -16,7 +16,7 @@ from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cluster.run_directory.cleanup import is_here
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.group_names import in_short
+from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
     ADVICE,
     Advice,

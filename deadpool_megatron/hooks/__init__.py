@@ -7,9 +7,7 @@ loop               what a training program provides
 session            one process: takes roles, trains, leaves closed epochs, takes roles again
 entry              entering an epoch: build, connect, restore, synchronise, verify one role
 epoch_runner       the way of one role through an open epoch: each iteration made safe
-reports            what a member says while it plays a role
-device             the device of a member, and what NCCL needs there
-probes             own time of a role, and what it tells when it stands still
+reports            what a member says while it plays a role: own time, and of a standstill, too
 dimensions         tensor, pipeline, data: what peers rebuild and compare
 interrupt_cleanup  what an interrupted step leaves behind: a table
 capture/           Megatron's state: captured, sealed, waited for, put back, computed again
@@ -18,7 +16,7 @@ audit/             the search for silent corruption, every so many iterations
 pretraining/       Megatron-LM's own scripts under protection
 """
 
-from deadpool_megatron.hooks.capture.hashing import state_hash
+from deadpool_megatron.hooks.capture.identity import state_hash
 from deadpool_megatron.hooks.loop import Course, Emit, Program, ProtectedLoop, SteppedLoop
 from deadpool_megatron.hooks.session import Session
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.audit.audit import Audit
 from deadpool_megatron.hooks.capture import extras as megatron_extras
+from deadpool_megatron.hooks.capture.extras import large_frozen_weights
 from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
@@ -31,21 +33,19 @@ from deadpool_megatron.hooks.capture.optimizer import (
     statistics_span_the_world,
 )
 from deadpool_megatron.hooks.capture.protection import Protection, ReplayRefused, UpdateCapture
-from deadpool_megatron.hooks.capture.slots import PinnedSlots
 from deadpool_megatron.hooks.capture.update_replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.layout.part_kinds import extras_part
-from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
 from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.persist.frozen_file import Wait
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import PinnedSlots, select_platform
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk.sources import dump_differs
@@ -68,6 +68,18 @@ class RestoreFailed(RuntimeError):
 class OtherModel(ValueError):
     """The state that the run was to continue from is not this program's; the message is one
     line."""
+
+
+class BuiltRole(NamedTuple):
+    """Everything that is made for one role, and dropped with it. ``frozen``: of large frozen
+    weights; ``audit``: where it is asked for."""
+
+    loop: ProtectedLoop
+    shard: ShardState
+    protection: Protection
+    cleanup: InterruptCleanup
+    frozen: FrozenWeights | None
+    audit: Audit | None
 
 
 class EpochEntry:
@@ -101,36 +113,25 @@ class EpochEntry:
             memory_bytes=settings.memory_bytes,
         )
         self._pinned = PinnedSlots(self._platform, self._warn)
-        self._loop: ProtectedLoop | None = None
-        self._protection: Protection | None = None
-        self.audit: Audit | None = None
-        self._frozen: FrozenWeights | None = None
-        self._shard: ShardState | None = None
-        self._cleanup: InterruptCleanup | None = None
+        self._built: BuiltRole | None = None
         self._late: dict[str, object] = {}
         self._pristine = b""
 
     @property
+    def built(self) -> BuiltRole:
+        """All that there is for :attr:`role`; only after a build."""
+        assert self._built is not None
+        return self._built
+
+    @property
     def loop(self) -> ProtectedLoop:
         """The live training loop; only after a build."""
-        assert self._loop is not None
-        return self._loop
+        return self.built.loop
 
     @property
     def protection(self) -> Protection:
         """The role's protection; only after a build."""
-        assert self._protection is not None
-        return self._protection
-
-    @property
-    def _frozen_weights(self) -> FrozenWeights:
-        assert self._frozen is not None
-        return self._frozen
-
-    @property
-    def _shard_state(self) -> ShardState:
-        assert self._shard is not None
-        return self._shard
+        return self.built.protection
 
     def build_detached(self, role: int, world_size: int) -> None:
         """Make groups and loop for ``role`` without peers, dropping those of another role."""
@@ -140,7 +141,7 @@ class EpochEntry:
     @property
     def is_built(self) -> bool:
         """Return whether there are groups and a loop for :attr:`role`."""
-        return self._loop is not None
+        return self._built is not None
 
     def warm_up(self) -> None:
         """One iteration without peers, so that kernels, allocator and schedules are warm; and the
@@ -149,8 +150,7 @@ class EpochEntry:
         Its results mean nothing; whatever it changes is replaced by a restore before it is used.
         """
         self.loop.warm_up()
-        assert self._cleanup is not None
-        self._cleanup.forget()
+        self.built.cleanup.forget()
         self._park(int(os.environ["WORLD_SIZE"]) // _roles_per_node())
 
     def _park(self, nodes: int) -> None:
@@ -169,10 +169,10 @@ class EpochEntry:
     def adopt(self, record: EpochRecord, role: int) -> None:
         """Be built for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
         world_size = len(record.seats)
-        built_for = self.role if self._loop is not None else -1
+        built_for = self.role if self.is_built else -1
         if record.restore.kind == "initial":
             self._make_groups(role, world_size)
-        elif self._loop is None or (self.role != role and not self._renumber(role)):
+        elif not self.is_built or (self.role != role and not self._renumber(role)):
             self.build_detached(role, world_size)
             if built_for >= 0:
                 print(f"built for role {built_for}, built anew for role {role}", flush=True)
@@ -208,8 +208,7 @@ class EpochEntry:
         # Without the gradients of every iteration there is nothing to replay.
         with_steps = recomputes(plan) and plan.every == 1
         self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
-        assert self._cleanup is not None
-        self._cleanup.forget()
+        self.built.cleanup.forget()
         self.boundary = restore.boundary
         if restore.kind in ("memory", "dump"):
             self.generation = restore.generation
@@ -223,9 +222,10 @@ class EpochEntry:
             pristine = extras_codec.decode(self._pristine)
             megatron_extras.restore(self.loop, pristine)
             megatron_extras.restore_last(pristine)
-            self._frozen_weights.forget()
+            if (frozen := self.built.frozen) is not None:
+                frozen.forget()
             self._load(Path(restore.path))
-            self._shard_state.readopt()
+            self.built.shard.readopt()
             # By value: resetting the loop changes some of the tensors in place.
             self._late = extras_codec.decode(self.capture_extras())
         # A program may have loaded a checkpoint of its own while it was built.
@@ -243,7 +243,8 @@ class EpochEntry:
         """Peers of every dimension hold equal what they must hold equal."""
         dimensions.verify(self.loop)
         if record.restore.kind in ("initial", "durable"):
-            self._frozen_weights.leave(self._waiting(record.epoch, "verify"))
+            if (frozen := self.built.frozen) is not None:
+                frozen.leave(self._waiting(record.epoch, "verify"))
             # The first generation of a new line; sealed and committed before the first update.
             # Not before the comparison: a state that is not equal must not become a generation.
             self.protection.announce(self.generation, first=True)
@@ -256,12 +257,15 @@ class EpochEntry:
 
     def capture_extras(self) -> bytes:
         """The encoded extras of the loop as it stands."""
-        others = {"told": self._reports.told, "frozen": self._frozen_weights.name()}
-        return extras_codec.encode({**megatron_extras.capture(self.loop), **others})
+        return self._capture(self.loop, self.built.frozen)
+
+    def _capture(self, loop: ProtectedLoop, frozen: FrozenWeights | None) -> bytes:
+        others = {"told": self._reports.told, "frozen": "" if frozen is None else frozen.name()}
+        return extras_codec.encode({**megatron_extras.capture(loop), **others})
 
     def judge_state(self) -> None:
         """Before it is saved: what no norm tells of, or none was computed for, shows here."""
-        self._reports.judge(STATE, largest_value(self._shard_state.parts))
+        self._reports.judge(STATE, largest_value(self.built.shard.parts))
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: True when no copy reads the state and the device has nothing to do.
@@ -269,7 +273,7 @@ class EpochEntry:
         On a device this is the proof that no kernel of the closed epoch will still write.
         """
         limit = time.monotonic() + deadline_seconds
-        quiet = self._protection is None or self._protection.quiesce(deadline_seconds)
+        quiet = not self.is_built or self.protection.quiesce(deadline_seconds)
         try:
             left = limit - time.monotonic()
             self._platform.synchronize(max(_LEAST_SYNCHRONISE_SECONDS, left))
@@ -280,8 +284,8 @@ class EpochEntry:
 
     def close(self) -> None:
         """End threads and connections; the vault keeps the slots."""
-        if self._protection is not None:
-            self._protection.close()
+        if self.is_built:
+            self.protection.close()
         self._pinned.release()
         self._vault.close()
 
@@ -322,8 +326,8 @@ class EpochEntry:
         try:
             values = extras_codec.decode(restored.part(part))
             replayed = self.protection.restore(restored, self.generation)
-            waiting = self._waiting(record.epoch, "restore")
-            self._frozen_weights.restore(values.get("frozen", ""), waiting)
+            if (frozen := self.built.frozen) is not None:
+                frozen.restore(values.get("frozen", ""), self._waiting(record.epoch, "restore"))
         except extras_codec.ExtrasError as error:
             # Damaged before it was sealed, so that all copies and their checksums agree.
             raise RestoreFailed(part, str(error)) from error
@@ -377,8 +381,7 @@ class EpochEntry:
         except ValueError:
             return False
         self.protection.close()
-        self._shard_state.release()
-        self._protection, self._shard, self._cleanup = None, None, None
+        self.built.shard.release()
         os.environ["RANK"] = str(role)
         self.role = role
         with self._communicators.found_again():
@@ -389,21 +392,21 @@ class EpochEntry:
         self._protect(self.program.make_loop(self._reports.emit))
 
     def _protect(self, loop: ProtectedLoop) -> None:
-        self._loop = loop
         optimizer, config = loop.optimizer, model_config(loop)
         refuse_unknown_state(optimizer, config)
         complete_state(optimizer)
-        self._frozen = FrozenWeights(
-            loop, RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).frozen
-        )
-        self._shard = ShardState(optimizer)
-        parts = self._shard.parts
+        frozen, large = None, large_frozen_weights(loop)
+        if large:
+            folder = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).frozen
+            frozen = FrozenWeights(large, folder)
+        shard = ShardState(optimizer)
+        parts = shard.parts
         identify(loop, parts)
         lag = self._settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
-        self._pristine = self._pristine or self.capture_extras()
+        self._pristine = self._pristine or self._capture(loop, frozen)
         updates = UpdateCapture()
         if may_recompute(self._settings):
             # Here: no other scheme loads it.
@@ -411,7 +414,7 @@ class EpochEntry:
 
             refuse_what_cannot_be_replayed(optimizer)
             updates = StepKeeper(
-                optimizer, self._shard, self._platform, self._vault, self._reports.report_rehearsal
+                optimizer, shard, self._platform, self._vault, self._reports.report_rehearsal
             )
         layout = role_layout(
             self.role,
@@ -423,7 +426,7 @@ class EpochEntry:
             updates.layout_parts(self.role),
         )
         leave_skeleton(make_skeleton(loop, parts, layout), self._settings)
-        self._protection = Protection(
+        protection = Protection(
             vault=self._vault,
             platform=self._platform,
             settings=self._settings,
@@ -435,10 +438,9 @@ class EpochEntry:
             pinned=self._pinned,
             updates=updates,
         )
-        protection = self._protection
-        before, after = [protection.using], [protection.updated]
+        before, after, audit = [protection.using], [protection.updated], None
         if self._settings.audit_interval:
-            self.audit = Audit(
+            audit = Audit(
                 loop,
                 parts,
                 self._vault.sealed_part,
@@ -446,23 +448,22 @@ class EpochEntry:
                 protection.settle,
                 self._reports,
             )
-            before.append(self.audit.before_update)
-            after.append(self.audit.after_update)
+            before.append(audit.before_update)
+            after.append(audit.after_update)
         judge = functools.partial(self._reports.judge, GRADIENT_NORM)
         StepHooks(optimizer, protection.gate, before, after, judge)
-        self._cleanup = InterruptCleanup(loop)
+        cleanup = InterruptCleanup(loop)
+        self._built = BuiltRole(loop, shard, protection, cleanup, frozen, audit)
 
     def _drop(self) -> None:
         """Let go of the objects of another role before the new ones take memory."""
         if self.role < 0:
             return
-        if self._protection is not None:
-            self._protection.close()
         self._pinned.release()
-        if self._loop is not None:
-            self._loop.close()
-        self._loop, self._protection, self.audit, self._frozen = None, None, None, None
-        self._shard, self._cleanup = None, None
+        if self._built is not None:
+            self._built.protection.close()
+            self._built.loop.close()
+        self._built = None
         self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()

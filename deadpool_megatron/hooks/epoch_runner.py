@@ -17,10 +17,8 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
-from deadpool_megatron.hooks.probes import OwnTimeMeter
-from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.layout.part_kinds import BOUNDARIES
-from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.hooks.reports import OwnTimeMeter, Reports
+from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.ownership import make_private
 from deadpool_megatron.settings import Settings
 
@@ -70,9 +68,9 @@ class EpochRunner(Course):
         self._communicators.be_patient(iteration == self._first_iteration)
         failpoints.set_context(iteration=iteration)
         protection.announce(generation)
-        if self._entry.audit is not None:
+        if self._entry.built.audit is not None:
             every = self._record.protection.every
-            self._entry.audit.announce(iteration, self.generation, every)
+            self._entry.built.audit.announce(iteration, self.generation, every)
         reports.told = []
         self._own_time.begin()
         result = run()

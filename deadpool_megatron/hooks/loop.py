@@ -175,6 +175,11 @@ def model_config(loop: ProtectedLoop) -> Any:
     return get_model_config(loop.model_chunks[0])
 
 
+def trains_in_fp8(loop: ProtectedLoop) -> bool:
+    """Return whether modules may keep state for it."""
+    return bool(loop.model_chunks and getattr(model_config(loop), "fp8", None))
+
+
 class SteppedLoop(ProtectedLoop):
     """A loop without an outer loop of its own: one call for an iteration, one for a segment."""
 

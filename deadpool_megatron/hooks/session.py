@@ -14,6 +14,10 @@ What ends an epoch for this process, and how that is told from a failure of its 
 * any other exception: after a close, or soon before one, it is the close's doing (a peer died in
   the middle of something, an aborted operation left junk) and counts as one (rule 11). When no
   close comes it is the program's own and ends the process, with its traceback.
+
+The device of the process is taken before anything uses one: what is asked of "the current device"
+afterwards (the memory next to it, the groups on it) is asked of the member's own. Until one is set
+that is the first one, for all members of a node.
 """
 
 from __future__ import annotations
@@ -28,25 +32,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deadpool_megatron import failpoints
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
-from deadpool_megatron.hooks.device import take_device
 from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
 from deadpool_megatron.hooks.loop import Program
-from deadpool_megatron.hooks.probes import DeviceMeter, HostMeter, Standstill
-from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.reports import DeviceMeter, HostMeter, Reports, Standstill
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
+from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
+from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 from deadpool_megatron.wire.framing import readable
 
@@ -441,3 +448,57 @@ def drain_seconds(kind: str, settings: Settings) -> float:
     for which the agent waits for this process.
     """
     return settings.drain_seconds if kind == "gloo" else _NCCL_SHARE * settings.close_seconds
+
+
+def take_device(communicator: str, slot: int) -> str:
+    """Make the GPU that the agent shows this member the current device, if there is one; returns
+    "gloo", "nccl" or what plays it, as ``communicator`` says for all members of the run.
+
+    Ends the process, with one line, where NCCL could not recover, or has no GPU for this member:
+    that is the host's fault, and no other member trains with something else for it.
+    """
+    if communicator != "nccl":
+        _end_if(arguments.played_problem(communicator), ExitStatus.BAD_INPUT)
+        if torch.cuda.is_available():
+            # With gloo, members may share a GPU.
+            torch.cuda.set_device(slot % torch.cuda.device_count())
+        # Where a run was made and nobody has chosen, no GPU was to be seen.
+        return "gloo" if communicator == "auto" else communicator
+    _end_if(nccl_environment.complaint(os.environ), ExitStatus.BAD_INPUT)
+    _end_if(_take_gpu(), ExitStatus.NO_DEVICE)
+    version = _nccl_version()
+    _end_if(nccl_environment.version_complaint(version), ExitStatus.BAD_INPUT)
+    for line in nccl_environment.warnings(os.environ):
+        print(f"deadpool: {line}", file=sys.stderr, flush=True)
+    print(
+        f"deadpool: GPU {os.environ.get(VISIBLE, '0')}, NCCL {'.'.join(map(str, version))},"
+        f" {nccl_environment.in_force(os.environ)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return communicator
+
+
+def _take_gpu() -> str:
+    """Returns why there is no GPU for this member, as torch says it; empty once it is taken."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(0)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"no GPU for this process ({VISIBLE}={os.environ.get(VISIBLE)}): {why}"
+    return ""
+
+
+def _end_if(problem: str, status: int) -> None:
+    if problem:
+        print(f"deadpool: {problem}", file=sys.stderr, flush=True)
+        sys.exit(status)
+
+
+def _nccl_version() -> tuple[int, int, int]:
+    """Of the library that is loaded, which need not be the one that torch was built with."""
+    backend = getattr(dist, "ProcessGroupNCCL", None)
+    loaded = getattr(backend, "get_runtime_nccl_version", torch.cuda.nccl.version)
+    major, minor, patch = loaded()[:3]
+    return int(major), int(minor), int(patch)

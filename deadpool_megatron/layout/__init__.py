@@ -1,13 +1,10 @@
 """Roles, failure domains, placement of copies, and the records of decisions. Pure; no torch.
 
-records        what decisions are made of, and the decision itself
-part_kinds     what the parts of a generation are, by their names
-meanings       what the bytes of a role mean, in words
-group_names    the name of one group of roles, for people
+records        what decisions are made of, and the decision itself; which iterations are protected
+words          the name of a group of roles, and what the bytes of a role mean, for people
 history        what a coordinator that takes over must know of the run so far
 planner        what is restored from where, who plays which role, the kept line
 schemes        how state is protected, and the plan of an epoch
-cadence        which iterations are protected
 replaying      steps between two generations: names and rules
 placement      the nodes that hold the copies of a role; which nodes are lost together
 parity_groups  the roles that share parity blocks, their holders, what blocks give back

@@ -14,14 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.part_kinds import (
+from deadpool_megatron.layout.records import (
     BOUNDARIES,
     SUMS_PART,
     UPDATE_PART,
-    extras_part,
-    gradients_part,
-)
-from deadpool_megatron.layout.records import (
     BadPart,
     Decoding,
     Generation,
@@ -33,6 +29,8 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
     Source,
+    extras_part,
+    gradients_part,
     is_parity_role,
 )
 from deadpool_megatron.layout.replaying import chain, keeps_steps

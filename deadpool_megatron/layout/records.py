@@ -2,22 +2,69 @@
 
 These types are shared by the coordinator, the agents, the vaults and the members; they hold no
 behaviour beyond their own encoding. Words are those of docs/design: role, node, epoch, generation.
+Parts are told apart by their names.
+
+The cadence: only generations of every n-th iteration are protected. Which those are follows from
+their number alone, so that all roles protect the same ones: if a role skipped one on its own
+account, no later failure would find a state that all roles have. Slots and lag count protected
+generations. Why the gate of the design (section 4) still holds is written in
+:mod:`deadpool_megatron.hooks.capture.protection`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
 from deadpool_megatron.layout.history import NO_LIMIT, History
-from deadpool_megatron.layout.part_kinds import PartKind, kind_of
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import Coded, Listed, read
 
+# Moments after training iteration k at which extras are captured, in the order they happen.
+BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test")
+_EXTRAS = "extras@"
+_STEP = "step@"
+_GRADIENTS = "step@gradients."
+#: Values of the parameter groups as the update used them; of no bytes: no step for this generation.
+UPDATE_PART = "step@update"
+#: JSON: shard part -> [bytes, checksum] after the update. Written by the owner's vault.
+SUMS_PART = "step@sums"
 # Parity blocks are kept under role numbers of their own, far above those of the run.
 PARITY_BASE = 1 << 32
+
+
+class PartKind(Enum):
+    """``SHARD``: of the optimizer's state. ``EXTRAS``: all else that an iteration changes, as of a
+    boundary. ``STEP``: what recomputes an update (:mod:`.replaying`)."""
+
+    SHARD = "shard"
+    EXTRAS = "extras"
+    STEP = "step"
+
+
+def kind_of(name: str) -> PartKind:
+    """Returns what a part is."""
+    if name.startswith(_EXTRAS):
+        return PartKind.EXTRAS
+    return PartKind.STEP if name.startswith(_STEP) else PartKind.SHARD
+
+
+def extras_part(boundary: str) -> str:
+    """Name of the part that holds the extras captured at ``boundary``."""
+    return _EXTRAS + boundary
+
+
+def gradients_part(shard_part: str) -> str:
+    """Name of the part with the gradients of an update of ``shard_part``."""
+    return _GRADIENTS + shard_part
+
+
+def shard_of(name: str) -> str | None:
+    """Inverse of :func:`gradients_part`; None for any other part."""
+    return name.removeprefix(_GRADIENTS) if name.startswith(_GRADIENTS) else None
 
 
 def is_parity_role(number: int) -> bool:
@@ -58,7 +105,7 @@ class RoleLayout(Coded):
     shard parts first, then what recomputes an update (:mod:`.replaying`) if that is kept, and then
     one extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: how many
     generations the owner's segment (and a copy) holds, 2+N or 3+N. ``meaning``: which role of which
-    model it is, for people and for :func:`.meanings.difference`.
+    model it is, for people and for :func:`.words.difference`.
     """
 
     role: int
@@ -271,3 +318,31 @@ class EpochRecord(Coded):
             values = {**values, "history": {**History().to_dict(), "kept": line}}
         found: EpochRecord = read(cls, values)
         return found
+
+
+def is_due(iteration: int, every: int) -> bool:
+    """Return whether the generation of ``iteration`` is protected."""
+    return iteration % every == 0
+
+
+def next_due(iteration: int, every: int) -> int:
+    """The first protected iteration that is not before ``iteration``."""
+    return -(-iteration // every) * every
+
+
+def successors(generation: Generation, restored: Generation, newest: Generation, every: int) -> int:
+    """Return how many generations after ``generation`` a role has certainly written by ``newest``.
+
+    ``restored``: what the epoch of ``newest`` began with; from there on every due iteration was
+    written. How many lie between an older generation and ``restored`` is not known here, for the
+    cadence may have been another one: only ``restored`` itself is counted.
+    """
+    begin = max(generation.iteration, restored.iteration)
+    since = max(0, newest.iteration // every - begin // every)
+    return since + (generation < restored)
+
+
+def successors_by(record: EpochRecord, newest: Generation) -> Callable[[Generation], int]:
+    """:func:`successors` in the epoch of ``record``, of which ``newest`` is sealed somewhere."""
+    restored, every = record.restore.generation, record.protection.every
+    return lambda generation: successors(generation, restored, newest, every)

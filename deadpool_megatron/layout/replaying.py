@@ -15,20 +15,18 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 
-from deadpool_megatron.layout.part_kinds import (
+from deadpool_megatron.layout.records import (
     SUMS_PART,
     UPDATE_PART,
-    PartKind,
-    gradients_part,
-    kind_of,
-)
-from deadpool_megatron.layout.records import (
     BadPart,
     Generation,
     PartInfo,
+    PartKind,
     Recipe,
     RoleLayout,
     Source,
+    gradients_part,
+    kind_of,
 )
 
 SUMS_BYTES = 4096

@@ -132,3 +132,14 @@ def recomputes(plan: ProtectionPlan) -> bool:
 def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
     """The same plan with whole copies of every generation."""
     return replace(plan, scheme=SchemeNumbers(Kind.BUDDY)) if recomputes(plan) else plan
+
+
+def most_lost(every: int, max_lag: int, *, spans_the_world: bool) -> int:
+    """The most finished iterations that one failure makes a job compute again.
+
+    The update of a due iteration p passes its gate when the generation ``max_lag`` + 1 due ones
+    before p is committed. Just before that the resume point is one more before it, and p - 1 is the
+    newest finished iteration. ``spans_the_world``: a collective keeps all roles at their gates
+    together; without it some role may have finished p already.
+    """
+    return (2 + max_lag) * every - (1 if spans_the_world else 0)

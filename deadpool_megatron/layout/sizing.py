@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 
-from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
-from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.records import PartInfo, RoleLayout, gradients_part
 from deadpool_megatron.layout.replaying import generations_kept
 from deadpool_megatron.layout.schemes import (
     MOST_BLOCKS,

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from deadpool_megatron.layout.part_kinds import extras_part
+from deadpool_megatron.layout.records import extras_part
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.persist.frozen_file import FROZEN
 from deadpool_megatron.persist.skeleton import (

@@ -9,8 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.schemes import Kind
+from deadpool_megatron.layout.schemes import Kind, most_lost
 from deadpool_megatron.layout.sizing import choose, refusal
 from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.plan_file import Plan, PlanError

@@ -19,8 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.replaying import step_parts
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.layout.sizing import Scene, extras_room_bytes

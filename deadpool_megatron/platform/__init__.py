@@ -1,7 +1,7 @@
 """The device under the training process: CUDA, or a CPU on which Megatron can run as well.
 
-base       the seam, and what a copy beside training is
-cuda, cpu  the two platforms
+devices    the seam, what a copy beside training is, and the CPU
+cuda       the other platform
 stand_ins  what Megatron takes for granted of a GPU, answered on a CPU
 gathers    all-gathers of several tensors on gloo, as torch's own corrupt memory
 saving     checkpoints written inside the training process
@@ -14,11 +14,16 @@ import functools
 
 import torch
 
-from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
-from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
+from deadpool_megatron.platform.devices import (
+    CopyFailedError,
+    CopyHandle,
+    CpuPlatform,
+    PinnedSlots,
+    Platform,
+)
 
-__all__ = ["CopyFailedError", "CopyHandle", "Platform", "select_platform"]
+__all__ = ["CopyFailedError", "CopyHandle", "PinnedSlots", "Platform", "select_platform"]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.platform.base import (
+from deadpool_megatron.platform.devices import (
     CopyFailedError,
     CopyHandle,
     Platform,

@@ -25,9 +25,15 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.cluster.link.rendezvous import StoreError
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.group_names import group_name
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.records import EpochRecord, Generation, PartInfo, RoleLayout
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    EpochRecord,
+    Generation,
+    PartInfo,
+    RoleLayout,
+    extras_part,
+)
+from deadpool_megatron.layout.words import group_name
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.wire.framing import readable

@@ -161,7 +161,7 @@ class FakeEntry:
         self.boundary = "step"
         self.role = -1
         self.quiet = True
-        self.audit = None
+        self.built = SimpleNamespace(audit=None)
         self.program = SimpleNamespace(
             checkpoint_directory=lambda: None,
             spares_may_build=lambda: True,

@@ -11,8 +11,8 @@ import torch
 
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.hooks import session as session_module
-from deadpool_megatron.hooks.device import take_device
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.hooks.session import take_device
+from deadpool_megatron.platform.devices import CpuPlatform
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.support.environment import VARIABLES
 from tests.hooks import session_rig

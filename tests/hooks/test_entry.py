@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.layout.records import Generation, Restore, Source
-from deadpool_megatron.platform.base import CopyFailedError, Platform
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member.client import VaultClient
 from fake_nccl import KIND
@@ -30,7 +29,8 @@ class Entry(EpochEntry):
         self.generation, self.boundary = restore.generation, restore.boundary
         self._settings, self._vault = node.settings, client
         self._link: Any = SimpleNamespace(interrupt_fd=os.eventfd(0, os.EFD_CLOEXEC))
-        self._protection: Any = SimpleNamespace(layout=make_layout(0))
+        protection = SimpleNamespace(layout=make_layout(0))
+        self._built: Any = SimpleNamespace(protection=protection, frozen=None)
 
 
 def test_a_place_that_cannot_be_reached_is_named_by_the_part_it_has(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ class Quiet(EpochEntry):
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
-        self._protection = None
+        self._built = None
 
 
 def device_asserts(member: Member) -> bool:

@@ -10,7 +10,7 @@ from deadpool_megatron.comms import StreamWaits
 from deadpool_megatron.comms.in_flight import device_time as stream_waits
 from deadpool_megatron.comms.in_flight.device_time import DeviceClock
 from deadpool_megatron.comms.inner import Begun, Position
-from deadpool_megatron.hooks.probes import DeviceMeter, Standstill
+from deadpool_megatron.hooks.reports import DeviceMeter, Standstill
 
 
 class ScriptedClock(DeviceClock[float]):

@@ -234,7 +234,7 @@ def test_builds_anew_only_when_the_role_changes() -> None:
 
         def __init__(self) -> None:
             self.role = -1
-            self._loop = None
+            self._built = None
             self.program: Any = SimpleNamespace(serves=lambda loop, role: False)
 
         def _make_groups(self, role: int, world_size: int) -> None:
@@ -243,7 +243,7 @@ def test_builds_anew_only_when_the_role_changes() -> None:
 
         def _make_loop(self) -> None:
             built.append(("loop", self.role))
-            self._loop = FakeLoop()  # type: ignore[assignment]
+            self._built: Any = SimpleNamespace(loop=FakeLoop())
 
     def record(kind: str) -> EpochRecord:
         restore = Restore(kind, Generation(1, 0))

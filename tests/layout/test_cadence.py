@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.cadence import is_due, most_lost, next_due, successors
-from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.layout.records import Generation, is_due, next_due, successors
+from deadpool_megatron.layout.schemes import most_lost
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50))

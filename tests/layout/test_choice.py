@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, plan_of_kind
 from deadpool_megatron.layout.sizing import GROUP_SIZES, Scene, choose, lacking, memory_needs
 from deadpool_megatron.settings import Settings

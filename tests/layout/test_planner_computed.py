@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
     BadPart,
     Decoding,
     Generation,
@@ -23,6 +24,8 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
     Source,
+    extras_part,
+    gradients_part,
 )
 from deadpool_megatron.layout.replaying import REPLAY, key, step_parts, suspects
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers

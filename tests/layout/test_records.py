@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout import records as rec
-from deadpool_megatron.layout.group_names import group_name, roles_in
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import (
     Generation,
@@ -22,6 +21,7 @@ from deadpool_megatron.layout.records import (
     SeatTable,
 )
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.words import group_name, roles_in
 
 G = rec.Generation(2, 7)
 PLACES = {"shard": (rec.Source(1, 0),)}

@@ -210,7 +210,7 @@ def test_without_room_the_run_ends_with_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(frozen_file.os, "fsync", is_full)
-    frozen = FrozenWeights(program_of(model), tmp_path / "frozen")
+    frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path / "frozen")
     with pytest.raises(NoRoom, match=r"256 bytes .* No space left on device; make room") as error:
         frozen.leave(never)
     assert "\n" not in str(error.value)
@@ -239,20 +239,17 @@ def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
     assert not (tmp_path / "nothing").exists()
 
 
-def test_only_large_ones_are_written(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_only_large_ones_are_written(model: torch.nn.Module) -> None:
     loop = program_of(model)
     assert [name for name, _ in extras.large_frozen_weights(loop)] == ["0.weight"]
     assert not extras.frozen_and_buffers(loop)
     model.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)  # to the byte
-    frozen = FrozenWeights(loop, tmp_path / "frozen")
-    frozen.leave(never)
-    assert not frozen.name()
-    assert not (tmp_path / "frozen").exists()
+    assert not extras.large_frozen_weights(loop)
     assert [name for name, _ in extras.frozen_and_buffers(loop)] == ["0.weight"]
 
 
 def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.Module) -> None:
-    frozen = FrozenWeights(program_of(model), tmp_path)
+    frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path)
     assert not frozen.name()
     frozen.leave(never)
     path = tmp_path / frozen.name()
@@ -266,14 +263,14 @@ def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.M
     (tmp_path / "away").rename(path)
     frozen.restore(path.name, never)
     assert frozen.name() == path.name == name_of([("0.weight", model.weight)])
-    with pytest.raises(FrozenFileError, match="other frozen weights"):
+    with pytest.raises(FrozenFileError, match="without its frozen weights"):
         frozen.restore("", never)
 
 
 def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.Module) -> None:
     """A teacher that follows its pupil is such a program. Weights that are written anew with what
     they hold have not changed."""
-    frozen = FrozenWeights(program_of(model), tmp_path)
+    frozen = FrozenWeights(extras.large_frozen_weights(program_of(model)), tmp_path)
     frozen.leave(never)
     name = frozen.name()
     with torch.no_grad():

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from deadpool_megatron.platform import CopyFailedError, cuda
-from deadpool_megatron.platform.base import in_pieces
-from deadpool_megatron.platform.cpu import CHUNK_BYTES, CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
+from deadpool_megatron.platform.devices import CHUNK_BYTES, CpuPlatform, in_pieces
 from tests.common import gpus
 
 

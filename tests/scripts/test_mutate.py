@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import mutate  # noqa: E402
 
-FILE = "deadpool_megatron/layout/group_names.py"
+FILE = "deadpool_megatron/layout/words.py"
 TESTS = "tests/layout/test_records.py"
 NUMBER, COMMENT = "_SHORTEST_RUN = 3", "# So many at equal distances"
 # What is there, what is put there, the tests, and what becomes of it.

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -28,6 +27,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
     Source,
+    extras_part,
 )
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl

@@ -21,7 +21,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
@@ -33,6 +32,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
     Seat,
+    gradients_part,
 )
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
     EpochRecord,
     Generation,
     Inventory,
     Restore,
     RoleLayout,
     Seat,
+    gradients_part,
 )
 from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers

@@ -44,9 +44,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     unfinished_export,
 )
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.planner import is_kept
-from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.layout.records import Generation, Restore, next_due
 from deadpool_megatron.vault.errors import Code
 
 if TYPE_CHECKING:

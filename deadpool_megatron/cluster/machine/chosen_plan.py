@@ -20,11 +20,11 @@ from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.cadence import most_lost
 from deadpool_megatron.layout.records import NodeAddress, Restore, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import (
     ProtectionPlan,
     losses_survived,
+    most_lost,
     plan_in_words,
 )
 from deadpool_megatron.layout.sizing import Scene, choose, lacking, refusal

@@ -54,10 +54,16 @@ from deadpool_megatron.cluster.machine.state import (
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.meanings import difference
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.records import EpochRecord, Restore, RoleLayout, Source
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    EpochRecord,
+    Restore,
+    RoleLayout,
+    Source,
+    extras_part,
+)
+from deadpool_megatron.layout.words import difference
 
 # A device that failed once may have been hit by a stray particle, and memory may have been short
 # for a moment; what fails again is broken.

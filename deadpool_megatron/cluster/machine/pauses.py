@@ -36,7 +36,7 @@ from deadpool_megatron.cluster.machine.state import (
     State,
 )
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.cadence import next_due
+from deadpool_megatron.layout.records import next_due
 from deadpool_megatron.layout.schemes import plan_in_words
 
 # Of the time that is left to a run: the rest is for the dump that follows.

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.layout.part_kinds import BOUNDARIES
+from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.settings import Settings
 
 # Sections that have first_step_seconds instead of hang_seconds.

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from deadpool_megatron.cluster.watch.hang import OnDevice, OnHost, RoleStatus, Waiting
-from deadpool_megatron.layout.group_names import roles_in
+from deadpool_megatron.layout.words import roles_in
 
 MOST_GROUPS = 16
 # Of each group.

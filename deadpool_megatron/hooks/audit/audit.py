@@ -49,8 +49,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
 from deadpool_megatron.hooks.dimensions import current_device, plain_parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.layout.cadence import is_due
-from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.layout.records import Generation, is_due
 from deadpool_megatron.state.packing import Part, fingerprint
 
 _SUMS = 2  # of a fingerprint

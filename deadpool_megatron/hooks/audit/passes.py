@@ -43,7 +43,7 @@ from deadpool_megatron.hooks.audit.verdict import (
 )
 from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.dimensions import current_device
-from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config
+from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config, trains_in_fp8
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import fingerprint
 
@@ -64,7 +64,7 @@ def why_not_compared(loop: ProtectedLoop) -> str:
     config = model_config(loop)
     if getattr(config, "num_moe_experts", None):
         return "experts of several replicas work on the tokens of each other"
-    if getattr(config, "fp8", None):
+    if trains_in_fp8(loop):
         return "FP8 keeps scales that a pass changes"
     if dist.get_world_size(parallel_state.get_data_parallel_group()) < 2:
         return "there are no data-parallel peers"

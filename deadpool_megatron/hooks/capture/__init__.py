@@ -4,9 +4,7 @@ protection     start the copy, seal behind training's back, gate the update
 optimizer      Megatron's optimizers: their state as parts, and where the gate goes
 extras         everything an iteration changes that is in no part
 fp8            what Transformer Engine keeps for training in FP8
-slots          memory for the slots, page-locked, seen as tensors
-identity       the layout of a role's generations, and what their bytes mean
-hashing        one number for all of it: the oracle of exactness
+identity       what the bytes of a role's generations mean, and one number for all of its state
 update_replay  an update again, from the state before it and what it used
 recompute      what each update used, kept and replayed: loaded by this scheme alone
 """

@@ -29,7 +29,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     param_group_values,
     restore_param_group_values,
 )
-from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.loop import ProtectedLoop, trains_in_fp8
 from deadpool_megatron.state.extras import (
     ExtrasError,
     capture_random_states,
@@ -76,7 +76,8 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
     for name, tensor in frozen_and_buffers(loop):
         values[f"buffer.{name}"] = tensor
     values.update(capture_loss_sums())
-    values.update(fp8.capture(loop))
+    if trains_in_fp8(loop):
+        values.update(fp8.capture(loop))
     values.update(capture_attributes(loop))
     values.update(random_states())
     return values
@@ -126,7 +127,8 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
                 # (router.py, _maintain_float32_expert_bias), which this process may not have made.
                 tensor.data = value.to(tensor.device, copy=True)
             tensor.copy_(value)
-    fp8.restore(loop, values)
+    if trains_in_fp8(loop) or "fp8.layout" in values:
+        fp8.restore(loop, values)
     restore_attributes(loop, values)
 
 

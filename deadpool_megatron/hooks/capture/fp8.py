@@ -29,7 +29,7 @@ from megatron.core import fp8_utils
 from torch import Tensor
 
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer, raw_tensors
-from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
+from deadpool_megatron.hooks.loop import ProtectedLoop, model_config, trains_in_fp8
 from deadpool_megatron.state.extras import ExtrasError
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
@@ -150,11 +150,11 @@ def _modules(model_chunks: Sequence[Any]) -> _Modules:
 def _quantising(loop: ProtectedLoop) -> _Modules:
     """The same, made complete; empty where training is not in FP8."""
     modules = _modules(loop.model_chunks)
-    if not modules or not getattr(config := model_config(loop), "fp8", None):
+    if not modules or not trains_in_fp8(loop):
         return []
     waiting = [(name, module) for name, module in modules if module not in _completed]
     if waiting:
-        _make_complete(loop.model_chunks, waiting, config)
+        _make_complete(loop.model_chunks, waiting, model_config(loop))
     return modules
 
 

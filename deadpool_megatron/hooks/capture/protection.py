@@ -47,13 +47,18 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.capture.slots import PinnedSlots, SlotViews
-from deadpool_megatron.layout.cadence import is_due
-from deadpool_megatron.layout.part_kinds import extras_part
-from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
-from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
+from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout, extras_part, is_due
+from deadpool_megatron.platform.devices import (
+    CopyFailedError,
+    CopyHandle,
+    PinnedSlots,
+    Platform,
+    host_range,
+)
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
@@ -78,6 +83,26 @@ class ExtrasOutgrown(ProtectionError):
 
 class ReplayRefused(RuntimeError):
     """Every byte was intact, and the result is not what the owner had; one line for people."""
+
+
+class SlotViews:
+    """Tensors over the parts of slots, made once for each slot: a part may have thousands.
+
+    Of one process, whose slots stay where they are as long as it plays its role.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], list[Tensor]] = {}
+
+    def of(self, part: Part, writer: SlotWriter) -> list[Tensor]:
+        """Returns CPU tensors over the part in the slot that is written, one per live tensor."""
+        buffer = writer.part(part.name)
+        if not part.nbytes:  # memory without bytes has no address
+            return part.views(buffer)
+        place = part.name, host_range(buffer)[0]
+        if place not in self._known:
+            self._known[place] = part.views(buffer)
+        return self._known[place]
 
 
 class UpdateCapture:

@@ -29,8 +29,12 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.capture.optimizer import ShardState, inner_optimizers
-from deadpool_megatron.hooks.capture.protection import Protection, ReplayRefused, UpdateCapture
-from deadpool_megatron.hooks.capture.slots import SlotViews
+from deadpool_megatron.hooks.capture.protection import (
+    Protection,
+    ReplayRefused,
+    SlotViews,
+    UpdateCapture,
+)
 from deadpool_megatron.hooks.capture.update_replay import (
     InnerUpdate,
     parameters_of,
@@ -38,10 +42,15 @@ from deadpool_megatron.hooks.capture.update_replay import (
     replay,
     used_values,
 )
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import Generation, PartInfo
+from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
+    Generation,
+    PartInfo,
+    gradients_part,
+)
 from deadpool_megatron.layout.replaying import from_key, key, step_parts, unpack_sums
-from deadpool_megatron.platform.base import CopyHandle, Platform
+from deadpool_megatron.platform.devices import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.member.client import RestoredParts, SlotWriter, VaultClient

@@ -9,32 +9,31 @@ each restore: a program that does change them could not be restored exactly, and
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
-from deadpool_megatron.hooks.capture.extras import MOST_FROZEN_BYTES, large_frozen_weights
+from deadpool_megatron.hooks.capture.extras import MOST_FROZEN_BYTES
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
-from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.state.packing import fingerprint
 from deadpool_megatron.vault.errors import NoRoom
 
 
 class FrozenWeights:
-    """Of one role in one process. Main thread."""
+    """Of one role in one process, which has such ``weights``, by name. Main thread."""
 
-    def __init__(self, loop: ProtectedLoop, folder: Path) -> None:
-        self._weights = large_frozen_weights(loop)
-        self._tensors = [tensor for _, tensor in self._weights]
+    def __init__(self, weights: Sequence[tuple[str, Tensor]], folder: Path) -> None:
+        self._weights = weights
+        self._tensors = [tensor for _, tensor in weights]
         self._folder = folder
         self._name = ""
         self._version = 0
         self._fingerprint: list[int] = []
 
     def name(self) -> str:
-        """The file with what they hold, for the extras; empty without any, or before
-        :meth:`leave`.
+        """The file with what they hold, for the extras; empty before :meth:`leave`.
 
         Raises UnsupportedOptimizer if they have changed.
         """
@@ -52,8 +51,6 @@ class FrozenWeights:
         Raises what ``wait`` does, NoRoom where they cannot be written, and UnsupportedOptimizer if
         they have changed.
         """
-        if not self._weights:
-            return
         started = time.monotonic()
         name = self.name() or frozen_file.name_of(self._weights, wait)
         try:
@@ -74,13 +71,11 @@ class FrozenWeights:
         Raises FrozenFileError, what ``wait`` does, and UnsupportedOptimizer if they have changed
         here.
         """
-        if bool(name) != bool(self._weights):
-            raise frozen_file.FrozenFileError(
-                "the state was captured of a model with other frozen weights than this one has"
-            )
-        if name and name == self._name:
+        if not name:
+            raise frozen_file.FrozenFileError("the state was captured without its frozen weights")
+        if name == self._name:
             self._refuse_changes()
-        elif name:
+        else:
             self._name = ""
             frozen_file.read(self._folder, name, self._weights, wait)
             self._know(name)
@@ -104,5 +99,5 @@ class FrozenWeights:
         return sum(tensor._version for tensor in self._tensors)
 
     def _sums(self) -> list[int]:
-        device = self._tensors[0].device if self._tensors else torch.device("cpu")
-        return [int(one) for one in fingerprint(self._tensors, device).tolist()]
+        sums = fingerprint(self._tensors, self._tensors[0].device)
+        return [int(one) for one in sums.tolist()]

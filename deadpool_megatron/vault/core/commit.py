@@ -12,8 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, PartKind, extras_part, kind_of
-from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    Generation,
+    PartKind,
+    RoleLayout,
+    extras_part,
+    kind_of,
+)
 from deadpool_megatron.vault.schemes.base import Scheme, Target
 
 

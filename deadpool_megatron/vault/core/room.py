@@ -18,9 +18,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from deadpool_megatron.layout.cadence import successors_by
-from deadpool_megatron.layout.part_kinds import PartKind, kind_of
-from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.layout.records import (
+    Generation,
+    PartKind,
+    RoleLayout,
+    Seat,
+    kind_of,
+    successors_by,
+)
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, VaultError

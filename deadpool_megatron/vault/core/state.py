@@ -18,7 +18,6 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -26,6 +25,7 @@ from deadpool_megatron.layout.records import (
     NodeAddress,
     RoleLayout,
     Seat,
+    successors_by,
 )
 from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
 from deadpool_megatron.settings import Settings

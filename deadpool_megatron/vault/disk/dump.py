@@ -18,9 +18,17 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron.file_systems import sync
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.planner import is_kept
-from deadpool_megatron.layout.records import BadPart, Generation, Inventory, RoleLayout
+from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
+    BadPart,
+    Generation,
+    Inventory,
+    RoleLayout,
+    extras_part,
+    gradients_part,
+)
 from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState

@@ -10,21 +10,19 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from deadpool_megatron.layout.meanings import difference
-from deadpool_megatron.layout.part_kinds import (
+from deadpool_megatron.layout.planner import is_kept
+from deadpool_megatron.layout.records import (
     BOUNDARIES,
     SUMS_PART,
     UPDATE_PART,
-    extras_part,
-    gradients_part,
-)
-from deadpool_megatron.layout.planner import is_kept
-from deadpool_megatron.layout.records import (
     Generation,
     Restore,
     RoleLayout,
+    extras_part,
+    gradients_part,
 )
 from deadpool_megatron.layout.replaying import chain
+from deadpool_megatron.layout.words import difference
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import checksum

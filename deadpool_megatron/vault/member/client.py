@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
-from deadpool_megatron.layout.part_kinds import BOUNDARIES
-from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Code, Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import PartsWriter, RestoredParts, SlotWriter
 from deadpool_megatron.vault.memory import Budget

@@ -21,8 +21,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deadpool_megatron.layout.part_kinds import extras_part
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Source
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    RoleLayout,
+    Source,
+    extras_part,
+)
 from deadpool_megatron.layout.replaying import key
 from deadpool_megatron.vault.core import fetch, room
 from deadpool_megatron.vault.core.fetch import receive_part

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.part_kinds import SUMS_PART
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
+from deadpool_megatron.layout.records import SUMS_PART, EpochRecord, Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import key
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refused, VaultError

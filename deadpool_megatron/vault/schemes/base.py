@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deadpool_megatron.layout.part_kinds import PartKind, kind_of
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
+from deadpool_megatron.layout.records import EpochRecord, Generation, PartKind, RoleLayout, kind_of
 from deadpool_megatron.layout.schemes import Kind
 from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.shm.segment import Segment

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.part_kinds import PartKind, kind_of
-from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.records import Generation, PartKind, RoleLayout, kind_of
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import VaultError

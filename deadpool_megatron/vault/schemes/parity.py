@@ -31,8 +31,13 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityPlacement
-from deadpool_megatron.layout.part_kinds import PartKind
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, is_parity_role
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    PartKind,
+    RoleLayout,
+    is_parity_role,
+)
 from deadpool_megatron.vault.core import fetch, room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError

@@ -13,8 +13,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, PartKind, shard_of
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
+from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
+    EpochRecord,
+    Generation,
+    PartKind,
+    RoleLayout,
+    shard_of,
+)
 from deadpool_megatron.layout.replaying import chain, pack_sums, unpack_sums
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.net.transport import Transport

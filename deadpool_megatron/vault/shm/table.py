@@ -16,8 +16,14 @@ from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
-from deadpool_megatron.layout.records import Generation, Holding, RoleLayout, Seat
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    Generation,
+    Holding,
+    RoleLayout,
+    Seat,
+    extras_part,
+)
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.errors import DamagedSegment, SegmentError
 from deadpool_megatron.vault.memory import Budget
@@ -385,7 +391,7 @@ class Table:
         as there are slots; it may, because every role has committed something newer by then (design
         section 4). So as soon as anything that new is sealed here, whatever role it belongs to, g
         is not needed here either. ``successors(g)``: how many generations after g have certainly
-        been written by then (layout.cadence). ``kept``: how many have to be, more than there are
+        been written by then (layout.records). ``kept``: how many have to be, more than there are
         slots where others may be computed from g (layout.replaying).
         """
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]

@@ -23,9 +23,9 @@ from control_plane.moments import Moments
 from deadpool_megatron.cluster.link.pacing import Metronome, contact_seconds, is_told
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
+    BOUNDARIES,
     EpochRecord,
     Generation,
     Holding,
@@ -33,6 +33,7 @@ from deadpool_megatron.layout.records import (
     PartInfo,
     RoleLayout,
     SeatTable,
+    extras_part,
 )
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.settings import Settings

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state import Config
-from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.parity_groups import MEMBERS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
@@ -21,6 +20,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
     Source,
+    is_due,
 )
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from tests.cluster.machine.rig import STEP, layout

@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.watch.hang_table import (
     table_of,
 )
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.group_names import group_name
+from deadpool_megatron.layout.words import group_name
 from tests.common.event_schema import check_event
 
 

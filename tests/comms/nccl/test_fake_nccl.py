@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.platform.base import CopyFailedError
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from fake_nccl.stream_order import JUNK_LOG

@@ -23,7 +23,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, 
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
 from deadpool_megatron.comms.nccl import NcclFabric
-from deadpool_megatron.hooks.probes import Standstill
+from deadpool_megatron.hooks.reports import Standstill
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND

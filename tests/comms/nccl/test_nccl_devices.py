@@ -19,8 +19,8 @@ from deadpool_megatron.comms import nccl as fabric
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl import Blocks, NcclGroup
-from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
+from deadpool_megatron.platform.devices import CpuPlatform
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from fake_nccl.fake import FakeCommunicator, FakeNcclFabric

@@ -38,7 +38,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from deadpool_megatron.comms.in_flight.works import tensors_in
-from deadpool_megatron.platform.base import CopyFailedError
+from deadpool_megatron.platform.devices import CopyFailedError
 from fake_nccl.collected import collected
 
 #: each line of the file is a JSON object: operation, pid, and the functions that were reading
@@ -224,7 +224,7 @@ def _settling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch_platform() -> None:
-    from deadpool_megatron.platform import cpu
+    from deadpool_megatron.platform import devices as cpu
 
     platform: Any = cpu.CpuPlatform
     copier: Any = cpu._Copier

@@ -26,7 +26,7 @@ from deadpool_megatron.hooks.audit.verdict import (
     unrepeatable,
 )
 from deadpool_megatron.hooks.capture.update_replay import update_copies
-from deadpool_megatron.layout.cadence import is_due
+from deadpool_megatron.layout.records import is_due
 from tests.hooks.capture.test_update_replay import FLAGS, Rig
 
 RIGHT, WRONG, OTHER = (1, 2), (1, 3), (9, 9)

@@ -15,6 +15,8 @@ from deadpool_megatron.state.extras import decode, encode
 
 def plain_loop(chunks: list[torch.nn.Module], *inner: Any) -> Any:
     """A loop of these chunks and inner optimizers, as far as it is captured."""
+    for chunk in chunks:
+        chunk.config = getattr(chunk, "config", SimpleNamespace())  # type: ignore[assignment]
     return SimpleNamespace(
         model_chunks=chunks,
         optimizer=SimpleNamespace(chained_optimizers=list(inner), zero_grad=lambda: None),

@@ -14,10 +14,14 @@ import torch
 
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.protection import Protection
-from deadpool_megatron.hooks.capture.slots import PinnedSlots
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.devices import (
+    CopyFailedError,
+    CopyHandle,
+    CpuPlatform,
+    PinnedSlots,
+    Platform,
+)
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted

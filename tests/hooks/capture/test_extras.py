@@ -17,14 +17,14 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from deadpool_megatron.hooks.capture import extras, hashing
+from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture import identity as hashing
 from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,
     complete_state,
 )
-from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
@@ -35,6 +35,8 @@ from tests.hooks.capture.plain_loop import captured, plain_loop, scaler, schedul
 
 class Model(torch.nn.Module):
     """A trained weight, a frozen one, a buffer that checkpoints hold and one that they do not."""
+
+    config = SimpleNamespace()
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,17 +233,20 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_
         def __init__(self) -> None:
             self.role = 0
             self._vault: Any = SimpleNamespace(has_segment=lambda role: True)
-            self._loop: Any = loop
-            self._protection: Any = SimpleNamespace(
+            protection = SimpleNamespace(
                 enter=lambda epoch, every, **more: None,
                 layout=SimpleNamespace(to_dict=dict, peers=(0,)),
+            )
+            self._built: Any = SimpleNamespace(
+                loop=loop,
+                protection=protection,
+                shard=SimpleNamespace(readopt=lambda: None),
+                cleanup=SimpleNamespace(forget=lambda: None),
+                frozen=None,
             )
             self._link: Any = SimpleNamespace(send=lambda message: None)
             self._settings = Settings()
             self._reports: Any = SimpleNamespace(told=[])
-            self._shard: Any = SimpleNamespace(readopt=lambda: None)
-            self._cleanup: Any = SimpleNamespace(forget=lambda: None)
-            self._frozen = FrozenWeights(loop, Path("nowhere"))
             self._pristine = self.capture_extras()
 
     entry = Entry()

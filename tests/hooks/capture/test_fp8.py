@@ -18,7 +18,7 @@ from megatron.core import fp8_utils, parallel_state
 
 from deadpool_megatron.hooks import dimensions, interrupt_cleanup
 from deadpool_megatron.hooks.capture import fp8
-from deadpool_megatron.hooks.capture.hashing import state_digests
+from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,

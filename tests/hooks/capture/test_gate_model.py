@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deadpool_megatron.layout.cadence import is_due, most_lost
+from deadpool_megatron.layout.records import is_due
+from deadpool_megatron.layout.schemes import most_lost
 
 ROLES = 3
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture import extras
-from deadpool_megatron.hooks.capture.hashing import state_digests
+from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,

@@ -21,10 +21,10 @@ from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
 from deadpool_megatron.hooks.loop import layer_number, model_config
 from deadpool_megatron.hooks.pretraining.stages import shift_layers
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.meanings import difference
 from deadpool_megatron.layout.parity_groups import ParityGroup, parity_layout
 from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, RoleLayout, Seat
+from deadpool_megatron.layout.words import difference
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.devices import CpuPlatform
 from fake_nccl import KIND
 from fake_nccl.stream_order import order
 from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks

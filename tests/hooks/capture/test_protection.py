@@ -14,12 +14,10 @@ from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
-from deadpool_megatron.hooks.capture.slots import PinnedSlots
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.layout.sizing import extras_room_bytes
-from deadpool_megatron.platform.base import CopyHandle
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform, PinnedSlots
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from tests.hooks.capture import protection_rig
@@ -46,8 +44,7 @@ def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
 
         def __init__(self, rig: Rig) -> None:
             self.generation, self.boundary = generation(6), "save"
-            self._protection = rig.protection
-            self._frozen = self._loop = self._shard = Mock()
+            self._built = Mock(protection=rig.protection, frozen=None)
 
         def capture_extras(self) -> bytes:
             return b"after the save"

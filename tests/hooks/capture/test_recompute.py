@@ -14,10 +14,8 @@ from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.capture import recompute
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.recompute import StepKeeper
-from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.platform.base import CopyHandle
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part
+from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform
 from deadpool_megatron.state.packing import Part
 
 GRADIENTS = gradients_part("shard0")

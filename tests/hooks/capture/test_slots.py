@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.hooks.capture.slots import PinnedSlots, SlotViews
+from deadpool_megatron.hooks.capture.protection import SlotViews
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import Seat
-from deadpool_megatron.platform.base import host_range
-from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots, host_range
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part
@@ -54,7 +53,8 @@ def test_copies_come_first(
 
         def __init__(self) -> None:
             self._vault, self._settings = client, settings
-            self._protection: Any = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
+            protection = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
+            self._built: Any = SimpleNamespace(protection=protection)
             self._pinned = PinnedSlots(device, lambda text: None)
 
     Entry()._park(nodes=2)

@@ -26,8 +26,7 @@ from deadpool_megatron.hooks.capture.update_replay import (
     replay,
     used_values,
 )
-from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part, move_into_arenas

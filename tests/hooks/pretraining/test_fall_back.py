@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.hooks.pretraining import loop as loop_module
-from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
+from deadpool_megatron.hooks.pretraining import training_loop as loop_module
+from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from tests.hooks.capture.plain_loop import schedule
 
 

@@ -7,8 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import BadPart, Generation, PartInfo, Restore, RoleLayout
+from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
+    BadPart,
+    Generation,
+    PartInfo,
+    Restore,
+    RoleLayout,
+    gradients_part,
+)
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name

@@ -10,8 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
-from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
+from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
+    Generation,
+    PartInfo,
+    RoleLayout,
+    gradients_part,
+)
 from deadpool_megatron.vault.disk.dump import generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole, taken_of_dump
 from deadpool_megatron.vault.errors import VaultError

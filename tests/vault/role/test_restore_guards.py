@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.records import (
     Generation,
     Recipe,
@@ -17,6 +16,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
     Source,
+    gradients_part,
 )
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.settings import Settings

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityGroup, parity_layout
-from deadpool_megatron.layout.part_kinds import extras_part
-from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, extras_part
 from deadpool_megatron.vault.schemes.parity_code import Coder
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, own_name
 from tests.vault.harness import content, make_layout

@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
     EpochRecord,
     Generation,
     PartInfo,
     Restore,
     RoleLayout,
     Seat,
+    extras_part,
+    gradients_part,
 )
 from deadpool_megatron.layout.replaying import (
     chain,

@@ -14,9 +14,10 @@ from deadpool_megatron.cluster.machine.state import Opening
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.parity_groups import ParityPlacement, parity_groups
-from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
+    SUMS_PART,
+    UPDATE_PART,
     BadPart,
     Decoding,
     EpochRecord,
@@ -29,6 +30,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
     Source,
+    gradients_part,
 )
 from deadpool_megatron.layout.replaying import REPLAY, step_parts
 from deadpool_megatron.layout.schemes import Kind as SchemeNumbers

@@ -1,13 +1,19 @@
-"""The name of one group of roles, with its dimension and who is in it: ``DATA_PARALLEL(0-12:4)``.
+"""Words of the layout, for people: the name of one group of roles, with its dimension and who is in
+it (``DATA_PARALLEL(0-12:4)``), and what the bytes of a role mean. Pure.
 
 Many groups of a run share a description, and are told apart by their roles. Those of a group of
-Megatron's stand at equal distances, so that the name of the largest one is short. Pure.
+Megatron's stand at equal distances, so that the name of the largest one is short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+from deadpool_megatron.layout.records import RoleLayout
+
+#: of the facts in a meaning
+SEPARATOR = "; "
 # So many at equal distances are written as one run.
 _SHORTEST_RUN = 3
 
@@ -73,3 +79,27 @@ def _read_run(text: str) -> range:
     first, dash, last = ends.partition("-")
     start = int(first)
     return range(start, (int(last) if dash else start) + 1, int(step) if step else 1)
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """The ``meaning`` of a layout, of names and values in the order in which they are compared."""
+    return SEPARATOR.join(f"{name} {value}".replace(";", ",") for name, value in facts.items())
+
+
+def difference(there: RoleLayout, here: RoleLayout) -> str:
+    """The first thing in which what was kept (``there``) differs from this program's state."""
+    kept, own = _facts(there), _facts(here)
+    if not kept:
+        return "a version wrote it that did not say what its bytes mean: go on with that version"
+    for name in {**own, **kept}:
+        if kept.get(name) != own.get(name):
+            return f"{name} is {kept.get(name, 'none')} there and {own.get(name, 'none')} here"
+    for part in (*here.parts, *there.parts):
+        if not (there.has(part) and here.has(part)):
+            return f"part {part.name} is of other parameters, or of the same in another order"
+    return "its state is laid out in another way"
+
+
+def _facts(layout: RoleLayout) -> dict[str, str]:
+    words = [fact.partition(" ") for fact in layout.meaning.split(SEPARATOR) if fact]
+    return {name: value for name, _, value in words}

@@ -27,7 +27,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks.capture import hashing
+from deadpool_megatron.hooks.capture import identity as hashing
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop

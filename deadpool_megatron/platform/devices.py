@@ -1,0 +1,304 @@
+"""The device, as the rest of the package needs it: waiting, pinning, copying beside training; and
+the CPU as one: a copier thread, nothing to pin, Megatron on stand-ins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from deadpool_megatron.platform import stand_ins
+
+# One call of torch copies at most about this much, so that an interrupt is never behind a long one.
+CHUNK_BYTES = 4 << 20
+
+
+class CopyFailedError(RuntimeError):
+    """A copy beside training ended with an error; its destination holds undefined bytes."""
+
+
+class CopyHandle(ABC):
+    """One running group of copies; the sources must not change until :meth:`done` answers true."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Return whether all bytes have arrived. Never blocks; raises CopyFailedError."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for at most this long; answers :meth:`done`. Raises CopyFailedError."""
+
+    def precede(self, timeout_seconds: float) -> bool:
+        """Have work that the calling thread submits from now on begin after this copy.
+
+        True at once where the device does the waiting; elsewhere as :meth:`wait`.
+        """
+        return self.wait(timeout_seconds)
+
+
+class Platform(ABC):
+    """The device under the training process."""
+
+    name: str
+    is_cuda: bool
+
+    @abstractmethod
+    def install(self) -> None:
+        """Make Megatron importable here; must run before its first import. Idempotent."""
+
+    @abstractmethod
+    def synchronize(self, deadline_seconds: float) -> None:
+        """Wait until the device has finished all work given to it so far.
+
+        Raises TimeoutError naming what did not finish, and RuntimeError for a device in error.
+        """
+
+    @abstractmethod
+    def catch_up(self, timeout_seconds: float) -> bool:
+        """Wait for at most this long until the device has done what the calling thread has given it
+        so far. Returns whether it has; raises CopyFailedError for a device in error."""
+
+    def thread_entry(self) -> Callable[[], None]:
+        """Return what a thread calls first that is made here and asks the device for anything, be
+        it only whether a copy has ended: its device is then that of the calling thread."""
+        return _nothing
+
+    @abstractmethod
+    def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        """Page-lock writable host memory so that :meth:`side_copy` into it is asynchronous.
+
+        Takes seconds per 10 GB: call it at start, never while recovering. Raises RuntimeError when
+        the driver refuses, ValueError for memory that is read-only or scattered.
+        """
+
+    @abstractmethod
+    def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        """Undo :meth:`register_host_memory` for exactly the same memory."""
+
+    @abstractmethod
+    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
+        """Start ``dst[i].copy_(src[i])`` for all i beside the work of the calling thread.
+
+        Reads the sources as they are after all work submitted so far. Shapes must agree pairwise;
+        raises ValueError when they do not. The lists may be reused by the caller, the tensors not.
+        """
+
+
+def _nothing() -> None:
+    """Do nothing, where the device is the same for all threads."""
+
+
+def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
+    """Raise ValueError unless destinations and sources agree in number and shape."""
+    if len(dst) != len(src):
+        raise ValueError(f"side copy of {len(src)} tensors into {len(dst)}")
+    for index, (into, source) in enumerate(zip(dst, src, strict=True)):
+        if into.shape != source.shape:
+            raise ValueError(
+                f"side copy, tensor {index}: {tuple(source.shape)} into {tuple(into.shape)}"
+            )
+
+
+def in_pieces(
+    dst: list[torch.Tensor], src: list[torch.Tensor], most_bytes: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same copies in pieces of at most ``most_bytes`` each, as views, in order.
+
+    A pair that is not contiguous on both sides stays whole.
+    """
+    into: list[torch.Tensor] = []
+    out_of: list[torch.Tensor] = []
+    for target, source in zip(dst, src, strict=True):
+        size = source.element_size()
+        if source.numel() * size > most_bytes and target.is_contiguous() and source.is_contiguous():
+            count = max(1, most_bytes // size)
+            into += torch.split(target.view(-1), count)
+            out_of += torch.split(source.view(-1), count)
+        else:
+            into.append(target)
+            out_of.append(source)
+    return into, out_of
+
+
+def host_range(memory: torch.Tensor | memoryview) -> tuple[int, int]:
+    """Address and length in bytes of contiguous, writable host memory; ValueError otherwise."""
+    if isinstance(memory, memoryview):
+        if memory.readonly or not memory.c_contiguous:
+            raise ValueError("host memory must be writable and contiguous")
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    else:
+        tensor = memory
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("host memory must be a contiguous tensor on the CPU")
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+class PinnedSlots:
+    """The memory of slots that is registered with the driver, of one process.
+
+    A process that waits for a role registers the slots that it has parked. Others are registered
+    when they are first written, in the first iterations of a process in its role, which are slow
+    anyway. Does nothing where there is no device. A driver that refuses (a limit on locked memory,
+    pages that two parts share) costs speed and nothing else. Main thread only.
+    """
+
+    def __init__(self, platform: Platform, warn: Callable[[str], None]) -> None:
+        """``warn``: gets one line, the first time that the driver refuses."""
+        self._platform = platform
+        self._warn = warn
+        self._is_refused = False
+        # By address. The views keep the mapping: no other memory can get its address.
+        self._views: dict[int, memoryview] = {}
+
+    def pin(self, views: Iterable[memoryview]) -> None:
+        """Register memory of slots, once; not after the driver has refused."""
+        if not self._platform.is_cuda or self._is_refused:
+            return
+        for view in views:
+            address, _ = host_range(view)
+            if address in self._views:
+                continue
+            try:
+                self._platform.register_host_memory(view)
+            except RuntimeError as error:
+                self._is_refused = True
+                why = str(error).partition("\n")[0]
+                self._warn(
+                    f"the driver does not lock {len(view)} bytes of a slot ({why}): copies from the"
+                    " device wait for the host; raise the limit on locked memory (ulimit -l)"
+                )
+                return
+            self._views[address] = view
+
+    def keep_only(self, views: Iterable[memoryview]) -> None:
+        """Undo it for all other memory: slots that are not those of this process any more."""
+        if not self._views:
+            return
+        kept = {host_range(view)[0] for view in views}
+        for address in self._views.keys() - kept:
+            self._release(self._views.pop(address))
+
+    def release(self) -> None:
+        """Undo it all; the slots are about to be unmapped."""
+        while self._views:
+            self._release(self._views.popitem()[1])
+
+    def _release(self, view: memoryview) -> None:
+        # A device in error refuses; its process is about to end.
+        with contextlib.suppress(RuntimeError):
+            self._platform.unregister_host_memory(view)
+
+
+@dataclass
+class _ThreadCopy(CopyHandle):
+    """A group of copies queued for the copier thread."""
+
+    dst: list[torch.Tensor]
+    src: list[torch.Tensor]
+    finished: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._result() if self.finished.is_set() else False
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self._result() if self.finished.wait(timeout_seconds) else False
+
+    def _result(self) -> bool:
+        if self.error is not None:
+            raise CopyFailedError(f"copy on the CPU failed: {self.error}") from self.error
+        return True
+
+    def run(self) -> None:
+        """Copy everything, in the calling thread; keeps the error instead of raising it."""
+        try:
+            # Gradient mode belongs to the thread; fp32 sources may be leaf views that require it.
+            with torch.no_grad():
+                for start, end in _chunks(self.src):
+                    torch._foreach_copy_(self.dst[start:end], self.src[start:end])
+        except Exception as error:
+            self.error = error
+        # The tensors must not outlive the copy through a handle that somebody keeps.
+        self.dst, self.src = [], []
+        self.finished.set()
+
+
+class _Copier:
+    """The thread that copies. Started by the first copy; a forked child starts its own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_ThreadCopy] = queue.SimpleQueue()
+        self._owner_pid = -1
+
+    def submit(self, copy: _ThreadCopy) -> None:
+        if self._owner_pid != os.getpid():
+            self._queue = queue.SimpleQueue()
+            self._owner_pid = os.getpid()
+            threading.Thread(
+                target=_serve, args=(self._queue,), name="deadpool-copier", daemon=True
+            ).start()
+        self._queue.put(copy)
+
+
+def _serve(copies: queue.SimpleQueue[_ThreadCopy]) -> None:
+    while True:
+        copies.get().run()
+
+
+class CpuPlatform(Platform):
+    """The CPU, with Megatron's CUDA calls answered by :mod:`.stand_ins`."""
+
+    name = "cpu"
+    is_cuda = False
+
+    def __init__(self) -> None:
+        self._copier = _Copier()
+
+    def install(self) -> None:
+        stand_ins.install()
+
+    def synchronize(self, deadline_seconds: float) -> None:
+        # Work on the CPU is finished when its call returns; only the copier runs beside it.
+        marker = _ThreadCopy([], [])
+        started = time.monotonic()
+        self._copier.submit(marker)
+        if not marker.wait(deadline_seconds):
+            waited = time.monotonic() - started
+            raise TimeoutError(f"copier thread still busy after {waited:.1f} s")
+
+    def catch_up(self, timeout_seconds: float) -> bool:
+        return True
+
+    def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        host_range(memory)
+
+    def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        host_range(memory)
+
+    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
+        check_pairs(dst, src)
+        copy = _ThreadCopy(list(dst), list(src))
+        self._copier.submit(copy)
+        return copy
+
+
+def _chunks(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Index ranges [start, end) whose tensors together hold about CHUNK_BYTES, in order."""
+    ranges: list[tuple[int, int]] = []
+    start = held = 0
+    for index, tensor in enumerate(tensors):
+        held += tensor.numel() * tensor.element_size()
+        if held >= CHUNK_BYTES:
+            ranges.append((start, index + 1))
+            start, held = index + 1, 0
+    if start < len(tensors):
+        ranges.append((start, len(tensors)))
+    return ranges
