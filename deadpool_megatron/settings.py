@@ -146,11 +146,6 @@ class Settings:
         "", "where these checkpoints go: a directory that all nodes share (empty: in --run-dir)"
     )
     persist_keep: int = _setting(2, "how many of these checkpoints are kept (0: all)")
-    journal: str = _setting(
-        "directory",
-        "where decisions are kept: directory (in the run directory), or"
-        " etcd://HOST:PORT,HOST:PORT/PREFIX (etcds:// with TLS)",
-    )
 
     freeze_seconds: float = _limit(
         "node_silence_seconds",
@@ -402,7 +397,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "chunk_bytes": (4096, 1 << 30),
 }
 _PLAYED = r"[\w.]+:\w+"
-_ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 _CPUS = r"\d+(?:-\d+)?"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
@@ -425,10 +419,6 @@ _FORMS: Mapping[str, tuple[str, str]] = {
     ),
     "notify": (r"(?:https?://[^/\s]\S*)?", "a URL of http or https"),
     "vault_cpus": (rf"(?:auto|{_CPUS}(?:,{_CPUS})*)?", "a list like 0-3,8, or auto, or empty"),
-    "journal": (
-        rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*",
-        "directory or etcd://HOST:PORT,HOST:PORT/PREFIX",
-    ),
     "persist_directory": (r"(?s:/.*)?", "an absolute path (every node writes to it)"),
 }
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that tests/slurm, tests/netns, the etcd tests and those of metrics need: a
-# real Slurm, network tools, etcd, Prometheus, Chromium. test.sh --slurm calls it.
+# Installs the Debian packages that tests/slurm, tests/netns and the tests of metrics need: a
+# real Slurm, network tools, Prometheus, Chromium. test.sh --slurm calls it.
 #
 # As root, with apt-get, on Debian or Ubuntu. No service is started: the tests start their own.
 # Exit status: 0 when everything is there; 1 when not, with one line that says why; the tests that
 # need what is missing are then skipped.
 set -euo pipefail
 
-packages=(slurmctld slurmd slurm-client munge nftables iproute2 util-linux etcd-server openssl prometheus chromium)
+packages=(slurmctld slurmd slurm-client munge nftables iproute2 util-linux openssl prometheus chromium)
 policy=/usr/sbin/policy-rc.d
 
 missing() {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import ownership
-from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -148,7 +148,7 @@ def ask(
         except RunNotReachable as error:
             failure = error
     try:
-        term = newest_term(open_journal(info.settings, info.run_id, run.journal))
+        term = newest_term(Journal(run.journal))
     except (JournalError, KeyError, TypeError, ValueError):
         raise failure from None  # none, or a claim that is not understood: of another version
     if term is None or term.address == told or run.final.exists():

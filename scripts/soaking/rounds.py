@@ -20,7 +20,7 @@ from typing import Any
 from common.ending import stop
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.journal.journal import open_journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -163,7 +163,7 @@ class Round:
         """Returns role -> (node, slot) of the newest record; empty before there is one."""
         if self.info is None:
             return {}
-        found = open_journal(self.info.settings, self.info.run_id, self.run.journal).newest("epoch")
+        found = Journal(self.run.journal).newest("epoch")
         if found is None:
             return {}
         record = EpochRecord.from_dict(found[1])

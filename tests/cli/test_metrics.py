@@ -15,7 +15,7 @@ import pytest
 
 from deadpool_megatron.cli.metrics import WatchedMetrics, metrics
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, to_line
@@ -93,7 +93,7 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
     with first, second:
         place = {"host": "127.0.0.1", "port": first.getsockname()[1], "pid": 1}
         write_json(silent_run.coordinator, place)
-        claim_term(DirectoryJournal(silent_run.journal), 1, *second.getsockname(), None)
+        claim_term(Journal(silent_run.journal), 1, *second.getsockname(), None)
         began = time.monotonic()
         found = {
             metric.name: metric.samples[0].value for metric in WatchedMetrics(silent_run).collect()

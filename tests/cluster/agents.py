@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.journal.journal import Journal, open_journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
@@ -88,8 +88,7 @@ class Agents(Told):
 
     def journal(self) -> Journal:
         """The run's, wherever it is."""
-        info = self.run.read_run()
-        return open_journal(info.settings, info.run_id, self.run.journal)
+        return Journal(self.run.journal)
 
     def term(self) -> Term:
         """The newest term, once there is one."""

@@ -12,7 +12,6 @@ import pytest
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
-from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
 from tests.common.limits import given
 from tests.common.told import read_final
@@ -47,28 +46,6 @@ def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) 
     assert final["reason"].startswith("stopped by 'deadpool stop --dump'; state dumped to")
     (dumped,) = run.events(Kind.DUMPED)
     assert dumped.data["generation"][1] == final["steps"][-1]["iteration"], "nothing is lost"
-
-
-@pytest.mark.full
-def test_standbys_take_over_through_etcd(tmp_path: Path) -> None:
-    """Nothing of this goes through files: neither terms nor signs of life nor decisions."""
-    (tmp_path / "etcd").mkdir()
-    etcd = EtcdServer(tmp_path / "etcd")
-    # etcd syncs, which takes its time on a busy machine.
-    patient = given(fence_seconds=6, node_silence_seconds=8, takeover_seconds=3)
-    options = (*patient, "--deadpool-journal", f"etcd://{etcd.endpoint}/runs")
-    try:
-        with Agents(tmp_path / "r", options=options) as run:
-            run.wait_iteration(5)
-            os.kill(run.term().pid, signal.SIGKILL)
-            run.wait_term(2)
-            run.wait_more(5)
-            assert run.epochs() == [1]
-            assert deadpool("status", str(run.run.path)).returncode == 0
-            run.finish()
-            assert list(run.run.journal.iterdir()) == []
-    finally:
-        etcd.kill()
 
 
 def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -14,11 +13,6 @@ import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
-from tests.cluster.agents import Agents
-from tests.cluster.journal.etcd_server import EtcdServer
-from tests.cluster.running import deadpool
-from tests.common.waiting import wait_for
-from tests.netns.lab import disk
 from tests.netns.lab.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
 from tests.netns.lab.hosts import Hosts
 
@@ -118,40 +112,3 @@ def test_node_without_network_and_journal_stops_in_time(tmp_path: Path, measured
             f" {lost.wall_seconds - began:.1f} s; a spare again"
             f" {joined.wall_seconds - mended:.1f} s after both are back",
         )
-
-
-@pytest.mark.skipif(bool(disk.missing()), reason=disk.missing())
-def test_with_etcd_a_node_is_replaced_while_the_run_directory_hangs(tmp_path: Path) -> None:
-    """For every process of the run, open files too; what happened is written afterwards."""
-    (tmp_path / "etcd").mkdir()
-    etcd = EtcdServer(tmp_path / "etcd")
-    options = ("--deadpool-journal", f"etcd://{etcd.endpoint}/runs")
-
-    def has_recovered() -> bool:
-        told = deadpool("status", "--json", str(run.run.path))
-        return told.returncode == 0 and json.loads(told.stdout)["failures"] != []
-
-    try:
-        with (
-            disk.mounted(tmp_path) as shared,
-            Agents(
-                shared.path / "r",
-                *("--lockstep", str(tmp_path / "lockstep")),
-                options=options,
-                outputs=tmp_path / "outputs",
-            ) as run,
-        ):
-            run.wait_iteration(5)
-            wait_for("a warm spare", lambda: run.events(Kind.MEMBER_WARM))
-            with shared.standing_still():
-                run.power_off(1)
-                wait_for("the decision", lambda: run.epochs() == [1, 2])
-                wait_for("the first iteration after it", has_recovered)
-                over = time.time()
-            wait_for("the story", lambda: run.events(Kind.RECOVERED))
-            (recovered,) = run.events(Kind.RECOVERED)
-            assert recovered.wall_seconds < over
-            run.wait_more(5)
-            run.finish()
-    finally:
-        etcd.kill()

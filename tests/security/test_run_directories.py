@@ -11,7 +11,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli import demo
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import node_agent, scripts
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import logs
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.settings import Settings
@@ -122,7 +122,7 @@ def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(
     try:
         assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), ""))
         run.journal.rmdir()
-        journal = DirectoryJournal(run.journal)  # as one that is somewhere else
+        journal = Journal(run.journal)  # as one that is somewhere else
         journal.write("epoch", 1, {})
         journal.beat("1 1")
         write_json(run.coordinator, {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
@@ -90,7 +90,7 @@ class Job:
 
     def first_record(self) -> EpochRecord:
         """The seats and nodes that the run began with."""
-        return EpochRecord.from_dict(DirectoryJournal(self.run.journal).entries("epoch")[1])
+        return EpochRecord.from_dict(Journal(self.run.journal).entries("epoch")[1])
 
     def final_iteration(self) -> int:
         """The last iteration of a run that is over."""

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.journal.journal import open_journal
 from deadpool_megatron.cluster.process.logs import last_words
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
@@ -104,12 +103,6 @@ def check_run_directory(run: RunDirectory) -> None:
         raise CommandError(f"--run-dir {path} is not a directory")
     if path.exists() and not all(_is_of_no_run(run, entry) for entry in path.iterdir()):
         raise CommandError(_why_occupied(run))
-
-
-def check_journal(run: RunDirectory, info: RunInfo) -> None:
-    """An etcd that is to keep the journal answers, and lets us in. Raises JournalError."""
-    if info.settings.journal != "directory":  # that is a part of what has been looked at
-        open_journal(info.settings, info.run_id, run.journal).newest("epoch")
 
 
 def check_vault_cpus(info: RunInfo) -> None:

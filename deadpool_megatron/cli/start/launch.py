@@ -28,7 +28,7 @@ from deadpool_megatron.cli.common import (
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import AgentPlace, serve
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.journal import JournalError, open_journal
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import Ending
 from deadpool_megatron.cluster.process.fork_server import ForkServer
@@ -314,7 +314,7 @@ class Launcher:
     def _newest_epoch(self) -> int | None:
         """0 where none was decided, None when the journal does not say."""
         try:
-            journal = open_journal(self._info.settings, self._info.run_id, self._run.journal)
+            journal = Journal(self._run.journal)
             return max(journal.numbers("epoch"), default=0)
         except JournalError:
             return None

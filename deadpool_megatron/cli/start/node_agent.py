@@ -48,7 +48,7 @@ from deadpool_megatron.cli.start.scripts import (
     waits_for_forks,
 )
 from deadpool_megatron.cli.start.serving import AgentPlace, serve
-from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, open_journal
+from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     if os.getpgid(0) != os.getpid():
         os.setsid()
     # Without the shared directory a standby would see another journal than all others.
-    alone = fixed is not None and info.settings.journal == "directory"
+    alone = fixed is not None
     try:
         status = serve(
             run,
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         os.close(held)
     if info.check_only and run.final.exists():
-        term = newest_term(open_journal(info.settings, info.run_id, run.journal))
+        term = newest_term(Journal(run.journal))
         if term is not None and place.node == term.node:  # it speaks for all
             _show_check(run, info, args)
     return status
@@ -236,7 +236,6 @@ def _settle(
     if not info.check_only:  # which says by itself what its nodes lack
         checks.check_agreed(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
-    checks.check_journal(run, info)
     if not nodes_with_slots(info):  # what they take is not free, and is this node's again
         checks.check_shared_memory(info, 1)
     checks.check_vault_cpus(info)
@@ -331,7 +330,6 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     info = replace(make_info(args, settings, restore), check_only=args.check_only)
     checks.check_sizes(info)
     checks.read_domains(settings)
-    checks.check_journal(run, info)
     run.make()
     bring_frozen_weights(args.resume, run, info.restore)
     auth.create_secret(run.path)  # before run.json, which says that everything is there

@@ -18,7 +18,7 @@ from typing import Any
 
 from deadpool_megatron import file_systems
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal, open_journal
+from deadpool_megatron.cluster.journal.journal import GONE, WRONG, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
     is_here,
@@ -96,15 +96,13 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
     ):
         if given != known:
             raise CommandError(f"the run in {run.path} has {flag} {known}, not {given}")
-    if settings.journal != old.settings.journal:
-        raise CommandError(f"the run in {run.path} has --deadpool-journal {old.settings.journal}")
     if _may_have_slots(run, old) and (other := other_slots(old.settings, asdict(settings))):
         raise CommandError(
             f"the run in {run.path} has {other}, which its slots in memory were made with: start it"
             " with the value that it had, or go on from its memory with the other one in a new"
             f" directory: 'deadpool run --resume {run.path} --run-dir NEW'"
         )
-    journal = open_journal(settings, old.run_id, run.journal)
+    journal = Journal(run.journal)
     term, epoch = newest_term(journal), journal.newest("epoch")
     finished = _finished_iterations(run)
     if finished and not args.from_scratch and not _has_state(run, old):

@@ -77,7 +77,7 @@ def resume_point(
     history: History | None = None
     whole, why_not = None, list[str]()
     try:
-        history = last_history(old, info)
+        history = last_history(old)
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         why_not = [str(error)]
@@ -210,7 +210,7 @@ def write_what_is_left(old: RunDirectory) -> None:
     """
     info = old.read_run()
     try:
-        kept = last_history(old, info).kept
+        kept = last_history(old).kept
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         return

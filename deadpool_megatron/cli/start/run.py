@@ -136,7 +136,6 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     if restart is None:
         checks.check_run_directory(directory)
         checks.check_shared_memory(info, info.nodes + info.spares)
-    checks.check_journal(directory, info)
     checks.check_vault_cpus(info)
     # Refused here, or it would be in a standby.
     address = local_address(settings.interface)

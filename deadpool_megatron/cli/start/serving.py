@@ -17,7 +17,7 @@ from deadpool_megatron.cli.start.checks import read_domains
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.journal import open_journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     info = run.read_run()
     failpoints.load()
     failpoints.set_context(run_dir=str(run.path), node=args.node_id, process="standby")
-    journal = open_journal(info.settings, info.run_id, run.journal)
+    journal = Journal(run.journal)
     options = StandbyOptions(
         run=run,
         info=info,

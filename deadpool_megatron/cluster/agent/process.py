@@ -12,7 +12,7 @@ from dataclasses import replace
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.journal.journal import open_journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
@@ -78,11 +78,10 @@ def run_agent(options: AgentOptions) -> int:
     return code
 
 
-def last_history(run: RunDirectory, info: RunInfo) -> History:
+def last_history(run: RunDirectory) -> History:
     """Return what the newest record of a run says of it: among others the kept line, lineage ->
     last iteration that was not abandoned. Raises JournalError."""
-    journal = open_journal(info.settings, info.run_id, run.journal)
-    newest = journal.newest("epoch")
+    newest = Journal(run.journal).newest("epoch")
     return History() if newest is None else EpochRecord.from_dict(newest[1]).history
 
 

@@ -15,14 +15,12 @@ import os
 import re
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
 from deadpool_megatron.file_systems import linking, sync
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
@@ -55,8 +53,9 @@ class DamagedEntry(JournalError):
 _NOT_UNDERSTOOD = (DamagedEntry, LookupError, TypeError, ValueError, RecursionError)
 
 
-class Journal(ABC):
-    """Write-once entries named (kind, number), and one sign of life.
+class Journal:
+    """Write-once entries named (kind, number), and one sign of life, in a directory of any POSIX
+    file system, NFS included.
 
     Different entries may be written and read in several threads at once.
 
@@ -66,53 +65,18 @@ class Journal(ABC):
     asked).
     """
 
-    @abstractmethod
+    def __init__(self, directory: Path) -> None:
+        """Raises JournalError when the directory cannot be made."""
+        self._directory = directory
+        try:
+            directory.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise JournalError(f"cannot make {directory}: {error.strerror}") from error
+
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """Make the entry durable. Raises LostRace when another one has that name already, and
         JournalError when it cannot be known to be durable; the same entry may be written again.
         """
-
-    @abstractmethod
-    def numbers(self, kind: str) -> list[int]:
-        """The numbers of all entries of a kind, ascending; none of them is read."""
-
-    @abstractmethod
-    def has(self, kind: str, number: int) -> bool:
-        """Return whether there is such an entry; costs the same however many others there are. A
-        client of a network file system may say no for some time after another host has written it.
-        """
-
-    @abstractmethod
-    def read(self, kind: str, number: int) -> dict[str, Any]:
-        """An entry that is there. Raises JournalError when it is not, and DamagedEntry."""
-
-    def entries(self, kind: str) -> dict[int, dict[str, Any]]:
-        """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
-        return {number: self.read(kind, number) for number in self.numbers(kind)}
-
-    def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
-        """The entry of a kind with the highest number, without reading the others."""
-        numbers = self.numbers(kind)
-        return (numbers[-1], self.read(kind, numbers[-1])) if numbers else None
-
-    @abstractmethod
-    def beat(self, text: str) -> None:
-        """Replace the coordinator's sign of life (one short line). Need not be durable."""
-
-    @abstractmethod
-    def last_beat(self) -> str:
-        """The newest sign of life; empty before the first. Its readers only ask if it changed."""
-
-
-class DirectoryJournal(Journal):
-    """Journal in a directory of any POSIX file system, NFS included."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
-
-    def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
-        """See :class:`Journal`. Raises JournalError when the file system refuses."""
         final = self._path(kind, number)
         temporary = self._directory / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
@@ -146,7 +110,9 @@ class DirectoryJournal(Journal):
             raise
 
     def has(self, kind: str, number: int) -> bool:
-        """See :class:`Journal`."""
+        """Return whether there is such an entry; costs the same however many others there are. A
+        client of a network file system may say no for some time after another host has written it.
+        """
         path = self._path(kind, number)
         try:
             path.stat()
@@ -157,14 +123,14 @@ class DirectoryJournal(Journal):
         return True
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
-        """See :class:`Journal`."""
+        """An entry that is there. Raises JournalError when it is not, and DamagedEntry."""
         return _read(self._path(kind, number))
 
     def _path(self, kind: str, number: int) -> Path:
         return self._directory / f"{kind}-{digits(number)}.json"
 
     def numbers(self, kind: str) -> list[int]:
-        """See :class:`Journal`."""
+        """The numbers of all entries of a kind, ascending; none of them is read."""
         found = []
         try:
             names = [path.name for path in self._directory.iterdir()]
@@ -180,9 +146,19 @@ class DirectoryJournal(Journal):
                 found.append(int(match["number"]))
         return sorted(found)
 
+    def entries(self, kind: str) -> dict[int, dict[str, Any]]:
+        """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
+        return {number: self.read(kind, number) for number in self.numbers(kind)}
+
+    def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
+        """The entry of a kind with the highest number, without reading the others."""
+        numbers = self.numbers(kind)
+        return (numbers[-1], self.read(kind, numbers[-1])) if numbers else None
+
     def beat(self, text: str) -> None:
-        """See :class:`Journal`. Written in place: an NFS client that opens the file asks the server
-        for its attributes, while the entry of a replaced file may be cached for a minute.
+        """Replace the coordinator's sign of life (one short line). Need not be durable. Written in
+        place: an NFS client that opens the file asks the server for its attributes, while the entry
+        of a replaced file may be cached for a minute.
         """
         try:
             handle = os.open(self._directory / _BEAT, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -194,7 +170,7 @@ class DirectoryJournal(Journal):
             raise JournalError(f"cannot write {self._directory / _BEAT}: {error}") from error
 
     def last_beat(self) -> str:
-        """See :class:`Journal`."""
+        """The newest sign of life; empty before the first. Its readers only ask if it changed."""
         try:
             return (self._directory / _BEAT).read_text(errors="replace").strip()
         except FileNotFoundError:
@@ -301,19 +277,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise DamagedEntry(f"{path} is damaged: not a JSON object")
     return entry
-
-
-def open_journal(settings: Settings, run_id: str, directory: Path) -> Journal:
-    """Return the journal that the settings name; ``directory`` is where one of files lies.
-
-    Nothing is asked of etcd yet. A call of its journal ends within half of ``connect_seconds``.
-    Raises JournalError when the directory cannot be made or etcd's certificates cannot be loaded.
-    """
-    if settings.journal == "directory":
-        try:
-            return DirectoryJournal(directory)
-        except OSError as error:
-            raise JournalError(f"cannot make {directory}: {error.strerror}") from error
-    from deadpool_megatron.cluster.journal.etcd import open_etcd
-
-    return open_etcd(settings.journal, run_id, settings.connect_seconds / 2)

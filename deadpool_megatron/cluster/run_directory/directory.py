@@ -35,7 +35,8 @@ from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 
 # What comes of values in a file that are not those that were written there.
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
-# Settings of 0.5 that told nobody what the bytes of a run mean.
+# Settings of 0.5: those on which what a run holds depends unless they have this value, and others.
+_USUAL = {"share_snapshots": "off", "journal": "directory"}
 _GONE = {"bad_node_command", "numa", "tls_authority", "tls_certificate", "tls_key"}
 
 # In the directory of a node in shared memory: what its processes print, before it is copied.
@@ -241,8 +242,9 @@ def _of_now(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         return values
     settings = {name: value for name, value in given.items() if name not in _GONE}
-    if given.get("share_snapshots") == "off":
-        del settings["share_snapshots"]
+    for name, usual in _USUAL.items():
+        if given.get(name) == usual:
+            del settings[name]
     if given.get("check") == "links":
         settings["check"] = "facts"
     return {**values, "settings": settings}

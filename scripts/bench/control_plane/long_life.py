@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Rhythm, Term, look
 from deadpool_megatron.events import Event, Kind, term_file, to_line
 from deadpool_megatron.layout.history import NO_LIMIT, History
@@ -27,7 +27,7 @@ _CALM_BEATS = 8
 def age(journal: Path, events: Path) -> int:
     """Make a journal with one record as long as after months, while nobody coordinates; returns the
     number of its newest epoch."""
-    entries = DirectoryJournal(journal)
+    entries = Journal(journal)
     record = EpochRecord.from_dict(entries.read("epoch", 1))
     first = journal / "epoch-00000001.json"
     for epoch in range(2, EPOCHS):
@@ -60,7 +60,7 @@ class Standbys(threading.Thread):
         self.lost = False
         self.count = 0
         self.cpu_seconds = 0.0
-        self._journal = DirectoryJournal(journal)
+        self._journal = Journal(journal)
         self._number = number
         self._beat = Rhythm.of(settings).beat
         self._over = False

@@ -147,13 +147,6 @@ SIZE = ("--nodes", "2", "--nproc-per-node", "1")
         ((*SIZE, "--node-id", "123456789", "--", MEMBER), "and 99999999, got 123456789"),
         (("--nodes", "1", *SIZE[2:], "--node-id", "0", "--", MEMBER), "needs at least 2 nodes"),
         (("--from-slurm", *SIZE, "--", MEMBER), "this is no Slurm job"),
-        (
-            (
-                *("--node-id", "0", *SIZE, "--deadpool-set", "connect-seconds=1"),
-                *("--deadpool-journal", "etcd://127.0.0.1:1/p", "--", MEMBER),
-            ),
-            "etcd does not answer",
-        ),
     ],
 )
 def test_agent_that_cannot_work_says_so_at_once(

@@ -19,7 +19,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.agent import agent as service
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.journal import open_journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
@@ -41,7 +41,7 @@ def test_what_a_signal_leaves_in_memory(
     run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
     info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x", ended_epoch=ended_epoch)
     run.create(info)
-    open_journal(info.settings, run_id, run.journal).write("epoch", 1, {})
+    Journal(run.journal).write("epoch", 1, {})
     slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
     segment_root(run_id).mkdir(mode=0o700)
     slots.parent.mkdir()
@@ -64,7 +64,7 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
     info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
     run.create(info)
     if began:
-        open_journal(info.settings, run_id, run.journal).write("epoch", 1, {})
+        Journal(run.journal).write("epoch", 1, {})
     slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
     segment_root(run_id).mkdir(mode=0o700)
     slots.parent.mkdir()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.commands import _KILL_SECONDS, Commands
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal, Journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
@@ -22,7 +22,7 @@ NODES, SPARES = 2, 1
 AT_START = range(NODES + SPARES)
 
 
-class InStep(DirectoryJournal):
+class InStep(Journal):
     """Whoever lists it waits until another one has listed it as well."""
 
     def __init__(self, directory: Path, both: threading.Barrier) -> None:
@@ -66,7 +66,7 @@ def test_two_agents_of_one_host_that_come_together_are_two_nodes(
 
 
 def test_a_number_that_was_handed_out_is_not_given_again(tmp_path: Path) -> None:
-    journal = DirectoryJournal(tmp_path / "journal")
+    journal = Journal(tmp_path / "journal")
     one = commands(journal, tmp_path)
     assert [attach(one), attach(one)] == [3, 4]
     assert attach(one, (*AT_START, 7)) == 8
@@ -90,7 +90,7 @@ async def test_a_signal_goes_to_the_agent_of_the_part(
     seats = {0: Seat(1, 0, 0), 1: Seat(0, 3, 7)}
     fleet = SimpleNamespace(nodes=dict.fromkeys(range(3)))
     state = SimpleNamespace(seats=seats, fleet=fleet, phase=Phase.GATHERING, record=object())
-    given = commands(DirectoryJournal(tmp_path / "journal"), tmp_path, state, orders)
+    given = commands(Journal(tmp_path / "journal"), tmp_path, state, orders)
     message = {"command": "kill", "part": part, "number": number, "signal": "KILL"}
     assert (await given.answer(message))["again"], "agents come back to a new coordinator"
     state.phase = Phase.RUNNING

@@ -15,11 +15,10 @@ import pytest
 from deadpool_megatron.cluster.coordinator import files as run_files
 from deadpool_megatron.cluster.coordinator import run_end
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.journal.journal import open_journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
-from deadpool_megatron.settings import Settings
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
 
 FINAL = "final.json"
@@ -57,7 +56,7 @@ def end(
     """
 
     async def live() -> tuple[int | None, float]:
-        journal = open_journal(Settings(), "run", directory / "journal")
+        journal = Journal(directory / "journal")
         one = coordinator(lambda name: journal, directory, "run")
         one._run_end._patience_seconds = patience_seconds
         Agent(one, monkeypatch, removes)

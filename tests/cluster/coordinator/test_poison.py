@@ -11,11 +11,10 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator import service as stepping
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.journal.journal import open_journal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.settings import Settings
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
 from tests.cluster.link.line import Line, play
 from tests.cluster.link.test_orders_once import beginning
@@ -28,7 +27,7 @@ def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) ->
     """A coordinator that hears node 0, and goes on until nothing is left to do."""
 
     async def live() -> Coordinator:
-        journal = open_journal(Settings(), "run", directory / "journal")
+        journal = Journal(directory / "journal")
         one = coordinator(lambda name: journal, directory, "run")
         writer: Any = PipeWriter(1)
         peer = one.peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)

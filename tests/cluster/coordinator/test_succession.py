@@ -22,9 +22,8 @@ from deadpool_megatron.cluster.coordinator.succession import (
     valid_checkpoints,
 )
 from deadpool_megatron.cluster.journal.journal import (
-    DirectoryJournal,
+    Journal,
     LostRace,
-    open_journal,
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm, SignOfLife, claim_term, sign
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -37,14 +36,14 @@ _RHYTHM = Rhythm(beat=0.01, gap=0.02, stall=0.04, alone=0.04)
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> DirectoryJournal:
-    made = DirectoryJournal(tmp_path / "journal")
+def journal(tmp_path: Path) -> Journal:
+    made = Journal(tmp_path / "journal")
     claim_term(made, 1, "127.0.0.1", 1, 0)
     return made
 
 
 def live(
-    journal: DirectoryJournal, meanwhile: Callable[[list[str]], Awaitable[None]]
+    journal: Journal, meanwhile: Callable[[list[str]], Awaitable[None]]
 ) -> tuple[list[str], list[str]]:
     """The coordinator of term 1 shows its sign beside something else, which is given the newer
     terms that it finds; returns these, and its troubles.
@@ -76,7 +75,7 @@ async def until(what: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def moving(journal: DirectoryJournal) -> Callable[[], bool]:
+def moving(journal: Journal) -> Callable[[], bool]:
     """Asks whether the sign has been seen to move ten times."""
     seen: set[str] = set()
 
@@ -89,7 +88,7 @@ def moving(journal: DirectoryJournal) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("told_by", ["entry", "sign"])
 def test_a_look_does_not_grow_with_the_journal(
-    journal: DirectoryJournal, monkeypatch: pytest.MonkeyPatch, told_by: str
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, told_by: str
 ) -> None:
     """Nothing is listed; a newer term is found all the same, even if its sign was not written, or
     if this host has noted for a while that there is no such entry.
@@ -106,7 +105,7 @@ def test_a_look_does_not_grow_with_the_journal(
         # Written again as by who beats on: the old coordinator may be about to write its own.
         await until(lambda: newer or (told_by == "sign" and journal.beat(sign(2, 1))))
 
-    monkeypatch.setattr(DirectoryJournal, "numbers", no_list)
+    monkeypatch.setattr(Journal, "numbers", no_list)
     assert live(journal, meanwhile) == (["term 2 has begun"], [])
 
 
@@ -120,7 +119,7 @@ def made(tmp_path: Path) -> Standby:
 
 @pytest.mark.usefixtures("pipes_hang")
 def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
-    run, journal = RunDirectory(tmp_path), open_journal(Settings(), "run", tmp_path / "journal")
+    run, journal = RunDirectory(tmp_path), Journal(tmp_path / "journal")
     os.mkfifo(run.latest)
     durable = TimedRead(partial(valid_checkpoints, run))
     began = time.monotonic()

@@ -14,7 +14,6 @@ import pytest
 from deadpool_megatron.cluster.coordinator.commands import UserRequests
 from deadpool_megatron.cluster.journal import user_requests
 from deadpool_megatron.cluster.journal.journal import (
-    DirectoryJournal,
     Journal,
     JournalError,
     LostRace,
@@ -76,8 +75,8 @@ class Coordinator:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> DirectoryJournal:
-    return DirectoryJournal(tmp_path / "journal")
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal")
 
 
 def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
@@ -85,7 +84,7 @@ def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
     return [(one.number, one.verb, one.stage) for one in user_requests.newest(journal).requests]
 
 
-async def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
+async def test_what_is_answered_with_yes_is_in_the_journal(journal: Journal) -> None:
     one = await Coordinator(journal, 1).begun()
     answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
     assert answer["request"]["number"] == 1
@@ -95,7 +94,7 @@ async def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJou
     assert known(journal) == [(1, Verb.DRAIN, Stage.DONE)]
 
 
-async def test_a_request_that_is_sent_again_is_taken_once(journal: DirectoryJournal) -> None:
+async def test_a_request_that_is_sent_again_is_taken_once(journal: Journal) -> None:
     one = await Coordinator(journal, 1).begun()
     both = await asyncio.gather(*(one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a") for _ in range(2)))
     assert [answer["request"]["number"] for answer in both] == [1, 1]
@@ -107,7 +106,7 @@ async def test_a_request_that_is_sent_again_is_taken_once(journal: DirectoryJour
     assert other["request"]["number"] == 2
 
 
-async def test_the_next_coordinator_finds_what_is_open(journal: DirectoryJournal) -> None:
+async def test_the_next_coordinator_finds_what_is_open(journal: Journal) -> None:
     one = await Coordinator(journal, 1).begun()
     await one.desk.ask(Verb.STOP, lambda: STOP, "a", 100.0)
     following = await Coordinator(journal, 2).begun()
@@ -121,7 +120,7 @@ async def test_the_next_coordinator_finds_what_is_open(journal: DirectoryJournal
 
 
 async def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
-    journal: DirectoryJournal,
+    journal: Journal,
 ) -> None:
     one = await Coordinator(journal, 1).begun()
     await Coordinator(journal, 2).begun()
@@ -132,7 +131,7 @@ async def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
     assert known(journal) == []
 
 
-async def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
+async def test_what_cannot_be_is_not_written(journal: Journal) -> None:
     one = await Coordinator(journal, 1).begun()
     answer = await one.desk.ask(Verb.DRAIN, lambda: {"node": 7}, "a")
     assert answer["refused"] == "node 7 is not connected (there are: 0, 1)"
@@ -141,7 +140,7 @@ async def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
     assert known(journal) == []
 
 
-async def test_the_loop_goes_on_while_protection_is_reckoned(journal: DirectoryJournal) -> None:
+async def test_the_loop_goes_on_while_protection_is_reckoned(journal: Journal) -> None:
     one = await Coordinator(journal, 1).begun()
     may_go_on = threading.Event()
 
@@ -155,7 +154,7 @@ async def test_the_loop_goes_on_while_protection_is_reckoned(journal: DirectoryJ
     assert (await asking)["request"]["what"]["words"] == "parity"
 
 
-class Broken(DirectoryJournal):
+class Broken(Journal):
     def write(self, kind: str, number: int, entry: Any) -> None:
         raise JournalError("no space left")
 
@@ -171,7 +170,7 @@ async def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
     assert [item.request.verb for item in one.fed] == [Verb.STOP]
 
 
-class Contested(DirectoryJournal):
+class Contested(Journal):
     """The coordinator before takes one more, just as this one reads."""
 
     contests = 1
@@ -193,7 +192,7 @@ async def test_a_request_that_came_while_another_coordinator_took_over_is_not_lo
     assert [request.token for request in found.requests] == ["late"]
 
 
-async def test_many_requests_make_no_long_entry(journal: DirectoryJournal) -> None:
+async def test_many_requests_make_no_long_entry(journal: Journal) -> None:
     one = await Coordinator(journal, 1).begun()
     for number in range(1, 41):
         await one.desk.ask(Verb.DRAIN, lambda: DRAIN, str(number))

@@ -27,8 +27,7 @@ from deadpool_megatron.cluster.coordinator.succession import (
     look_up,
     valid_checkpoints,
 )
-from deadpool_megatron.cluster.journal import etcd
-from deadpool_megatron.cluster.journal.journal import Journal, LostRace, open_journal
+from deadpool_megatron.cluster.journal.journal import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs as ev
@@ -39,7 +38,7 @@ from deadpool_megatron.wire.framing import FrameBuffer
 
 DIED = 9
 NODES = 2
-_TRACED = ("service.py", "journal.py", "peers.py", "framing.py", "etcd.py")
+_TRACED = ("service.py", "journal.py", "peers.py", "framing.py")
 # Pure, and many lines for each key of a record.
 _UNTRACED = ("dumps_in_parts", "_short")
 _ENTRY = {"text": "x" * 3000}
@@ -222,12 +221,11 @@ def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Count
 
 
 def main() -> None:
-    etcd.CHUNK_BYTES = 10  # an entry is several of them, before its head
     os.fsync = lambda handle: None  # nothing is to be proved about disks, and it takes its time
-    what, place, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    what, directory = sys.argv[1], Path(sys.argv[2])
 
     def opened(name: str) -> Journal:
-        return open_journal(Settings(journal=place), name, directory / "journals" / name)
+        return Journal(directory / "journals" / name)
 
     found = step_journal(opened) if what == "journal" else step_coordinator(opened, directory)
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Journal: whole or absent, and one winner, whatever is killed when; in a directory and in etcd."""
+"""Journal: whole or absent, and one winner, whatever is killed when."""
 
 from __future__ import annotations
 
@@ -14,35 +14,19 @@ import pytest
 from deadpool_megatron.cluster.journal.journal import (
     GONE,
     MOST_NUMBER,
-    DirectoryJournal,
     Journal,
     JournalError,
     LostRace,
     note_node,
-    open_journal,
 )
-from deadpool_megatron.settings import Settings
-from tests.cluster.journal.etcd_server import EtcdServer
 
 Opener = Callable[[], Journal]
 
 
-@pytest.fixture(params=["directory", "etcd"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
-    """What ``--deadpool-journal`` says, and the directory."""
-    if request.param == "directory":
-        return "directory", tmp_path / "journal"
-    server: EtcdServer = request.getfixturevalue("etcd")
-    return f"etcd://{server.endpoint}/tests{tmp_path}", tmp_path / "journal"
-
-
 @pytest.fixture
-def opener(place: tuple[str, Path]) -> Opener:
+def opener(tmp_path: Path) -> Opener:
     """Opens the same journal each time, as other processes do."""
-    return lambda: open_journal(Settings(journal=place[0]), "run", place[1])
-
-
-# What every journal promises.
+    return lambda: Journal(tmp_path / "journal")
 
 
 def test_entries_come_back_by_kind_in_order(opener: Opener) -> None:
@@ -107,22 +91,20 @@ def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
     assert opener().entries("epoch") == {1: entry}
 
 
-def test_of_many_processes_exactly_one_wins_each_number(place: tuple[str, Path]) -> None:
+def test_of_many_processes_exactly_one_wins_each_number(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from deadpool_megatron.cluster.journal.journal import LostRace\n"
-        "from deadpool_megatron.cluster.journal.journal import open_journal\n"
-        "from deadpool_megatron.settings import Settings\n"
-        "journal = open_journal(Settings(journal=sys.argv[1]), 'run', Path(sys.argv[2]))\n"
+        "from deadpool_megatron.cluster.journal.journal import Journal, LostRace\n"
+        "journal = Journal(Path(sys.argv[1]))\n"
         "print('ready', flush=True); sys.stdin.read()\n"
         "for number in range(1, 21):\n"
-        "    try: journal.write('epoch', number, {'by': sys.argv[3]}); print(number)\n"
+        "    try: journal.write('epoch', number, {'by': sys.argv[2]}); print(number)\n"
         "    except LostRace: pass\n"
     )
     root = {"PYTHONPATH": str(Path(__file__).parents[3])}
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", program, place[0], str(place[1]), str(number)],
+            [sys.executable, "-c", program, str(tmp_path), str(number)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -143,12 +125,9 @@ def test_of_many_processes_exactly_one_wins_each_number(place: tuple[str, Path])
         for number in writer.communicate(timeout=60)[0].split()
     }
     assert [writer.returncode for writer in writers] == [0] * 4
-    entries = open_journal(Settings(journal=place[0]), "run", place[1]).entries("epoch")
+    entries = Journal(tmp_path).entries("epoch")
     assert {number: entry["by"] for number, entry in entries.items()} == won
     assert sorted(won) == list(range(1, 21))
-
-
-# A directory's own troubles.
 
 
 def test_own_success_reported_as_eexist_counts(
@@ -161,7 +140,7 @@ def test_own_success_reported_as_eexist_counts(
         raise FileExistsError(17, "File exists")
 
     monkeypatch.setattr(os, "link", link_and_lose_the_answer)
-    journal = DirectoryJournal(tmp_path)
+    journal = Journal(tmp_path)
     journal.write("epoch", 1, {"a": 1})
     assert journal.entries("epoch") == {1: {"a": 1}}
 
@@ -174,7 +153,7 @@ def test_full_disk_is_an_error_and_leaves_nothing(
 
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(JournalError, match="No space left"):
-        DirectoryJournal(tmp_path).write("epoch", 1, {})
+        Journal(tmp_path).write("epoch", 1, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -182,19 +161,19 @@ def test_full_disk_is_an_error_and_leaves_nothing(
 def test_damaged_entry_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "epoch-00000003.json").write_text(content)
     with pytest.raises(JournalError, match=r"epoch-00000003\.json is damaged"):
-        DirectoryJournal(tmp_path).entries("epoch")
+        Journal(tmp_path).entries("epoch")
 
 
 def test_foreign_file_is_named_and_temporary_ones_are_skipped(tmp_path: Path) -> None:
     (tmp_path / ".epoch-00000001.json.77.ab").write_text("half")
-    assert DirectoryJournal(tmp_path).entries("epoch") == {}
+    assert Journal(tmp_path).entries("epoch") == {}
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(JournalError, match=r"notes\.txt does not belong"):
-        DirectoryJournal(tmp_path).entries("epoch")
+        Journal(tmp_path).entries("epoch")
 
 
 def test_file_system_that_is_gone_is_reported_as_trouble_of_the_journal(tmp_path: Path) -> None:
-    journal = DirectoryJournal(tmp_path / "journal")
+    journal = Journal(tmp_path / "journal")
     (tmp_path / "journal").rmdir()
     (tmp_path / "journal").touch()  # every use of the directory fails now, cleaning up too
     with pytest.raises(JournalError, match="cannot write"):

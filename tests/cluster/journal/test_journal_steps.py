@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal, LostRace
-from tests.cluster.journal.etcd_server import EtcdServer
+from deadpool_megatron.cluster.journal.journal import Journal, LostRace
 from tests.cluster.running import environment
 
 SECONDS = 60.0
 
 
-def outcomes(what: str, place: str, directory: Path) -> dict[str, int]:
+def outcomes(what: str, directory: Path) -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.journal.journal_steps", what, place, str(directory)],
+        [sys.executable, "-m", "tests.cluster.journal.journal_steps", what, str(directory)],
         env=environment(),
         cwd=Path(__file__).parents[3],
         capture_output=True,
@@ -36,20 +35,9 @@ def outcomes(what: str, place: str, directory: Path) -> dict[str, int]:
 
 
 def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path: Path) -> None:
-    found = outcomes("journal", "directory", tmp_path)
+    found = outcomes("journal", tmp_path)
     assert found.keys() == {"absent", "whole"}
     assert found["whole"] > 2, "also after it has its name, and before it is known to be durable"
-
-
-@pytest.mark.slow
-def test_a_writer_to_etcd_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path: Path) -> None:
-    server = EtcdServer(tmp_path)
-    try:
-        found = outcomes("journal", f"etcd://{server.endpoint}/steps", tmp_path)
-    finally:
-        server.kill()
-    assert found.keys() == {"absent", "whole"}
-    assert found["whole"] > 2
 
 
 @pytest.mark.full
@@ -58,7 +46,7 @@ def test_a_coordinator_killed_at_any_line_of_a_decision_announces_only_what_is_d
     tmp_path: Path,
 ) -> None:
     """The next one finds the epoch or decides it anew, also when only one agent has heard of it."""
-    found = outcomes("coordinator", "directory", tmp_path)
+    found = outcomes("coordinator", tmp_path)
     assert found.keys() == {"absent, 0 told", *(f"whole, {told} told" for told in range(3))}
 
 
@@ -144,7 +132,7 @@ def test_two_writers_in_every_order_of_their_calls(tmp_path: Path, paused: list[
 
         def write(number: int, directory: Path = directory, results: Any = results) -> None:
             try:
-                DirectoryJournal(directory).write("epoch", 1, {"by": number, "more": "x" * 100})
+                Journal(directory).write("epoch", 1, {"by": number, "more": "x" * 100})
                 results[number] = "won"
             except LostRace:
                 results[number] = "lost"
@@ -159,7 +147,7 @@ def test_two_writers_in_every_order_of_their_calls(tmp_path: Path, paused: list[
                 waiting.append([*taken, 1])
             schedule.step(chosen)
             taken.append(chosen)
-            entry = DirectoryJournal(directory).entries("epoch").get(1)
+            entry = Journal(directory).entries("epoch").get(1)
             if entry is not None:
                 seen.append(entry["by"])
         schedule.join()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal, LostRace
+from deadpool_megatron.cluster.journal.journal import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
     Succession,
@@ -26,7 +26,7 @@ RHYTHM = Rhythm(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
 
 
 def test_a_term_has_one_holder(tmp_path: Path) -> None:
-    journal = DirectoryJournal(tmp_path)
+    journal = Journal(tmp_path)
     assert newest_term(journal) is None
     first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
     with pytest.raises(LostRace):
@@ -38,7 +38,7 @@ def test_a_term_has_one_holder(tmp_path: Path) -> None:
 
 def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path: Path) -> None:
     """Whichever comes first: a host may have noted that there is no entry of that name."""
-    journal = DirectoryJournal(tmp_path)
+    journal = Journal(tmp_path)
     claim_term(journal, 1, "10.0.0.4", 2000, 4)
     journal.beat(sign(1, 3))
     assert not has_begun_after(journal, 1)
@@ -56,7 +56,7 @@ def test_a_term_that_is_known_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of standbys look again and again."""
-    journal = DirectoryJournal(tmp_path)
+    journal = Journal(tmp_path)
     first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
     read, number = journal.read, list[int]()
     monkeypatch.setattr(journal, "read", lambda kind, n: number.append(n) or read(kind, n))
@@ -69,11 +69,11 @@ def test_a_term_that_is_known_is_not_read_again(
 
 def test_a_look_of_a_standby_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of standbys look for as long as a run lives, into a journal that grows."""
-    journal = DirectoryJournal(tmp_path)
+    journal = Journal(tmp_path)
     first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
     journal.beat(sign(1, 5))
     assert look(journal, None) == (first, "1 5")
-    monkeypatch.delattr(DirectoryJournal, "numbers")
+    monkeypatch.delattr(Journal, "numbers")
     assert look(journal, first) == (first, "1 5")
     second = claim_term(journal, 2, "10.0.0.5", 2000, 5)
     assert look(journal, first) == (first, "1 5"), "who claims says so by the sign"

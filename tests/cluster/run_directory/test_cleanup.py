@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import file_systems
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal, JournalError
+from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node, read_bad_nodes
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -85,7 +85,7 @@ def test_names_that_cannot_be_synced_by_hand(
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", of_files)
-    journal = DirectoryJournal(tmp_path / "journal")
+    journal = Journal(tmp_path / "journal")
     if number == errno.EIO:
         with pytest.raises(JournalError, match="Input/output"):
             journal.write("term", 1, {"a": 1})
@@ -133,7 +133,7 @@ def test_a_run_directory_without_room_is_told_at_once(
     [
         lambda folder: write_once(folder / "name", b"it", 0o600),
         create_secret,
-        lambda folder: DirectoryJournal(folder).write("term", 1, {}),
+        lambda folder: Journal(folder).write("term", 1, {}),
     ],
 )
 def test_a_file_system_without_hard_links_is_told_by_what_it_lacks(

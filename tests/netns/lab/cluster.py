@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.journal.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import read_json
@@ -152,7 +152,7 @@ class Cluster(Told):
 
     def term(self) -> Term:
         """Who coordinates now, as the journal says."""
-        found = newest_term(DirectoryJournal(self.run.journal))
+        found = newest_term(Journal(self.run.journal))
         assert found is not None, "nobody has coordinated yet"
         return found
 

@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.succession import Estate, begin
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.journal import WRONG, DirectoryJournal, note_node
+from deadpool_megatron.cluster.journal.journal import WRONG, Journal, note_node
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
@@ -286,7 +286,7 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_p
     """Whether its order to close has come to the agents or not."""
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
     rig, (note,) = successor(old), old.of(act.NoteWrong)
-    journal = DirectoryJournal(tmp_path)
+    journal = Journal(tmp_path)
     journal.write("epoch", 1, old.record.to_dict())
     note_node(journal, WRONG, note.node, note.cause, host=note.host)
     rig.anew()
@@ -387,7 +387,7 @@ def test_a_coordinator_that_takes_over_knows_its_host(recorded: bool, tmp_path: 
     """By the note in the journal, or by the newest record when there is one that says so."""
     old = found_wrong(Hosts(3, 1).running(), 1)
     (note,), first = old.of(act.NoteWrong), old.record
-    journal = DirectoryJournal(tmp_path)
+    journal = Journal(tmp_path)
     journal.write("epoch", 1, first.to_dict())
     if recorded:
         go_on(old)
