@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from deadpool_megatron.cli.storage import checkpoint_files
+from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
@@ -21,6 +19,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.pretraining.megatron_checkpoints import StorageFaults
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint, make_private
+from deadpool_megatron.vault.shm.verify import Verdict
 from tests.security.users import ATTACKER, needs_root
 
 Tamper = Callable[[Path], None]
@@ -92,10 +91,25 @@ def test_a_save_into_what_somebody_else_has_made_is_lost_before_it_is_written(
     assert f"{directory / '__0_0.distcp'} is a link" in faults.forget()
 
 
-@given(st.sampled_from(("os", "builtins", "torch", "pathlib", "deadpool_megatron.cli")), st.text())
-@example("torch.distributed.checkpoint.filesystem", "os.system")
-@example("builtins", "eval")
-@example("builtins", "getattr")
-def test_no_name_in_an_index_reaches_anything(module: str, name: str) -> None:
-    reader = checkpoint_files._IndexReader(io.BytesIO(), set())
-    assert reader.find_class(module, name) is checkpoint_files._StandIn
+@pytest.mark.parametrize("tamper", [open_to_all, pytest.param(of_another_user, marks=needs_root)])
+def test_verify_unpickles_no_index_that_others_may_have_written(
+    tmp_path: Path, tamper: Tamper
+) -> None:
+    directory = tmp_path / "iter_0000004"
+    make_private(directory)
+    marker = tmp_path / "ran"
+    (directory / ".metadata").write_bytes(pickle.dumps(_Acting(marker)))
+    tamper(directory)
+    (finding,) = verify_checkpoint(directory, lambda _: None)
+    assert finding.verdict is Verdict.UNKNOWN
+    assert not marker.exists()
+
+
+class _Acting:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self._marker,)

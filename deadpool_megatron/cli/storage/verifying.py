@@ -19,6 +19,7 @@ from deadpool_megatron.cli.common import CommandError, size, table
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.vault.shm.verify import (
     Finding,
@@ -192,11 +193,13 @@ def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
 
     path, ranges = directory / _INDEX, defaultdict[str, list[tuple[int, int]]](list)
     try:
+        check_checkpoint(directory)  # an index is unpickled: one of somebody else could do anything
         index = FileSystemReader(directory).read_metadata()
         is_in_index = any(key.startswith("common_state/") for key in index.state_dict_metadata)
         for place in index.storage_data.values():
             ranges[place.relative_path].append((place.offset, place.length))
-    except (ImportError, AttributeError) as error:  # it names what is not installed here
+    except (ImportError, AttributeError, OwnershipError) as error:
+        # It names what is not installed here, or is not to be believed.
         yield Finding(path, "index", 0, Verdict.UNKNOWN, str(error))
         return
     except Exception as error:  # what a parser makes of damaged bytes cannot be listed
