@@ -7,7 +7,7 @@ service and one relayed from another address are useless. The run secret is made
 (file ``secret`` in the run directory, mode 0600) or given in ``DEADPOOL_SECRET``.
 
 What follows passes in records with keys from the same secret and nonces
-(:mod:`~deadpool_megatron.wire.records`), which are not encrypted.
+(:mod:`~deadpool_megatron.wire.sealed_records`), which are not encrypted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from deadpool_megatron import ownership
 from deadpool_megatron.file_systems import linking
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireError
-from deadpool_megatron.wire.records import Direction, RecordReader, RecordSocket, RecordWriter
+from deadpool_megatron.wire.sealed_records import (
+    Direction,
+    RecordReader,
+    RecordSocket,
+    RecordWriter,
+)
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
 # A stranger's first frame may be no larger than a challenge needs.

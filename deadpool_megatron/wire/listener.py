@@ -21,7 +21,7 @@ from typing import Protocol
 
 from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
-from deadpool_megatron.wire.records import RecordReader, accepted_stream
+from deadpool_megatron.wire.sealed_records import RecordReader, accepted_stream
 
 # In a crowd a stranger has at least so long: for its first message, and for the whole handshake,
 # which takes milliseconds where both sides are not busy.

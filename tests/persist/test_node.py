@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.agent import exporter as agent_exports
 from deadpool_megatron.cluster.agent.exporter import NodeExports
-from deadpool_megatron.cluster.process.children import Ending
+from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
@@ -123,6 +123,6 @@ async def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Pat
     LocalLogs(tmp_path / "logs").log("node0-persist").write_text("ValueError: no room\n")
     exports, _, said = node_of(tmp_path)
     exports._name = "1.1"
-    exports._written("1.1", tmp_path, Ending(exit_code=1))
+    exports._written("1.1", tmp_path, ProcessEnd(exit_code=1))
     text = "the exporter ended with exit status 1: ValueError: no room"
     assert (said[0]["step"], said[0]["text"]) == ("failed", text)

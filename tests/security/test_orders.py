@@ -12,7 +12,8 @@ import pytest
 from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.coordinator import durable
 from deadpool_megatron.cluster.process.logs import LocalLogs
-from deadpool_megatron.cluster.run_directory import cleanup, directory, slots
+from deadpool_megatron.cluster.run_directory import cleanup, directory
+from deadpool_megatron.cluster.run_directory import leftover_slots as slots
 from deadpool_megatron.cluster.run_directory.directory import OutsideError, RunDirectory, write_json
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.ownership import OwnershipError

@@ -9,7 +9,7 @@ import socket
 import threading
 
 from deadpool_megatron.vault.net.transport import Channel, Transport
-from deadpool_megatron.wire.records import RecordSocket
+from deadpool_megatron.wire.sealed_records import RecordSocket
 from tests.common.waiting import PATIENCE_SECONDS
 
 _LOOK_SECONDS = 0.005

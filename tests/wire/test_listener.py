@@ -13,7 +13,7 @@ import pytest
 
 from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.records import open_stream
+from deadpool_megatron.wire.sealed_records import open_stream
 from tests.vault.harness import RUN_ID, cluster, wait_until
 from tests.wire.visitors import SECONDS, Address, enter, open_door
 

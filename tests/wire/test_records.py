@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.auth import AuthenticationError
-from deadpool_megatron.wire.records import AlteredError, Direction, Opener, RecordSocket
+from deadpool_megatron.wire.sealed_records import AlteredError, Direction, Opener, RecordSocket
 from tests.wire.visitors import SECONDS, SECRET, enter, open_door
 
 KEY = b"k" * 32

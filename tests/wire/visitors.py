@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.listener import Door, Lock
-from deadpool_megatron.wire.records import open_stream
+from deadpool_megatron.wire.sealed_records import open_stream
 
 SECRET = b"a secret of thirty-two characters"
 SECONDS = 20.0

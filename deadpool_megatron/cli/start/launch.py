@@ -30,7 +30,7 @@ from deadpool_megatron.cli.start.serving import AgentPlace, serve
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.children import Ending
+from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.process.logs import last_line, tail
 from deadpool_megatron.cluster.run_directory.cleanup import (
@@ -261,7 +261,7 @@ class Launcher:
             self._status, self.trouble = ExitStatus.BAD_INPUT, self._words_of(max(ended))
             return
         for node, status in ended.items():
-            self._options.say(f"node {node}: agent {Ending.from_wait_status(status)}")
+            self._options.say(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
         self._unfilled = min(self._unfilled + len(ended), self._refills)
         if not self._fallen or not self._agents:  # a spare takes up what it finds on its host
             self._refill()
@@ -329,7 +329,7 @@ class Launcher:
         self._options.look()
         return int(final["exit_status"])
 
-    # Ending.
+    # ProcessEnd.
 
     def _on_signal(self, number: int, frame: object) -> None:
         """The first signal ends the run in order, the second one at once. What it holds in memory

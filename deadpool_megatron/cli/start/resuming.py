@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.agent.process import last_history, salvage
+from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
 from deadpool_megatron.cluster.coordinator.durable import (
     export_directory,
     remove_unfinished,
@@ -251,7 +251,7 @@ def _salvage(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
         if not alive:
             # No other run would ever do it, and a dump may need the room.
             remove_unfinished(export_directory(info.settings, old), info.run_id)
-            salvage(old, info, kept)
+            dump_orphans(old, info, kept)
     except (VaultError, OSError) as error:
         # What is in memory may be newer than anything on disk: to go on without it is no accident.
         remedy = "" if isinstance(error, SegmentError) else "make room, or "

@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectoryError,
     RunInfo,
 )
-from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
+from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import placement as domains
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.errors import SegmentError

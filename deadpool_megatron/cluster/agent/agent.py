@@ -27,7 +27,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.contact import CoordinatorAddress, Fence, StandbyKeeper
 from deadpool_megatron.cluster.agent.evidence import LastStacks, tell_what_nccl_says
 from deadpool_megatron.cluster.agent.exporter import NodeExports
-from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
+from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.node_check import Examiner
 from deadpool_megatron.cluster.agent.options import (
     AgentOptions,
@@ -39,12 +39,12 @@ from deadpool_megatron.cluster.failures import ExitStatus, FailureKind, kind_of_
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.rendezvous import StoreRelay
-from deadpool_megatron.cluster.process.children import Ending, patiently, start_child
+from deadpool_megatron.cluster.process.children import ProcessEnd, patiently, start_child
 from deadpool_megatron.cluster.process.fork_server import Starter, StartError
 from deadpool_megatron.cluster.process.logs import Files, LocalLogs
 from deadpool_megatron.cluster.process.posix import Orphans
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
-from deadpool_megatron.cluster.run_directory.slots import NodeTaken, held_names
+from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, held_names
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory, Restore, Seat
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.vault.disk.dump import incarnations
@@ -111,7 +111,7 @@ class Agent:
         of_slot = partial(device_environment, self._options)
         starter = Starter(self._options.server, self._options.modules, of_slot)
         args = (self._settings, self, self._link.send)
-        self._members = Members(self._node, spec, starter, *args)
+        self._members = NodeMembers(self._node, spec, starter, *args)
         self._members.incarnations |= incarnations(self._node, self._segments)
         self._store = StoreRelay(self._link.send)
         self._stacks = LastStacks(self._node, lambda: self._record, self._link.send)
@@ -131,7 +131,7 @@ class Agent:
         run, run_id = self._options.run, self._options.info.run_id
         self._names = held_names(run, run_id, self._node, self._segments)
         self._looked, self._began, self._said = 0.0, time.monotonic(), ""
-        self._leaving = Leaving(self._options, partial(self._end, "agent got SIGTERM", True))
+        self._leaving = Departure(self._options, partial(self._end, "agent got SIGTERM", True))
         try:
             if self._standby is not None:
                 self._standby.begin(self._options.launcher_fd, self._launcher_gone)
@@ -204,8 +204,8 @@ class Agent:
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
-        elif kind == "hurt":
-            self._members.hurt(message, self._vault.living_pid)
+        elif kind == "signal-part":
+            self._members.signal_part(message, self._vault.living_pid)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
@@ -341,7 +341,7 @@ class Agent:
         self._members.report_frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
 
-    def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
+    def member_ended(self, member: Member, ending: ProcessEnd, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
         self._files.log_is_over(member.log)
@@ -472,7 +472,7 @@ class Agent:
             remove_segments(self._segments)
 
 
-class Leaving:
+class Departure:
     """Takes the signal from now on; ``end()`` has the agent end. For the agent's loop only."""
 
     def __init__(self, options: AgentOptions, end: Callable[[], None]) -> None:

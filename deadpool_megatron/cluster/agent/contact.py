@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.journal.terms import Rhythm
-from deadpool_megatron.cluster.process.children import ChildWatch, Ending, start_child
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
 from deadpool_megatron.cluster.process.logs import Files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
 from deadpool_megatron.settings import Settings
@@ -195,7 +195,7 @@ class StandbyKeeper:
         self._line.close()
         self._line = None
 
-    def _ended(self, ending: Ending) -> None:
+    def _ended(self, ending: ProcessEnd) -> None:
         if self._watcher is not None and self._watcher.ending is not None:
             self._watcher = None
             if self._line is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.process.children import ChildWatch, Ending, start_child
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
 from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
 from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
@@ -170,7 +170,7 @@ class NodeExports:
             environment={"CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def _written(self, name: str, directory: Path, ending: Ending) -> None:
+    def _written(self, name: str, directory: Path, ending: ProcessEnd) -> None:
         if name != self._name:  # dropped; there may be a new one
             # The coordinator removes it, too, but may have done so before this process was gone.
             thread = threading.Thread(target=shutil.rmtree, args=(directory, True), daemon=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from deadpool_megatron.cluster.link.protocol import NUMBERS
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.children import Ending
+from deadpool_megatron.cluster.process.children import ProcessEnd
 from deadpool_megatron.cluster.process.fork_server import StartedMember, Starter
 from deadpool_megatron.cluster.process.logs import fatal_words, last_words, tail
 from deadpool_megatron.cluster.process.member_main import MemberSpec
@@ -157,7 +157,7 @@ class MemberReports(Protocol):
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """It shows no sign of life and is to be killed. Called once for a member."""
 
-    def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
+    def member_ended(self, member: Member, ending: ProcessEnd, cause: str, ordered: bool) -> None:
         """The process is reaped; all its messages were delivered before. ``cause``: why it was
         killed (``ordered``), or what its log says last about how it failed.
         """
@@ -242,7 +242,7 @@ class Member:
         if why != "end of stream":
             self.kill(f"sent garbage: {why}")
 
-    def _ended(self, ending: Ending) -> None:
+    def _ended(self, ending: ProcessEnd) -> None:
         self._pipe.read_rest()
         self._pipe.close()
         ordered, cause = bool(self._kill_cause), self._kill_cause
@@ -253,7 +253,7 @@ class Member:
         self.ended.set()
 
 
-class Members:
+class NodeMembers:
     """All live members of the node, by slot, and what the coordinator is told of them. ``send``:
     see :meth:`CoordinatorLink.send`.
     """
@@ -382,7 +382,7 @@ class Members:
             for said in member.said_since(closed()):
                 self.pass_on(member, said)
 
-    def hurt(self, message: Mapping[str, Any], vault: int | None) -> None:
+    def signal_part(self, message: Mapping[str, Any], vault: int | None) -> None:
         """Carry out ``deadpool kill``: a signal to a part of this node, for a user who wants to see
         a run recover. ``vault``: its process id, None between two."""
         number = signal.Signals[f"SIG{message['signal']}"]

@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import slots
+from deadpool_megatron.cluster.run_directory import leftover_slots as slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -23,7 +23,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
 )
-from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
+from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, claim, end_leftovers
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import host
@@ -85,7 +85,7 @@ def last_history(run: RunDirectory) -> History:
     return History() if newest is None else EpochRecord.from_dict(newest[1]).history
 
 
-def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:
+def dump_orphans(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:
     """Write what lies on the kept line in directories without a live agent; returns the files.
 
     What was written leaves the memory. Raises VaultError with one line when it cannot be written,

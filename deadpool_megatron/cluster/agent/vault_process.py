@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process.children import (
     ChildWatch,
-    Ending,
+    ProcessEnd,
     patiently,
     start_child,
 )
@@ -331,7 +331,7 @@ class VaultKeeper:
                 f" {self._stage_seconds:g} s"
             )
 
-    def _ended(self, ending: Ending) -> None:
+    def _ended(self, ending: ProcessEnd) -> None:
         self._ready.clear()
         if self._shutting_down:
             return

@@ -125,7 +125,7 @@ class Commands:
             error = "the coordinator has just taken over, and waits for the agents: ask again"
             return {"ok": False, "again": True, "error": error}
         of = int(message["number"])
-        order: dict[str, Any] = {"t": "hurt", "part": part, "signal": name}
+        order: dict[str, Any] = {"t": "signal-part", "part": part, "signal": name}
         if part == "role":
             if (seat := state.seats.get(of)) is None:
                 return _refused(f"there is no role {of} (there are 0 to {len(state.seats) - 1})")

@@ -15,10 +15,15 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.chosen_plan import most_lost_by
 from deadpool_megatron.cluster.machine.state import Phase, State
-from deadpool_megatron.cluster.watch.cadence_rule import StretchMeter, in_words
-from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang
-from deadpool_megatron.cluster.watch.hang_table import table_of
-from deadpool_megatron.cluster.watch.slowness import OwnTime, Player, Slowness, SlownessWatch
+from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang, table_of
+from deadpool_megatron.cluster.watch.windows import (
+    OwnTime,
+    Player,
+    Slowness,
+    SlownessWatch,
+    StretchMeter,
+    in_words,
+)
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.settings import Settings

@@ -28,7 +28,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.framing import WireError, reset
-from deadpool_megatron.wire.records import open_stream
+from deadpool_megatron.wire.sealed_records import open_stream
 
 Address = tuple[str, int]
 _FIRST_PAUSE_SECONDS = 0.05

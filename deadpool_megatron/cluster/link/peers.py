@@ -33,7 +33,7 @@ from deadpool_megatron.cluster.link.pacing import Outbox, acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError, reset
-from deadpool_megatron.wire.records import RecordReader
+from deadpool_megatron.wire.sealed_records import RecordReader
 
 _REPORTED_REFUSALS = 100
 _RECONNECT_SECONDS = 0.5

@@ -23,22 +23,22 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Ending:
+class ProcessEnd:
     """The end of a process: exactly one of the two is set."""
 
     exit_code: int | None = None
     signal_name: str | None = None
 
     @staticmethod
-    def from_wait_status(status: int) -> Ending:
+    def from_wait_status(status: int) -> ProcessEnd:
         """From what ``waitpid`` answers."""
         code = os.waitstatus_to_exitcode(status)
         if code >= 0:
-            return Ending(exit_code=code)
+            return ProcessEnd(exit_code=code)
         try:
-            return Ending(signal_name=signal.Signals(-code).name)
+            return ProcessEnd(signal_name=signal.Signals(-code).name)
         except ValueError:
-            return Ending(signal_name=f"signal {-code}")
+            return ProcessEnd(signal_name=f"signal {-code}")
 
     def to_dict(self) -> dict[str, Any]:
         """As an agent tells it."""
@@ -58,10 +58,10 @@ class Watch(ABC):
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.ended = asyncio.Event()
-        self.ending: Ending | None = None
-        self._on_end: Callable[[Ending], None] | None = None
+        self.ending: ProcessEnd | None = None
+        self._on_end: Callable[[ProcessEnd], None] | None = None
 
-    def then(self, on_end: Callable[[Ending], None]) -> None:
+    def then(self, on_end: Callable[[ProcessEnd], None]) -> None:
         """Have ``on_end`` be told, from the loop, also where it has ended already."""
         self._on_end = on_end
         if self.ending is not None:
@@ -83,7 +83,7 @@ class Watch(ABC):
             return False
         return True
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: ProcessEnd) -> None:
         """It is reaped."""
         self.ending = ending
         self.ended.set()
@@ -96,7 +96,7 @@ class ChildWatch(Watch):
     the group's number.
     """
 
-    def __init__(self, pid: int, on_end: Callable[[Ending], None] | None = None) -> None:
+    def __init__(self, pid: int, on_end: Callable[[ProcessEnd], None] | None = None) -> None:
         """Raises OSError when there is no descriptor for it; the child has ended by then."""
         super().__init__(pid)
         self._on_end = on_end
@@ -120,12 +120,12 @@ class ChildWatch(Watch):
         os.close(self._handle)
         posix.kill_group(self.pid)
         _, status = os.waitpid(self.pid, 0)
-        self.finish(Ending.from_wait_status(status))
+        self.finish(ProcessEnd.from_wait_status(status))
 
 
 def start_child(
     command: Sequence[str],
-    on_end: Callable[[Ending], None] | None = None,
+    on_end: Callable[[ProcessEnd], None] | None = None,
     *,
     log: Path | int | None = None,
     environment: Mapping[str, str] | None = None,

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.children import ChildWatch, Ending, Watch, start_child
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, Watch, start_child
 from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
 from deadpool_megatron.process_names import set_process_name
 
@@ -285,7 +285,7 @@ class _Forked(Watch):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: ProcessEnd) -> None:
         os.close(self._handle)
         super().finish(ending)
 
@@ -378,7 +378,7 @@ class Starter:
         elif "ended" in said:
             ended = self._forked.pop(int(said["ended"]), None)
             if ended is not None:
-                ended.finish(Ending.from_wait_status(int(said["status"])))
+                ended.finish(ProcessEnd.from_wait_status(int(said["status"])))
         elif "started" in said:
             watch = self._forked[int(said["started"])] = _Forked(int(said["started"]), handles[0])
             asked = self._asked.popleft()
@@ -404,7 +404,7 @@ class Starter:
             self._refuse(ConnectionResetError("the fork server has ended"))
         for pid, watch in list(self._forked.items()):
             posix.kill_group(pid)
-            watch.finish(Ending(signal_name="SIGKILL"))
+            watch.finish(ProcessEnd(signal_name="SIGKILL"))
         self._forked.clear()
 
     def _unpark(self, slot: int, request: Message, handle: int) -> ChildWatch:

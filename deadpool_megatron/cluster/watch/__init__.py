@@ -1,7 +1,5 @@
 """Verdicts from what is observed: pure.
 
-hang          the role that hangs, and the time after which it does
-hang_table    the roles that wait, as a table for eyes
-slowness      nodes that are slower than the others
-cadence_rule  how far apart protected generations may be
+hang     the role that hangs, the time after which it does, and a table for eyes
+windows  nodes that are slower than the others; how far apart protected generations may be
 """

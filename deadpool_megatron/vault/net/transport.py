@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.listener import defer_accept
-from deadpool_megatron.wire.records import RecordSocket
+from deadpool_megatron.wire.sealed_records import RecordSocket
 
 # No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import Handshake, address_of
 from deadpool_megatron.wire.framing import FrameBuffer, encode
-from deadpool_megatron.wire.records import Direction, Opener
+from deadpool_megatron.wire.sealed_records import Direction, Opener
 
 _LONG_BYTES = 16 << 10
 _decode = framing.decode_body

@@ -182,7 +182,7 @@ def test_resume_does_not_leave_behind_what_cannot_be_written(
     def full(*_: object) -> list[str]:
         raise VaultError("no space")
 
-    monkeypatch.setattr(resuming, "salvage", full)
+    monkeypatch.setattr(resuming, "dump_orphans", full)
     line = complain(*run_arguments(tmp_path / "r", "--resume", str(old.path)))
     assert "cannot be written: no space; make room" in line
 

@@ -43,7 +43,7 @@ class Host:
         write_json(self.old.latest, durable.to_dict())
         self.looks, self.pauses = 0, 0
         self.others = Others(self.new, 2, 0, 60.0)
-        monkeypatch.setattr(resuming, "salvage", lambda *_: [])
+        monkeypatch.setattr(resuming, "dump_orphans", lambda *_: [])
         monkeypatch.setattr(resuming, "newest_whole", self.look)
         monkeypatch.setattr(resuming.time, "sleep", self.pause)
 

@@ -23,7 +23,7 @@ from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
-from deadpool_megatron.cluster.process.children import ChildWatch, Ending
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -70,14 +70,14 @@ class Watch:
 
     def __init__(self, dies: bool) -> None:
         self.ended = asyncio.Event()
-        self.ending: Ending | None = None
+        self.ending: ProcessEnd | None = None
         self.kills = 0
         self._dies = dies
 
     def kill(self) -> None:
         self.kills += 1
         if self._dies:
-            self.ending = Ending(signal_name="SIGKILL")
+            self.ending = ProcessEnd(signal_name="SIGKILL")
             self.ended.set()
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.contact import CoordinatorAddress, StandbyKeeper
-from deadpool_megatron.cluster.agent.members import Member, Members
+from deadpool_megatron.cluster.agent.members import Member, NodeMembers
 from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.children import ChildWatch, Ending
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.logs import Files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.records import Seat
@@ -80,12 +80,12 @@ def test_the_process_id_of_a_vault_that_has_ended_is_sent_nothing(
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(posix, "kill", lambda *one: sent.append(one))
     keeper: Any = object.__new__(VaultKeeper)
-    ending = Ending(signal_name="SIGKILL") if ended else None
+    ending = ProcessEnd(signal_name="SIGKILL") if ended else None
     keeper._watch = SimpleNamespace(pid=1 << 30, ending=ending)
     agent: Any = object.__new__(Agent)
-    agent._vault, agent._members = keeper, object.__new__(Members)
+    agent._vault, agent._members = keeper, object.__new__(NodeMembers)
     agent._members.by_slot = {}
-    agent._on_order({"t": "hurt", "part": "vault", "number": 0, "signal": "KILL"})
+    agent._on_order({"t": "signal-part", "part": "vault", "number": 0, "signal": "KILL"})
     assert sent == ([] if ended else [(1 << 30, signal.SIGKILL)])
 
 
@@ -95,7 +95,7 @@ def test_the_log_of_a_member_that_has_ended_does_not_stay_in_memory() -> None:
     agent._members = SimpleNamespace(remove=lambda member: None)
     agent._files = SimpleNamespace(log_is_over=over.append)
     agent._drained, agent._ending = asyncio.Event(), ("the run is over", True)
-    agent.member_ended(SimpleNamespace(log="node0-slot0-3.log"), Ending(exit_code=0), "", False)
+    agent.member_ended(SimpleNamespace(log="node0-slot0-3.log"), ProcessEnd(exit_code=0), "", False)
     assert over == ["node0-slot0-3.log"]
 
 
@@ -221,7 +221,7 @@ class Node:
         self.told: list[Mapping[str, Any]] = []
         self.ordered: list[Mapping[str, Any]] = []
         agent: Any = object.__new__(Agent)
-        members: Any = object.__new__(Members)
+        members: Any = object.__new__(NodeMembers)
         member: Any = object.__new__(Member)
         member.slot, member.incarnation, member.said = 0, 0, {}
         member._freeze = SimpleNamespace(beat=lambda now: None)

@@ -97,6 +97,6 @@ async def test_a_signal_goes_to_the_agent_of_the_part(
     answer = await given.answer(message)
     assert not sent, "the answer goes first: it may be this coordinator's node"
     await asyncio.sleep(2 * _KILL_SECONDS)
-    order = {"t": "hurt", "part": part, "signal": "KILL"}
+    order = {"t": "signal-part", "part": part, "signal": "KILL"}
     assert answer.get("refused", "") == why
     assert sent == ([] if to is None else [(to[0], order | to[1])])

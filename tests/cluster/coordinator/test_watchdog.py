@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.coordinator.files import is_bad
 from deadpool_megatron.cluster.coordinator.watchdog import Watchdog
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.chosen_plan import budgets_of, memory_refusal, scene_of
-from deadpool_megatron.cluster.watch.slowness import WINDOW_ITERATIONS, WINDOWS
+from deadpool_megatron.cluster.watch.windows import WINDOW_ITERATIONS, WINDOWS
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from tests.cluster.machine import rig as rig_module

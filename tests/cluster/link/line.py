@@ -26,7 +26,7 @@ from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire.records import RecordReader
+from deadpool_megatron.wire.sealed_records import RecordReader
 
 NODE = 3
 _TICK_SECONDS = 0.1

@@ -14,7 +14,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.listener import Door, Lock
-from deadpool_megatron.wire.records import open_stream
+from deadpool_megatron.wire.sealed_records import open_stream
 
 SECRET = b"secret"
 SECONDS = 20.0

@@ -8,7 +8,7 @@ from copy import deepcopy
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state import Phase
-from deadpool_megatron.cluster.watch.hang_table import table_of
+from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import (
     Generation,

@@ -16,7 +16,7 @@ import pytest
 
 from deadpool_megatron.cluster.agent.members import FreezeDetector
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.children import ChildWatch, Ending
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
 from deadpool_megatron.cluster.process.logs import last_line
 from deadpool_megatron.cluster.process.posix import (
     needed_by_coordinator,
@@ -125,7 +125,7 @@ def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(posix, "kill_group", kill)
 
-    async def watch() -> tuple[Ending | None, int]:
+    async def watch() -> tuple[ProcessEnd | None, int]:
         process = subprocess.Popen(
             [sys.executable, "-c", program], process_group=0, stdout=subprocess.PIPE
         )
@@ -138,15 +138,15 @@ def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.Mon
         return watched.ending, grandchild
 
     ending, grandchild = asyncio.run(watch())
-    assert ending == Ending(signal_name="SIGSEGV")
+    assert ending == ProcessEnd(signal_name="SIGSEGV")
     assert states == ["Z"], "its number may be another group's later"
     wait_for("the grandchild to end", lambda: not posix.is_alive(grandchild))
 
 
 def test_endings_in_words() -> None:
-    assert str(Ending.from_wait_status(9)) == "killed by SIGKILL"
-    assert str(Ending.from_wait_status(7 << 8)) == "ended with exit status 7"
-    assert str(Ending.from_wait_status(40)) == "killed by signal 40"
+    assert str(ProcessEnd.from_wait_status(9)) == "killed by SIGKILL"
+    assert str(ProcessEnd.from_wait_status(7 << 8)) == "ended with exit status 7"
+    assert str(ProcessEnd.from_wait_status(40)) == "killed by signal 40"
 
 
 def test_last_line(tmp_path: Path) -> None:

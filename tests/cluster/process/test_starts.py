@@ -19,7 +19,7 @@ import pytest
 
 from deadpool_megatron.cluster.agent.contact import StandbyKeeper
 from deadpool_megatron.cluster.process import children, fork_server, posix
-from deadpool_megatron.cluster.process.children import ChildWatch, Ending, patiently
+from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, patiently
 from deadpool_megatron.cluster.process.fork_server import (
     BrokenImport,
     ForkServer,
@@ -142,10 +142,10 @@ async def test_a_member_starts_and_its_end_is_told_and_its_group_goes_with_it(
 ) -> None:
     async with starting(way) as starter:
         for slot, (does, ending) in enumerate(
-            [("ends", Ending(exit_code=7)), ("sleeps", Ending(signal_name="SIGKILL"))]
+            [("ends", ProcessEnd(exit_code=7)), ("sleeps", ProcessEnd(signal_name="SIGKILL"))]
         ):
             started = await starter.start(spec_of(tmp_path, does, slot))
-            told: list[Ending] = []
+            told: list[ProcessEnd] = []
             started.watch.then(told.append)
             child, who = await asyncio.to_thread(said, tmp_path, slot)
             assert who == f"slot{slot}"
@@ -164,9 +164,9 @@ async def test_an_end_before_anybody_asks_is_told(tmp_path: Path, way: str) -> N
     async with starting(way) as starter:
         started = await starter.start(spec_of(tmp_path, "ends"))
         await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
-        told: list[Ending] = []
+        told: list[ProcessEnd] = []
         started.watch.then(told.append)
-        await until(lambda: told == [Ending(exit_code=7)])
+        await until(lambda: told == [ProcessEnd(exit_code=7)])
         started.connection.close()
 
 
@@ -183,7 +183,7 @@ async def test_with_its_server_a_member_dies_and_the_next_one_is_parked(tmp_path
     posix.kill(server.pid)
     os.waitpid(server.pid, 0)
     await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
-    assert started.watch.ending == Ending(signal_name="SIGKILL")
+    assert started.watch.ending == ProcessEnd(signal_name="SIGKILL")
     await until(lambda: not posix.is_alive(started.watch.pid))
     child = int(read(tmp_path, 0).split()[0])
     await until(lambda: not posix.is_alive(child))

@@ -23,7 +23,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
     write_once,
 )
-from deadpool_megatron.cluster.run_directory.slots import take_up
+from deadpool_megatron.cluster.run_directory.leftover_slots import take_up
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
 

@@ -9,21 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.watch.cadence_rule import (
+from deadpool_megatron.cluster.watch.windows import (
     CALM_STRETCHES,
     LEAST_ITERATIONS,
     LEAST_SECONDS,
-    Stretch,
-    StretchMeter,
-    denser_or_thinner,
-)
-from deadpool_megatron.cluster.watch.slowness import (
     WINDOW_ITERATIONS,
     WINDOWS,
     OwnTime,
     Player,
     Slowness,
     SlownessWatch,
+    Stretch,
+    StretchMeter,
+    denser_or_thinner,
 )
 from deadpool_megatron.settings import Settings
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.agent import process as salvage
+from deadpool_megatron.cluster.agent import process
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
@@ -144,11 +144,11 @@ def test_salvage_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.M
     unread.write_bytes(b"DMPSEG99" + b"state" * 1000)
     run = RunDirectory(tmp_path / "run")
     monkeypatch.setattr(
-        salvage, "node_directories", lambda _: [tmp_path / "node5", tmp_path / "node6"]
+        process, "node_directories", lambda _: [tmp_path / "node5", tmp_path / "node6"]
     )
     info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
     with pytest.raises(VaultError, match=r"copy-8\.seg is no segment of this version"):
-        salvage.salvage(run, info, {1: NO_LIMIT})
+        process.dump_orphans(run, info, {1: NO_LIMIT})
     for node in (5, 6):
         assert (run.dump / "1-4" / dump_name(7, node)).exists()
     assert unread.read_bytes() == b"DMPSEG99" + b"state" * 1000

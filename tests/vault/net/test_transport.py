@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from deadpool_megatron.vault.net.transport import Channel, Sent
-from deadpool_megatron.wire.records import RecordSocket
+from deadpool_megatron.wire.sealed_records import RecordSocket
 
 FAMILIES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
