@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cli.watch import Display
 from deadpool_megatron.cluster.process import member_main
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.wire import auth
 
