@@ -1,38 +1,44 @@
 """Runs a function on several ranks: forks of a process that has Megatron imported already.
 
-That process is :mod:`tests.trainer.nursery`, started at the first use and ended with the session.
+That process, the fork server of multiprocessing, has never run a test. The test process cannot be
+forked: by the time it comes to the trainer it holds some thirty threads of earlier tests (copiers,
+servers of fakes, pools of OpenMP), and a fork keeps what they had half done. It is started at the
+first use and ended with the session.
 """
 
 from __future__ import annotations
 
+import datetime
+import faulthandler
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from tests.trainer.nursery import Answer, Request, preload
+import torch.distributed as dist
 
-__all__ = ["preload", "run_ranks", "stop"]
+from deadpool_megatron.cluster.process.posix import die_with_parent
 
 RANK_SECONDS = 120.0
-_START_SECONDS = 120.0
-# Beyond the time of the ranks: forking, killing, reading.
-_ANSWER_SECONDS = 20.0
-_END_SECONDS = 10.0
+# What is shown of each failed rank's output, from its end.
+_SHOWN_BYTES = 20_000
+# The others get this long to end by themselves after the first failure.
+_AFTER_FAILURE_SECONDS = 1.0
+# So long a rank that hangs has to write its stacks before it is killed.
+_LAST_WORDS_SECONDS = 0.5
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.trainer.loaded"])
 
-
-@dataclass
-class _Nursery:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-
-
-_running: _Nursery | None = None
+Connect = Callable[[Path, int, int], None]
 
 
 def run_ranks(
@@ -40,7 +46,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     seconds: float = RANK_SECONDS,
-    connect: Callable[[Path, int, int], None] | None = None,
+    connect: Connect | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` forked ranks; answers their results by rank.
 
@@ -48,64 +54,101 @@ def run_ranks(
     these travel by pickle: functions of modules, not local ones. Raises AssertionError with the
     end of each rank that failed (a signal by its name) and all it wrote, or for one that hangs.
     """
-    request = Request(world_size, function, args, connect, seconds)
-    try:
-        nursery = _start()
-        nursery.connection.send(request)
-        answer = _receive(nursery, seconds + _ANSWER_SECONDS, "the ranks to end")
-        assert isinstance(answer, Answer)
-    except BaseException:
-        # Also a time limit of pytest's: an answer that comes late must not meet another request.
-        _kill()
-        raise
-    assert not answer.failure, answer.failure
-    return answer.results
+    # Libraries that start a thread per core do so when they are loaded.
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = (world_size, function, args, connect or _connect_gloo)
+        ranks = [
+            _CONTEXT.Process(target=_play, args=(folder, rank, *job), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            accounts = _wait(ranks, folder, time.monotonic() + seconds)
+        finally:  # also at a time limit of pytest's
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        assert not accounts, "\n".join(accounts)
+        return [
+            pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)
+        ]
 
 
 def stop() -> None:
-    """End the process that forks ranks, if it runs."""
-    global _running
-    if _running is None:
-        return
-    nursery, _running = _running, None
-    nursery.connection.close()
+    """End the process that forks ranks, if it runs, and that of multiprocessing beside it."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+def _wait(ranks: Sequence[ForkServerProcess], folder: Path, deadline: float) -> list[str]:
+    """Until all have ended, or soon after the first failure; answers what went wrong."""
+    while (alive := [rank for rank in ranks if rank.exitcode is None]) and (
+        left := deadline - time.monotonic()
+    ) > 0:
+        connection.wait([rank.sentinel for rank in alive], left)
+        if any(rank.exitcode for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECONDS)
+    ends = {n: rank.exitcode for n, rank in enumerate(ranks) if rank.exitcode}
+    late = {} if ends else {n: rank for n, rank in enumerate(ranks) if rank.exitcode is None}
+    for rank in late.values():
+        assert rank.pid is not None
+        os.kill(rank.pid, signal.SIGABRT)  # which makes it write where its threads are
+        rank.join(_LAST_WORDS_SECONDS)
+    told = dict.fromkeys(late, "did not finish in time")
+    for n, code in ends.items():
+        told[n] = f"died of {signal.Signals(-code).name}" if code < 0 else f"failed, status {code}"
+    return [f"rank {n} {end}:\n{_written(folder, n)}" for n, end in told.items()]
+
+
+def _written(folder: Path, rank: int) -> str:
+    """Its traceback or its stacks included."""
     try:
-        nursery.process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        nursery.process.kill()
-        nursery.process.wait()
+        content = (folder / f"{rank}.output").read_bytes()
+    except OSError as error:
+        return f"(it wrote nothing: {error})"
+    return content[-_SHOWN_BYTES:].decode(errors="replace")
 
 
-def _start() -> _Nursery:
-    global _running
-    if _running is not None:
-        return _running
-    ours, theirs = Pipe()
-    # Libraries that start a thread per core do so when they are loaded.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.nursery", str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        cwd=Path(__file__).parents[2],
-        env=environment,
+def _play(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    connect: Connect,
+) -> None:
+    """Be a rank; never returns."""
+    die_with_parent(os.getppid())
+    status = 1
+    try:
+        with open(folder / f"{rank}.output", "wb", buffering=0) as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        # For a death by signal, which leaves no exception: the stacks of all threads.
+        faulthandler.enable(file=2, all_threads=True)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        connect(folder, rank, world_size)
+        result = function(*args)
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+        # Nobody leaves while another still reads from it.
+        dist.barrier()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _connect_gloo(folder: Path, rank: int, world_size: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
     )
-    theirs.close()
-    _running = _Nursery(process, ours)
-    assert _receive(_running, _START_SECONDS, "Megatron to be imported") == "ready"
-    return _running
-
-
-def _receive(nursery: _Nursery, seconds: float, what: str) -> Any:
-    assert nursery.connection.poll(seconds), f"waited {seconds:g} s for {what}"
-    try:
-        return nursery.connection.recv()
-    except (EOFError, ConnectionError):
-        status = nursery.process.wait(_END_SECONDS)
-        raise AssertionError(f"the process that forks ranks ended, status {status}") from None
-
-
-def _kill() -> None:
-    """At once; its ranks go with it."""
-    if _running is not None:
-        _running.process.kill()
-    stop()

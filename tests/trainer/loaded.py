@@ -1,0 +1,10 @@
+"""Everything of Megatron that a rank needs, imported before the ranks are forked."""
+
+import torch
+
+from deadpool_megatron.platform import select_platform
+
+select_platform().install()
+torch.set_num_threads(1)
+
+from deadpool_megatron.trainer import checkpoint, plain, training  # noqa: E402, F401
