@@ -112,15 +112,3 @@ def test_what_is_no_result(tmp_path: Path, complain: Complain, final: str | None
     if final is not None:
         (run / "final.json").write_text(final)
     complain("compare", run, run)
-
-
-@pytest.mark.parametrize("loss", ["0x1p+5000", "\x1b0x1p+1"])
-def test_a_number_that_is_none_is_shown_as_it_stands(
-    tmp_path: Path, carry_out: CarryOut, loss: str
-) -> None:
-    change = put(loss, "numbers", "evaluation", 10, "loss")
-    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", change=change)
-    status, told, _ = carry_out("compare", first, second)
-    assert status == 1
-    assert "\x1b" not in told
-    assert loss.lstrip("\x1b") in told

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cli import report
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.observe.story import Story
 from tests.cli.told import CarryOut, Complain
@@ -82,17 +80,6 @@ def test_a_hang_is_told_with_who_is_where() -> None:
         facts = report.to_dict(Path(), story, None)["failures"][0]
         assert facts["hangs"] == [hang.data]
         assert facts["nccl_logs"] == [f"node{n}-nccl-1.log" for n in range(6)]
-
-
-def test_a_drain_is_a_planned_swap() -> None:
-    events = struck_events()
-    closed = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_CLOSED)
-    told = {**events[closed].data, "kind": FailureKind.DRAINED}
-    events[closed] = replace(events[closed], data=told)
-    story = story_of(events)
-    title, *facts = report.describe_failure(story.failures[0], story)
-    assert title.startswith("Planned swap 1: ")
-    assert not any(line.lstrip().startswith("lost") for line in facts), "nothing is"
 
 
 def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut) -> None:

@@ -13,9 +13,6 @@ from deadpool_megatron.cli.common import (
     CommandError,
     RunNotReachable,
     host_address,
-    interface_address,
-    local_address,
-    parse_address,
 )
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
@@ -81,20 +78,6 @@ def test_one_line_for_each_way_to_be_wrong(change: dict[str, str | None], told: 
     assert "\n" not in str(raised.value)
 
 
-def test_address_of_an_interface() -> None:
-    assert interface_address("lo") == "127.0.0.1"
-    with pytest.raises(CommandError, match=r"'nosuch0' has no IPv4 address .*there are: .*lo"):
-        interface_address("nosuch0")
-
-
-def test_an_interface_is_named_or_its_address_given() -> None:
-    assert local_address("lo") == "127.0.0.1"
-    assert local_address("127.0.0.1") == "127.0.0.1"
-    assert local_address("localhost") == "localhost"
-    with pytest.raises(CommandError, match=r"'eth 7' is neither .* there are: .*lo"):
-        local_address("eth 7")
-
-
 def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"node4": "10.0.0.4", "debian": "127.0.1.1"}
 
@@ -109,17 +92,6 @@ def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         host_address("debian")
     with pytest.raises(CommandError, match="is not known"):
         host_address("nowhere")
-
-
-@pytest.mark.parametrize("name", ["node..example", "x" * 300, "node\udcff"])
-def test_what_cannot_be_a_name_is_no_traceback(name: str) -> None:
-    """Python raises UnicodeError for an empty label, not what the resolver says of other names."""
-    with pytest.raises(CommandError, match="is neither an address nor a network interface"):
-        local_address(name)
-    with pytest.raises(CommandError, match="is not known"):
-        host_address(name)
-    with pytest.raises(CommandError, match="cannot be resolved"):
-        parse_address(f"{name}:4000")
 
 
 WAITS = "waits for a spare node"

@@ -9,12 +9,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
-from deadpool_megatron.cli.watch import Display, Follower, describe_progress
+from deadpool_megatron.cli.watch import Display, Follower
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, to_line
-from deadpool_megatron.observe.story import Story
 from tests.common.synthetic_run import events_of
 
 
@@ -78,32 +75,6 @@ def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
     (tmp_path / "away").write_bytes(to_line(Event(Kind.EPOCH_OPENED, epoch=2)))
     assert follower.look()
     assert len(heard.lines) == 2
-
-
-def test_progress_is_told_as_far_as_it_is_known() -> None:
-    story = Story()
-    assert describe_progress(story, 0.0) == ""
-    plan = {"iterations": 1000, "sequence_length": 4096}
-    story.take(Event(Kind.NODE_JOINED, 0, 0, data={"spare": False}, wall_seconds=0.0))
-    story.take(Event(Kind.EPOCH_OPENED, 1, wall_seconds=10.0))
-    story.take(Event(Kind.TRAINING, 1, data=plan, wall_seconds=10.0))
-    for k in range(1, 101):
-        at = 10.0 + 2.0 * k
-        story.take(Event(Kind.STEP, 1, iteration=k, data={"samples": 8 * k}, wall_seconds=at))
-    told = describe_progress(story, 210.0)
-    assert all(part in told for part in ("1000", "4 ", "16.4k", "95.2 %", "30.0 min")), told
-
-
-def test_elsewhere_the_newest_status_is_said_before_a_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    display = Display()
-    for step in range(1, 9):
-        display.status(f"step {step}")
-    display.line("lost")
-    display.status("step 9")
-    display.close()
-    assert capsys.readouterr().out.splitlines() == ["step 1", "step 8", "lost", "step 9"]
 
 
 def test_a_terminal_has_lines_above_one_status() -> None:

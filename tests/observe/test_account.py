@@ -192,18 +192,6 @@ def test_a_recovery_of_which_nobody_tells_the_end() -> None:
     assert found[Use.RECOMPUTED] == pytest.approx(10.0 + 2.0)
 
 
-def test_steps_of_long_ago_are_no_new_ones() -> None:
-    """After a return to an old checkpoint steps come whose numbers nobody has any more."""
-    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k, epoch=1) for k in range(1, 101)]
-    closed = event(Kind.EPOCH_CLOSED, 210.0, kind="node-lost")
-    opened = event(Kind.EPOCH_OPENED, 215.0, epoch=2, phases={"close": 5.0})
-    again = [event(Kind.STEP, 215.0 + 2 * k, iteration=20 + k, epoch=2) for k in range(1, 91)]
-    told = event(Kind.RECOVERED, 217.0, steps_recomputed=80, epoch=2)
-    found = account([*started(), *steps, closed, opened, again[0], told, *again[1:]]).uses()
-    assert found[Use.RECOMPUTED] == pytest.approx(80 * 4.0, abs=0.1)
-    assert found[Use.TRAINING] == pytest.approx((100 + 10) * 4.0, abs=0.1)
-
-
 def history() -> list[Event]:
     more = [event(Kind.STEP, 30.0 + k / 6, iteration=2 + k) for k in range(1, 500)]
     return [*started(), *recovery(15.0, again=1), *more, event(Kind.RUN_ENDED, 200.0)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -40,29 +39,6 @@ def step(iteration: int, at: float = 0.0, **data: Any) -> Event:
 
 def closed(at: float, kind: str = "node-lost") -> Event:
     return Event(Kind.EPOCH_CLOSED, 1, data={"kind": kind, "cause": "x"}, wall_seconds=at)
-
-
-def test_many_steps_take_little_memory() -> None:
-    story, steps = Story(), 4_000
-    brief = Story(10)
-    data = {"loss": (2.5).hex(), "grad_norm": None, "skipped": True}
-    tracemalloc.start()
-    try:
-        for k in range(1, steps + 1):
-            story.take(step(k, **data))
-        grown, _ = tracemalloc.get_traced_memory()
-        for k in range(1, steps + 1):
-            brief.take(step(k, **data))
-        all_of_them, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert grown < 100 * steps, "a million is less than 100 MB"
-    assert all_of_them - grown < 10_000, "where not all are wanted"
-    assert (story.last_iteration, len(story.steps)) == (brief.last_iteration, steps)
-    found = story.steps[-1]
-    assert found == brief.steps[-1]
-    assert (found.loss, found.grad_norm, found.skipped) == ((2.5).hex(), None, True)
-    assert (found.samples, found.learning_rate) == (8 * steps, None)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +97,6 @@ def test_a_failure_during_a_recovery_is_the_same_failure() -> None:
     (failure,) = story_of(*found[:opened], lost, again, *found[opened:]).failures
     assert (failure.closes, failure.is_over) == (2, True)
     assert [loss.node for loss in failure.losses] == [0, 3]
-
-
-def test_only_what_the_close_says_was_planned_is() -> None:
-    drain = Event(Kind.DRAIN, 1, 0, wall_seconds=1000.0)
-    assert not story_of(drain, closed(9000.0, "hang")).failures[0].planned
-    assert story_of(closed(9000.0, "drained")).failures[0].planned
 
 
 def test_a_run_that_is_started_again_has_not_ended() -> None:

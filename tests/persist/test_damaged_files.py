@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,6 @@ import pytest
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import resuming
-from deadpool_megatron.cluster.coordinator.durable import (
-    DurableError,
-    make_valid,
-)
 from deadpool_megatron.cluster.coordinator.succession import valid_checkpoints
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -62,40 +57,6 @@ def test_a_newest_checkpoint_that_cannot_be_looked_at(tmp_path: Path) -> None:
     run.latest.mkdir()
     with pytest.raises(CommandError, match=r"latest\.json: Is a directory"):
         resuming._durable(run, INFO, None)
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"paths": null}', "[" * 100000, "\0"])
-def test_the_list_of_exports(tmp_path: Path, text: str) -> None:
-    """The export counts all the same."""
-    run = RunDirectory(tmp_path)
-    run.exported.write_text(text)
-    with pytest.raises(DurableError, match=r"exported\.json is damaged, nothing is pruned"):
-        exported(run, run.exports, 4, keep=1)
-    (found,) = valid_checkpoints(run)
-    assert found == saved_at(4, run.exports / "iter_0000004")
-
-
-def test_the_list_of_names_that_was_cut_in_a_character(tmp_path: Path) -> None:
-    run, folder = RunDirectory(tmp_path), tmp_path / "donn\N{LATIN SMALL LETTER E WITH ACUTE}es"
-    exported(run, folder, 4)
-    content = run.named.read_bytes()
-    run.named.write_bytes(content[: content.index(b"\xc3") + 1])
-    final = exported(run, folder, 8)
-    assert exported(run, folder, 8) == final
-
-
-def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
-    run, folder = RunDirectory(tmp_path / "run"), tmp_path / os.fsdecode(b"donn\xe9es")
-    run.path.mkdir()
-    final = exported(run, folder, 4)
-    (final / "mine").touch()
-    assert exported(run, folder, 4) == final
-    assert (final / "mine").exists()
-    assert not list(folder.glob(".export-*"))
-    saved = folder / "saves" / "iter_0000008"
-    saved.mkdir(parents=True)
-    make_valid(saved, saved, saved_at(8, saved), run, "run")
-    assert [one.path for one in valid_checkpoints(run)] == [str(saved), str(final)]
 
 
 @pytest.mark.parametrize("left", [0, 1, 300, -1])

@@ -78,26 +78,6 @@ def test_without_time_or_a_place_or_in_a_recovery_the_dump_comes_at_once(
     assert world.orders() == []
 
 
-def test_a_dump_at_once_ends_the_export_that_is_under_way(tmp_path: Path) -> None:
-    world = leaving(tmp_path)
-    world.orders()
-    world.exports.carry_out(EndRun(WHY, None))
-    assert world.orders() == DROP, "before the nodes are told to dump"
-    assert told(world) == [DUMP]
-    world.work()
-    world.exports.tick()
-    assert told(world) == [DUMP]
-
-
-def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
-    world = World(tmp_path, persist_interval=4)
-    world.exports.carry_out(EndRun(WHY, 100.0))
-    world.state.phase = Phase.CLOSING
-    world.exports.tick()
-    assert told(world) == [DUMP]
-    assert world.orders() == []
-
-
 def too_little_time(world: World) -> None:
     world.exports.carry_out(EndRun(WHY, 0.0))
 

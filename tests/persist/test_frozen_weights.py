@@ -27,24 +27,14 @@ from tests.faults.harness.jobs import (
     run_program,
     undisturbed,
 )
-from tests.persist.harness.checkpoints import differences
 from tests.trainer.layouts import BF16, PP2
 
 FROZEN_TRAINER = str(Path(__file__).parent / "harness" / "frozen_trainer.py")
 
 
-class Stopped(BaseException):
-    """What a closed epoch raises."""
-
-
 def never(seconds: float) -> None:
     """Nothing stops the writer."""
     time.sleep(seconds)
-
-
-def at_once(seconds: float) -> None:
-    """The epoch is closed."""
-    raise Stopped(seconds)
 
 
 def name_of(tensors: frozen_file.Named) -> str:
@@ -167,41 +157,6 @@ def test_a_writer_that_died_is_not_waited_for(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_writer_that_only_stood_still_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its claim was taken from it meanwhile; whatever of the two is first, the file is whole."""
-    monkeypatch.setattr(frozen_file, "_PATIENCE_SECONDS", 0.2)
-    name = name_of(weights())
-    stopped = Held()
-    thread = writer(tmp_path, name, stopped)
-    assert stopped.is_held.wait(30)
-    frozen_file.write(tmp_path, name, weights(), never)
-    stopped.may_go_on.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    frozen_file.read(tmp_path, name, weights(2), never)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_who_is_stopped_leaves_no_half_file(tmp_path: Path) -> None:
-    name = name_of(weights())
-    for action in (
-        lambda: frozen_file.name_of(weights(), at_once),
-        lambda: frozen_file.write(tmp_path, name, weights(), at_once),
-    ):
-        with pytest.raises(Stopped):
-            action()
-    assert not list(tmp_path.iterdir())
-    (tmp_path / f".{name}").touch()
-    with pytest.raises(Stopped):
-        frozen_file.write(tmp_path, name, weights(), at_once)
-    (tmp_path / f".{name}").unlink()
-    frozen_file.write(tmp_path, name, weights(), never)
-    with pytest.raises(Stopped):
-        frozen_file.read(tmp_path, name, weights(2), at_once)
-
-
 def test_without_room_the_run_ends_with_one_line(
     tmp_path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,15 +192,6 @@ def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
     assert [(path.name, path.stat().st_mode & 0o77) for path in new.iterdir()] == [(name, 0)]
     assert frozen_file.bring(tmp_path / "none", tmp_path / "nothing") == 0
     assert not (tmp_path / "nothing").exists()
-
-
-def test_only_large_ones_are_written(model: torch.nn.Module) -> None:
-    loop = program_of(model)
-    assert [name for name, _ in extras.large_frozen_weights(loop)] == ["0.weight"]
-    assert not extras.frozen_and_buffers(loop)
-    model.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)  # to the byte
-    assert not extras.large_frozen_weights(loop)
-    assert [name for name, _ in extras.frozen_and_buffers(loop)] == ["0.weight"]
 
 
 def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.Module) -> None:
@@ -310,18 +256,6 @@ def test_lost_roles_get_them_back(tmp_path: Path) -> None:
     outcome = run_program(run, program, plan, spares=2, refill=2)
     assert_unnoticed(outcome, undisturbed(program), plan)
     assert len(list((run / "frozen").iterdir())) == 2, "one for each stage"
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_an_export_has_them(text: str, tmp_path: Path) -> None:
-    saved, run = tmp_path / "saved", tmp_path / "run"
-    flags = f"{text} --eval-interval 4 --eval-iters 1 --save-interval 4 --save {saved}"
-    program = frozen_program(flags, "7={run}/exports/iter_0000004", nodes=2)
-    settings = "--deadpool-persist-interval 4 --deadpool-set persist-seconds=60"
-    outcome = run_program(run, program, settings=settings)
-    assert outcome.status == 0, outcome.story()
-    assert differences(saved / "iter_0000004", run / "exports" / "iter_0000004") == []
 
 
 @pytest.mark.slow

@@ -62,18 +62,6 @@ def test_an_export_is_ordered_a_few_iterations_before_its_own(
         finish(world, due)
 
 
-@pytest.mark.parametrize("by", [2, 7, 10, 30])
-def test_no_due_iteration_is_jumped_over_however_many_go_by_from_look_to_look(
-    tmp_path: Path, by: int
-) -> None:
-    """Fast ones, or a loop that reports few of its steps."""
-    world = World(tmp_path, persist_interval=100)
-    for due in (100, 200, 300):
-        train(world, due - 2, by)
-        assert ordered(world) == due
-        finish(world, due)
-
-
 def test_an_iteration_that_was_jumped_over_is_made_up_for_by_the_next_that_can_be_had(
     tmp_path: Path,
 ) -> None:

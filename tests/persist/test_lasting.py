@@ -18,14 +18,12 @@ from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
     publish_export,
-    remember_and_prune,
 )
 from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,
     unfinished_export,
-    write_json,
 )
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.persist import frozen_file
@@ -112,44 +110,6 @@ def test_a_checkpoint_that_its_tracker_names_is_not_pruned(tmp_path: Path) -> No
     newest = [exported(run, second, iteration, keep=1) for iteration in (12, 16)][-1]
     assert kept.is_dir()
     assert list(second.glob("iter_*")) == [newest]
-
-
-def test_a_tracker_that_names_nothing_is_no_newer_checkpoint(tmp_path: Path) -> None:
-    """As after somebody has removed checkpoints that training had gone wrong before."""
-    run, folder = RunDirectory(tmp_path), tmp_path / "exports"
-    folder.mkdir()
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    tracker.write_text("500")
-    exported(run, folder, 4, keep=1)
-    assert tracker.read_text() == "4"
-    tracker.write_text("500")
-    (folder / "iter_0000500").mkdir()
-    exported(run, folder, 8, keep=1)
-    assert tracker.read_text() == "500"
-
-
-def test_a_full_disk_is_told_with_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of a write names no file. Nothing half is left beside the run's files either."""
-    run, folder = RunDirectory(tmp_path / "run"), tmp_path / "exports"
-    run.path.mkdir()
-    written = folder / "iter_0000004"
-    written.mkdir(parents=True)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DurableError, match=f"{written}: No space left on device"):
-        make_valid(written, written, saved_at(4, written), run, "run")
-    unfinished = unfinished_export(folder, "run", "1.1")
-    unfinished.mkdir()
-    with pytest.raises(DurableError, match="iter_0000008: No space left on device"):
-        publish_export(unfinished, folder / "iter_0000008", saved_at(8, written), run, "run")
-    with pytest.raises(DurableError, match=r"exported\.json: No space left on device"):
-        remember_and_prune(run, "run", written, 1, ())
-    with pytest.raises(OSError, match="No space left"):
-        write_json(run.latest, {}, lasting=True)
-    assert list(run.path.iterdir()) == []
 
 
 def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(

@@ -21,7 +21,6 @@ from deadpool_megatron.cluster.coordinator import durable
 from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
-    overlap,
     to_prune,
     unfinished_export,
 )
@@ -40,7 +39,6 @@ from deadpool_megatron.persist.skeleton import (
     fill,
     has_marks,
     read_skeleton,
-    share_skeleton,
     skeleton_path,
     write_skeleton,
 )
@@ -206,14 +204,6 @@ def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
     assert Restore.from_dict(read_json(run.latest)).path == str(third)
 
 
-def test_an_older_export_does_not_hide_a_newer_checkpoint(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    newer = published(run, 8)
-    published(run, 4)
-    assert Restore.from_dict(read_json(run.latest)).path == str(newer)
-    assert (run.exports / "latest_checkpointed_iteration.txt").read_text() == "8"
-
-
 def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     theirs = run.exports / "iter_0000004"
@@ -290,44 +280,6 @@ def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(
     assert not run.named.exists()
 
 
-@pytest.mark.parametrize(
-    ("saves", "exports", "said"),
-    [
-        ("a", "a", "is where the run's exports go"),
-        ("a/../b", "b", "is where the run's exports go"),
-        ("link", "a", "is where the run's exports go"),
-        ("a/iter_0000004/exports", "a", "one lies in a checkpoint of the other"),
-        ("a", "a/iter_0000004/exports", "one lies in a checkpoint of the other"),
-        ("a", "b", ""),
-        ("a", "a/exports", ""),
-        ("a/saves", "a", ""),
-    ],
-)
-def test_saves_and_exports_have_directories_of_their_own(
-    tmp_path: Path, saves: str, exports: str, said: str
-) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to("a")
-    line = overlap(tmp_path / saves, tmp_path / exports)
-    assert said in line
-    assert bool(line) is bool(said)
-    assert "\n" not in line
-
-
-def test_a_skeleton_for_all_nodes_is_the_one_of_its_own(tmp_path: Path) -> None:
-    shared = tmp_path / "run" / "skeletons"
-    with pytest.raises(FileNotFoundError):
-        share_skeleton(tmp_path, 3, shared)
-    write_skeleton(tmp_path, Skeleton(3, "hash"))
-    share_skeleton(tmp_path, 3, shared)
-    assert read_skeleton(shared, 3, "hash") == Skeleton(3, "hash")
-    assert skeleton_path(shared, 3).stat().st_mode & 0o777 == 0o600
-    write_skeleton(tmp_path, Skeleton(3, "another"))
-    share_skeleton(tmp_path, 3, shared)
-    assert read_skeleton(shared, 3, "another").layout_hash == "another"
-    assert [path.name for path in shared.iterdir()] == [skeleton_path(shared, 3).name]
-
-
 @pytest.mark.parametrize("moment", ["begins", "synced", "waits"])
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_a_save_that_two_coordinators_make_valid_is_there_once(
@@ -363,16 +315,3 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
     assert read_json(run.latest)["path"] == str(final)
     set_aside = ["iter_0000004.before-run"] if is_foreign else []
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", *set_aside]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_save_that_is_made_valid_again_stays_as_it_is(tmp_path: Path, in_place: bool) -> None:
-    run = RunDirectory(tmp_path)
-    temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
-    if in_place:
-        final = temporary.rename(final)
-        temporary = final
-    for _ in range(2):
-        make_valid(temporary, final, restore, run, "run")
-    assert [path.name for path in final.iterdir()] == ["rank0"]
-    assert read_json(run.latest)["path"] == str(final)

@@ -89,11 +89,6 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"none\.yaml: No such file"):
-        read_plan(tmp_path / "none.yaml")
-
-
 def test_overrides_replace_add_and_take_away() -> None:
     overrides = (
         "cluster.spares=7",

@@ -42,16 +42,6 @@ def test_each_row(variable: table.Variable) -> None:
             assert "\n" not in line
 
 
-def test_all_contrary_values_are_in_the_line() -> None:
-    environment = {
-        one.name: one.contrary[0] if one.contrary else "other"
-        for one in VARIABLES
-        if one.otherwise is Otherwise.REFUSED
-    }
-    line = table.complaint(environment)
-    assert all(f"{name}={value}" in line for name, value in environment.items())
-
-
 @pytest.mark.parametrize(
     ("value", "refused"),
     [

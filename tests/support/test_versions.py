@@ -115,13 +115,6 @@ def test_an_untried_version_is_told_what_it_lacks_in_one_line(
         assert "; Timer._started in megatron/core/timers.py;" in text
 
 
-def test_a_parameter_that_is_gone(modules: dict[str, Any]) -> None:
-    modules[TRAIN].train_step = function("train_step", ("data_iterator",))
-    report = examine(modules)
-    assert f"{TRAIN}.train_step lacks the parameter iteration" in refused(report)
-    versions.check(report, allow_untested=True)
-
-
 def test_functions_that_are_gone(modules: dict[str, Any]) -> None:
     del modules[TRAIN].training_log
     del modules["megatron.training.checkpointing"]
@@ -193,13 +186,6 @@ def test_a_patched_tree_is_left_alone(loaded: dict[str, Any]) -> None:
     before = loaded[TRAIN].train
     assert versions.install_points() == ()
     assert loaded[TRAIN].train is before
-
-
-def test_a_tree_that_is_patched_in_part(loaded: dict[str, Any]) -> None:
-    loaded[TRAIN].train = hookpoint(loaded[TRAIN].train)
-    with pytest.raises(UntestedMegatron, match=r"'deadpool patch apply' or .*training.training"):
-        versions.install_points()
-    assert not is_marked(loaded[TRAIN].pretrain)
 
 
 @pytest.mark.full

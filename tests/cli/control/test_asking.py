@@ -134,16 +134,6 @@ def test_what_nobody_can_take_is_not_waited_for(
     assert command(Coordinator(NOBODY), *arguments, "--wait") == (2, said)
 
 
-def test_why_nobody_has_taken_a_request_is_told(command: Any, tmp_path: Path) -> None:
-    list_agent(tmp_path, os.getpid())
-    status, said = command(Coordinator(NOBODY, NOBODY, (Stage.DONE, "")), "persist", "--wait")
-    assert status == 0
-    assert said.count(f"deadpool persist: {NOBODY}; tried again\n") == 1
-    status, said = command(Coordinator(NOBODY), "persist", "--wait", "0.01")
-    assert status == 2
-    assert f"no coordinator took the request within 0.01 s: {NOBODY}\n" in said
-
-
 def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any, tmp_path: Path) -> None:
     list_agent(tmp_path, os.getpid())
     coordinator = Coordinator(NOBODY, NOBODY, ASKED)

@@ -18,7 +18,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,
     segment_root,
-    write_json,
 )
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, environment
@@ -157,15 +156,3 @@ def test_agent_that_cannot_work_says_so_at_once(
     assert line in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.slow
-def test_agent_that_only_its_own_host_could_reach_is_refused(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
-        run.wait_iteration(2)
-        write_json(run.run.node(9), {"hostname": "elsewhere", "agent": 1})
-        refused = deadpool("agent", "--run-dir", str(run.run.path), "--node-id", "5")
-        assert refused.returncode == 2
-        assert "nodes on other hosts (elsewhere): give --host" in refused.stderr
-        run.run.node(9).unlink()
-        run.finish()

@@ -7,15 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cli.control.status import _rpo_line
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal.user_requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import Config, NodeState
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
-from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.observe.narration import describe_protection
 from deadpool_megatron.settings import Settings
 from tests.cli.told import Complain
 
@@ -67,21 +64,3 @@ def test_refused_at_once_with_the_reason() -> None:
     assert "by buddy already" in str(desk.ask(every=1))
     with pytest.raises(ValueError, match="no-such"):
         desk.ask(scheme="no-such")
-
-
-def test_lines_for_people() -> None:
-    known = {
-        "plan": "buddy; every 3 iterations",
-        "wanted": "",
-        "survives": 1,
-        "most_lost": 5,
-        "most_lost_seconds": 40.6,
-    }
-    assert _rpo_line(known) == "  RPO: at most 5 iterations, about 40.6 s"
-    later = {**known, "wanted": "parity(4)", "most_lost_seconds": None}
-    assert _rpo_line(later) == "  RPO: at most 5 iterations; becomes parity(4)"
-    data = {"old": "buddy", "new": "buddy; every 3 iterations", "why": "asked for", "most_lost": 5}
-    change = Event(Kind.PROTECTION, 2, data=data)
-    assert describe_protection(change) == (
-        "buddy; every 3 iterations from epoch 2 on (asked for); RPO: at most 5 iterations"
-    )

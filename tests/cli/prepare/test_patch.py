@@ -174,28 +174,6 @@ def test_in_and_out_again(
     assert contents(tree) == before
 
 
-def test_json_of_every_action(tree: Path, sets: Path, facts: Facts, carry_out: CarryOut) -> None:
-    assert facts("check", tree) == {
-        "ok": True,
-        "action": "check",
-        "tree": str(tree),
-        "state": "released",
-        "tag": "v1",
-        "patches": str(sets / "v1"),
-        "files": dict.fromkeys([*BEFORE, "main.py"], "released"),
-        "apply_refused": None,
-    }
-    assert facts("apply", tree)["state"] == "patched"
-    assert facts("revert", tree)["state"] == "released"
-    (tree / "three.py").write_text("mine\n")
-    status = facts("status", tree)
-    assert status["state"] == "unknown"
-    ended, out, err = carry_out("patch", "check", tree, "--json")
-    refusal = json.loads(out)
-    assert refusal == {"ok": False, "action": "check", "error": status["apply_refused"]}
-    assert (ended, err) == (2, f"deadpool patch: {refusal['error']}\n")
-
-
 @pytest.mark.parametrize("done", [["pkg/one.py"], ["pkg/two.py", "three.py"]])
 def test_half_patched_is_finished_or_undone(
     done: list[str], tree: Path, patch: Patch, facts: Facts
@@ -273,29 +251,6 @@ def test_without_git(
     assert facts("status", tree)["state"] == "released"
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "said"),
-    [
-        ("hashes", "one two\n", "hashes is damaged"),
-        ("1.patch", "--- a/pkg/one.py\n+++ b/pkg/one.py\n@@ -1,2 +1,3 @@\n x\n", "corrupt patch"),
-        ("0.patch", "--- a/pkg/one.py\n+++ b/pkg/one.py\n@@ -1 +1 @@\n-x\n+y\n", "patch failed"),
-    ],
-)
-def test_damaged_patch_sets_are_named(
-    name: str, damage: str, said: str, tree: Path, sets: Path, refused: Patch
-) -> None:
-    (sets / "v1" / name).write_text(damage)
-    assert said in refused("apply", tree)
-
-
-def test_a_patch_that_makes_another_file_is_told(
-    tree: Path, sets: Path, complain: Complain
-) -> None:
-    file = sets / "v1" / "2.patch"
-    file.write_text(file.read_text().replace("@mark", "@mork"))
-    assert "do not make three.py what their table" in complain("patch", "apply", tree)
-
-
 def test_every_patch_set_is_installed() -> None:
     with open(REPOSITORY / "pyproject.toml", "rb") as file:
         declared = tomllib.load(file)["tool"]["setuptools"]["data-files"]
@@ -358,16 +313,3 @@ def marked_functions(source: bytes) -> set[str]:
         if isinstance(node, ast.FunctionDef) and imported:
             marked |= {node.name for d in node.decorator_list if ast.unparse(d) == "hookpoint"}
     return marked
-
-
-@pytest.mark.megatron_lm
-def test_release_with_the_same_training_code_is_told_apart(
-    tag: str, megatron: Path, refused: Patch
-) -> None:
-    """As core_v0.16.0, which has the four files of 0.16.1; what is under them differs."""
-    version = megatron / "megatron" / "core" / "package_info.py"
-    version.write_text(version.read_text().replace("PATCH = ", "PATCH = 1"))
-    for action in ("apply", "check"):
-        line = refused(action, megatron)
-        assert "package_info.py is changed" in line
-        assert f"use a checkout of {tag}" in line

@@ -21,7 +21,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
     write_json,
 )
-from deadpool_megatron.layout import sizing
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.vault.errors import VaultError
 from tests.cli.start.refused import RUN_ID, agent_arguments, old_run, run_arguments
@@ -197,14 +196,6 @@ def test_too_little_shared_memory(
     assert "missing or not writable" in complain(*run_arguments(tmp_path / "r"))
 
 
-def test_fault_plan_that_cannot_be_read(
-    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "plan").write_text('[{"point": 3}]')
-    monkeypatch.setenv("DEADPOOL_FAULTS", str(tmp_path / "plan"))
-    assert "fault plan" in complain(*run_arguments(tmp_path / "r"))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -222,14 +213,6 @@ def test_commands_about_a_run_that_is_not_there(
 ) -> None:
     line = complain(arguments[0], str(tmp_path), *arguments[1:])
     assert "is not a run directory" in line
-
-
-@pytest.mark.parametrize("arguments", [("--within", "5"), ("--dump", "--within", "0")])
-def test_a_time_limit_without_a_dump_or_without_time(
-    arguments: tuple[str, ...], tmp_path: Path, complain: Complain
-) -> None:
-    line = complain("stop", str(old_run(tmp_path / "old").path), *arguments)
-    assert "--within needs --dump" in line
 
 
 def test_run_whose_coordinator_is_dead(tmp_path: Path, complain: Complain) -> None:
@@ -346,11 +329,3 @@ def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> No
             cli.main([*command, "--help"])
         assert stop.value.code == 0
         assert "usage: deadpool" in capsys.readouterr().out
-
-
-def test_several_parity_blocks_without_zfec(
-    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sizing, "find_spec", lambda _name: None)
-    more = ("--deadpool-protection", "parity", "--deadpool-replicas", "2", "--spares", "3")
-    assert "needs the package zfec" in complain(*run_arguments(tmp_path / "r", *more))

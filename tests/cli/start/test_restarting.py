@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 from collections import namedtuple
@@ -29,19 +27,6 @@ from tests.cli.start.refused import RUN_ID, old_run, run_arguments
 from tests.cli.told import CarryOut, Complain
 
 pytestmark = pytest.mark.usefixtures("nothing_starts")
-
-
-def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
-    run = old_run(tmp_path / "old")
-    info = run.read_run()
-    run.skeletons.mkdir()
-    told = restarting.begin(run, restarting.Restart(info, (0, 1)))
-    assert run.skeletons.is_dir(), "the roles of a lost host may not be built again"
-    assert told == f"run {RUN_ID} is started again; no slots are in memory"
-    other = replace(info, command=("x.py", "--seed", "2"))
-    assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
-    assert not run.skeletons.exists(), "recipes of the other command"
-    assert run.read_run().command == other.command
 
 
 def test_what_the_run_is_stays_this_users_and_on_the_disk(
@@ -121,26 +106,6 @@ def test_a_run_started_again_on_its_slots_keeps_what_they_were_made_with(
     assert left.read_run().settings == Settings(close_seconds=0.2)
 
 
-def test_slots_with_room_for_steps_keep_their_number(
-    left: RunDirectory, complain: Complain
-) -> None:
-    more = ("--deadpool-protection", "recompute", "--deadpool-set", "full-every=4")
-    with_settings(left, protection="recompute")
-    assert "has --deadpool-set full-every 8, not 4" in complain(*run_arguments(left.path, *more))
-    with_settings(left, protection="buddy")
-    assert restarting.other_slots(left.read_run().settings, {"full_every": 4}) == ""
-
-
-def test_slots_on_a_host_that_cannot_be_seen_count_as_well(
-    tmp_path: Path, complain: Complain
-) -> None:
-    run = old_run(tmp_path / "old")
-    listing = json.loads(cleanup.listing(1, {}, run.segments(RUN_ID, 0)))
-    write_json(run.node(0), {**listing, "hostname": "another", "started": {}})
-    with_lag = run_arguments(run.path, "--deadpool-max-lag", "1")
-    assert "has --deadpool-max-lag 0, not 1" in complain(*with_lag)
-
-
 def test_what_a_run_can_go_on_from_is_not_removed_without_a_word(
     left: RunDirectory, complain: Complain, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,26 +144,6 @@ def test_nothing_starts_from_nothing_by_itself(tmp_path: Path, complain: Complai
             cli.main([*run_arguments(run.path, *more)])
         assert run.read_run().finished == 3
         assert run.read_run().from_scratch == bool(more)
-
-
-def restarted_with(run: RunDirectory, settings: Settings) -> restarting.Restart | None:
-    size = {"nodes": 2, "nproc_per_node": 1, "spares": 0}
-    args = argparse.Namespace(**size, resume=None, from_scratch=False, command=["x.py"])
-    return restarting.restart_of(run, args, settings)
-
-
-def test_slots_in_memory_do_not_keep_other_settings(left: RunDirectory) -> None:
-    others = Settings(replicas=1, cadence="4", full_every=3, memory_gb=2, chunk_bytes=1 << 20)
-    restart = restarted_with(left, others)
-    assert restart is not None
-    assert restart.info.settings == others
-
-
-def test_a_new_directory_takes_other_slots(left: RunDirectory, tmp_path: Path) -> None:
-    """As after status 76: what is left is written first, and a dump fits any slots."""
-    assert restarted_with(RunDirectory(tmp_path / "new"), Settings(extras_room_mb=2)) is None
-    write_json(left.final, {"exit_status": 76, "reason": "", "slots_kept": False})
-    assert restarted_with(left, Settings(extras_room_mb=2)) is None, "it is over"
 
 
 @pytest.mark.usefixtures("imports_nothing")

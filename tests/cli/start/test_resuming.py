@@ -7,13 +7,11 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
-from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.start import node_agent, resuming
+from deadpool_megatron.cli.start import resuming
 from deadpool_megatron.cli.start.resuming import Others, bring_frozen_weights, resume_point
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -91,55 +89,6 @@ def test_the_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host.others.patience_seconds = -1.0
     assert resume_point(host.old, ARGS, host.others)["kind"] == "durable"
     assert host.looks == 1
-
-
-def test_a_host_that_is_still_writing_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has more than can be written in the time in which an agent has to come."""
-    host, now = Host(tmp_path, monkeypatch), 0.0
-    files = [host.old.dump / "1-7" / f"dump-{role}-1.seg" for role in range(4)]
-    files[0].parent.mkdir()
-
-    def write_another(_: float) -> None:
-        nonlocal now
-        now += 50.0
-        if files:
-            files.pop().touch()
-
-    def look(*_: object) -> tuple[Restore | None, list[str]]:
-        return (None, ["generation 1:7 lacks role 1"]) if files else (WHOLE, [])
-
-    monkeypatch.setattr(resuming.time, "monotonic", lambda: now)
-    monkeypatch.setattr(resuming.time, "sleep", write_another)
-    monkeypatch.setattr(resuming, "newest_whole", look)
-    assert valid_in(resume_point(host.old, ARGS, host.others))[0] == WHOLE
-
-
-def test_spares_which_have_nothing_to_write_decide_for_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of three have looked, one of them a spare: the third may have what is lacking."""
-    known: list[Others] = []
-
-    def remember(_: RunDirectory, __: argparse.Namespace, others: Others) -> NoReturn:
-        known.append(others)
-        raise CommandError("seen enough")
-
-    monkeypatch.setattr(node_agent, "resume_point", remember)
-    old, new = RunDirectory(tmp_path / "old"), RunDirectory(tmp_path / "new")
-    old.create(INFO)
-    script = tmp_path / "x.py"
-    script.touch()
-    size = ("--nodes", "2", "--spares", "1", "--nproc-per-node", "1")
-    where = ("--run-dir", str(new.path), "--resume", str(old.path), "--host", "127.0.0.1")
-    assert cli.main(["agent", "--node-id", "0", *where, *size, "--", str(script)]) == 2
-    (others,) = known
-    for node in (0, 2):
-        Others(new, 3, node, 60.0).done()
-    assert not others.are_done()
-    Others(new, 3, 1, 60.0).done()
-    assert others.are_done()
 
 
 def test_frozen_weights_come_along_with_a_dump_only(

@@ -11,7 +11,6 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch, scripts
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.megatron_lm import importing
 from tests.cli.told import Complain
 
@@ -156,28 +155,6 @@ def test_run(script: str, tmp_path: Path, started: list[launch.LaunchOptions]) -
     assert options.info.settings.max_lag == 1
     assert options.modules == (scripts.PRELOAD,)
     assert importing.script_of_this_run() == Path(script)
-
-
-def test_agent(
-    script: str, tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def is_made(*_: object) -> None:
-        raise CommandError("far enough")
-
-    monkeypatch.setattr("deadpool_megatron.cli.start.node_agent.preload_modules", is_made)
-    monkeypatch.delenv(scripts.VARIABLE, raising=False)
-    directory = str(tmp_path / "run")
-    command = (script, "--deadpool", "--deadpool-max-lag", "1")
-    agent = ("agent", "--run-dir", directory, "--node-id", "0")
-    assert "far enough" in complain(*agent, *SIZE, "--", *command)
-    info = RunDirectory(Path(directory)).read_run()
-    assert info.command == ("-m", scripts.MODULE, *command)
-    assert info.settings.max_lag == 1
-
-    assert "another command" in complain(*agent, "--", *command, "--lr", "1")
-    (tmp_path / "run" / "coordinator.json").write_text('{"host": "127.0.0.1", "port": 1}')
-    Path(script).unlink()
-    assert "there is no script" in complain(*agent)
 
 
 @pytest.mark.parametrize("subcommand", ["run", "agent"])
