@@ -217,33 +217,20 @@ def parse_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise CommandError(f"{text!r} is not HOST:PORT")
-    try:
-        found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # a name with an empty or a long label is none
-        why = getattr(error, "strerror", None) or error
-        raise CommandError(f"host {host!r} cannot be resolved: {why}") from error
-    address = found[0][4]
-    return str(address[0]), int(address[1])
+    return _resolved(host, f"host {host!r} cannot be resolved"), int(port)
 
 
 def host_address(host: str) -> str:
     """The IPv4 address that a host's name resolves to. Raises CommandError when other nodes cannot
     reach it, or there is none.
     """
-    try:
-        address = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-    except (OSError, UnicodeError) as error:  # a name with an empty or a long label is none
-        why = getattr(error, "strerror", None) or error
+    advice = f"give --host ADDRESS or --interface NAME (or {INTERFACE_VARIABLE})"
+    address = _resolved(host, f"{advice}: the address of {host!r} is not known")
+    if address.startswith("127."):
         raise CommandError(
-            f"the address of {host!r} is not known ({why}): give --host ADDRESS or"
-            f" --interface NAME (or {INTERFACE_VARIABLE})"
-        ) from error
-    if str(address).startswith("127."):
-        raise CommandError(
-            f"{host!r} resolves to {address}, which other nodes cannot reach: give --host ADDRESS"
-            f" or --interface NAME (or {INTERFACE_VARIABLE})"
+            f"{host!r} resolves to {address}, which other nodes cannot reach: {advice}"
         )
-    return str(address)
+    return address
 
 
 def local_address(text: str) -> str:
@@ -253,14 +240,21 @@ def local_address(text: str) -> str:
     names = [name for _, name in socket.if_nameindex()]
     if text in names:
         return interface_address(text)
-    try:
-        socket.getaddrinfo(text, None, socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise CommandError(
-            f"--deadpool-interface {text!r} is neither an address nor a network interface of"
-            f" {socket.gethostname()}; there are: {', '.join(names)}"
-        ) from error
+    _resolved(
+        text,
+        f"--deadpool-interface {text!r} is neither an address nor a network interface of"
+        f" {socket.gethostname()} ({', '.join(names)})",
+    )
     return text
+
+
+def _resolved(host: str, complaint: str) -> str:
+    """The IPv4 address of a host. Raises CommandError with the complaint, and why."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:  # a name with an empty or a long label is none
+        why = getattr(error, "strerror", None) or error
+        raise CommandError(f"{complaint} ({why})") from error
 
 
 def interface_address(name: str) -> str:

@@ -41,22 +41,19 @@ _TASK_COUNTS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 
 @dataclass(frozen=True)
 class SlurmNode:
-    """One node of a job step. ``nodes``: how many the step has; ``host``: Slurm's name of this one.
+    """One node of a job step. ``host``: Slurm's name of it.
 
     ``domain`` is the lowest switch (or block) above the node, empty where the site names none.
     """
 
-    job_id: str
     node_id: int
-    nodes: int
     host: str
     domain: str
 
 
 def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
     """Read a task's environment. Pure. Raises CommandError: not a task, or not one per node."""
-    job_id = environment.get("SLURM_JOB_ID")
-    if job_id is None:
+    if "SLURM_JOB_ID" not in environment:
         raise CommandError(
             "--from-slurm: this is no Slurm job (no SLURM_JOB_ID): start it with sbatch and srun,"
             " or give --node-id and --host"
@@ -72,20 +69,13 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
             f"--from-slurm: this step has several tasks on a node ({counts}); one agent serves a"
             " whole node: use 'srun --ntasks-per-node=1' and --nproc-per-node"
         )
+    if not (number := environment["SLURM_PROCID"]).isdigit():
+        raise CommandError(f"--from-slurm: SLURM_PROCID is {number!r}: start it with srun")
     return SlurmNode(
-        job_id=job_id,
-        node_id=_number(environment, "SLURM_PROCID"),
-        nodes=_number(environment, "SLURM_STEP_NUM_NODES"),
+        node_id=int(number),
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         domain=_domain(environment),
     )
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
-    if not text.isdigit():
-        raise CommandError(f"--from-slurm: {name} is {text!r}, not a number: start it with srun")
-    return int(text)
 
 
 def _tasks_per_node(text: str) -> list[int]:

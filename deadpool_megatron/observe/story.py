@@ -1,8 +1,8 @@
 """The story of a run: its events folded into one state, of which all that shows a run is a view.
 
 Fed with :meth:`Story.take` in the order of the files, live or afterwards, with the same result.
-Pure. Numbers are exact, and each step is there once, in few bytes: a replayed step is the same
-step, and the first report of it stays, unless a number was not finite and the run threw it away.
+Pure. Numbers are exact, and each step is there once: a replayed step is the same step, and the
+first report of it stays, unless a number was not finite and the run threw it away.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,13 +43,9 @@ _RELATED_SECONDS = 2.0
 # So many waits at the gate are kept where not all steps are wanted.
 _MOST_WAITS = 64
 _COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.REPLAYED, Kind.STALE_DIVERGENCE)
-# Iteration, wall clock, the numbers, samples, and which of these there are.
-_ROW = struct.Struct("<qddddqB")
-_NUMBERS = ("loss", "grad_norm", "learning_rate")
-_SAMPLES, _SKIPPED = 1 << len(_NUMBERS), 2 << len(_NUMBERS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One training iteration, and when it was heard of (wall clock, seconds). Numbers are exact, as
     ``float.hex`` text; None where there is none: ``grad_norm`` of a skipped update.
@@ -66,11 +61,11 @@ class Step:
 
 
 class StepTable:
-    """Steps by ascending iteration, 49 bytes each; ``most``: no more than twice so many newest
-    ones, None for all."""
+    """Steps by ascending iteration; ``most``: no more than twice so many newest ones, None for
+    all."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._rows, self._most = bytearray(), most
+        self._steps, self._most = list[Step](), most
 
     def add(self, iteration: int, values: Mapping[str, Any], wall_seconds: float) -> None:
         """Take the data of a STEP event, unless that step is there. Raises ValueError, TypeError or
@@ -79,53 +74,42 @@ class StepTable:
         at = self._place(iteration)
         if at < len(self) and self[at].iteration == iteration:
             return
-        flags, numbers = 0, []
-        for bit, name in enumerate(_NUMBERS):
-            text = values.get(name)
-            flags |= 0 if text is None else 1 << bit
-            numbers.append(0.0 if text is None else float.fromhex(text))
+        loss, norm, rate = (
+            None if (text := values.get(name)) is None else float.fromhex(text).hex()
+            for name in ("loss", "grad_norm", "learning_rate")
+        )
         samples = values.get("samples")
-        flags |= 0 if samples is None else _SAMPLES
-        flags |= _SKIPPED if values.get("skipped") else 0
-        try:
-            row = _ROW.pack(iteration, wall_seconds, *numbers, int(samples or 0), flags)
-        except struct.error as error:
-            raise ValueError(f"numbers of no step: {error}") from error
-        self._rows[at * _ROW.size : at * _ROW.size] = row
+        known = None if samples is None else int(samples)
+        step = Step(iteration, wall_seconds, loss, norm, rate, bool(values.get("skipped")), known)
+        self._steps.insert(at, step)
         if self._most is not None and len(self) > 2 * self._most:
-            del self._rows[: -self._most * _ROW.size]
+            del self._steps[: -self._most]
 
     def forget_from(self, iteration: int) -> None:
         """These steps were thrown away."""
-        del self._rows[self._place(iteration) * _ROW.size :]
+        del self._steps[self._place(iteration) :]
 
     def after(self, iteration: int) -> Iterator[Step]:
         """The steps behind an iteration, in order."""
-        return map(self.__getitem__, range(self._place(iteration + 1), len(self)))
+        return itertools.islice(self._steps, self._place(iteration + 1), None)
 
     def newest(self, count: int) -> list[Step]:
         """So many newest ones, in order."""
-        return [self[at] for at in range(max(0, len(self) - count), len(self))]
+        return self._steps[-count:]
 
     def __len__(self) -> int:
-        return len(self._rows) // _ROW.size
+        return len(self._steps)
 
     def __iter__(self) -> Iterator[Step]:
-        return map(self.__getitem__, range(len(self)))
+        return iter(self._steps)
 
     def __getitem__(self, at: int) -> Step:
-        at += len(self) if at < 0 else 0
-        iteration, wall, *numbers, samples, flags = _ROW.unpack_from(self._rows, at * _ROW.size)
-        loss, norm, rate = (
-            number.hex() if flags & 1 << bit else None for bit, number in enumerate(numbers)
-        )
-        known = samples if flags & _SAMPLES else None
-        return Step(iteration, wall, loss, norm, rate, bool(flags & _SKIPPED), known)
+        return self._steps[at]
 
     def _place(self, iteration: int) -> int:
-        if not self._rows or iteration > self[-1].iteration:
+        if not self._steps or iteration > self._steps[-1].iteration:
             return len(self)
-        return bisect_left(self, iteration, key=lambda step: step.iteration)
+        return bisect_left(self._steps, iteration, key=lambda step: step.iteration)
 
 
 @dataclass(frozen=True)

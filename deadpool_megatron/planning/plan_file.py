@@ -25,9 +25,6 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _LARGEST = 1e18
 # What divides something is looked for among the smaller numbers.
 _MOST_SHARES = 1_000_000
-# Of plans of earlier versions: failures are not simulated any more, and the order of nodes in racks
-# made no difference.
-_FORMER = {"faults", "goal", "protection.spare_timeout_seconds", "cluster.node_order"}
 
 
 class PlanError(ValueError):
@@ -171,12 +168,7 @@ class Plan:
     cluster: Cluster
 
 
-SECTIONS: dict[str, type[Any]] = {
-    "model": Model,
-    "parallel": Parallel,
-    "protection": PlannedProtection,
-    "cluster": Cluster,
-}
+SECTIONS: dict[str, type[Any]] = get_type_hints(Plan)
 
 
 def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
@@ -205,7 +197,7 @@ def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
 def make_plan(values: Mapping[Any, Any]) -> Plan:
     """A plan from nested mappings, every key and value checked. Raises PlanError."""
     for name in values:
-        if name not in SECTIONS and name not in _FORMER:
+        if name not in SECTIONS:
             raise PlanError(f"{name}: unknown section, there are {', '.join(SECTIONS)}")
     plan = Plan(**{name: _section(name, cls, values.get(name)) for name, cls in SECTIONS.items()})
     _check_model(plan.model)
@@ -238,7 +230,7 @@ def _section(name: str, cls: type[Any], given: Any) -> Any:
         raise PlanError(f"{name}: expected keys with values, got {given!r}")
     fields = {entry.name: entry for entry in dataclasses.fields(cls)}
     for key in given:
-        if key not in fields and f"{name}.{key}" not in _FORMER:
+        if key not in fields:
             raise PlanError(f"{name}.{key}: unknown key, there are {', '.join(fields)}")
     hints = get_type_hints(cls)
     found = {}

@@ -25,17 +25,6 @@ names. @FILE reads flags from a file, with # comments.
   %(prog)s @configs/tiny.args --train-iters 100
   %(prog)s @configs/small.args --data README.md docs --bf16
 """
-# The first field of each group of the help text.
-_GROUPS = {
-    "num_layers": "model",
-    "num_experts": "mixture of experts",
-    "tensor_model_parallel_size": "layout",
-    "micro_batch_size": "training",
-    "lr": "optimizer",
-    "data": "data",
-    "log_interval": "output",
-}
-_METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 _POSITIVE = """
 num_layers hidden_size num_attention_heads seq_length tensor_model_parallel_size
@@ -262,22 +251,20 @@ def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     )
     hints = get_type_hints(TrainerConfig)
     for entry in dataclasses.fields(TrainerConfig):
-        if entry.name in _GROUPS:
-            group = parser.add_argument_group(_GROUPS[entry.name])
         flag, help_text = flag_name(entry.name), entry.metadata["help"]
         if hints[entry.name] is bool:
-            group.add_argument(flag, action="store_true", help=help_text)
+            parser.add_argument(flag, action="store_true", help=help_text)
             continue
         # That of one value, for T, T | None and tuple[T, ...].
         value_type: type = getattr(hints[entry.name], "__args__", (hints[entry.name],))[0]
         choices: list[str] | None = entry.metadata["choices"]
-        group.add_argument(
+        parser.add_argument(
             flag,
             type=value_type,
             default=entry.default,
             nargs="+" if entry.default == () else None,
             choices=choices,
-            metavar=None if choices else _METAVARS[value_type],
+            metavar=None if choices else value_type.__name__,
             help=help_text + (f" (default: {entry.default})" if entry.default else ""),
         )
     return parser

@@ -84,7 +84,8 @@ def test_a_hang_is_told_with_who_is_where() -> None:
 
 def test_a_damaged_event_costs_itself_alone(tmp_path: Path, carry_out: CarryOut) -> None:
     run = write_run(tmp_path / "run", strike=6)
-    slow, huge = Event(Kind.SLOW_NODE, 1, node=1), Event(Kind.STEP, 1, iteration=10**30)
+    slow, data = Event(Kind.SLOW_NODE, 1, node=1), {"loss": "0x1p99999"}
+    huge = Event(Kind.STEP, 1, iteration=11, data=data)
     with open(run / "events.jsonl", "ab") as file:
         file.write(to_line(slow) + to_line(huge))
     status, text, errors = carry_out("report", "--json", run)

@@ -37,7 +37,7 @@ TASK = {
 
 def test_a_task_of_one_per_node() -> None:
     found = slurm_environment(TASK)
-    assert found == SlurmNode("17", 3, 6, "node4", "rack1")
+    assert found == SlurmNode(3, "node4", "rack1")
 
 
 def test_the_task_number_counts_not_the_node_number() -> None:

@@ -20,26 +20,19 @@ FILE_SHAPE = {"layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
     [
         ("parallel", {"xp": 1}, "parallel.xp: unknown key"),
         ("parallel", {"tp": "two"}, "parallel.tp: must be a whole number, got 'two'"),
-        ("parallel", {"tp": 1.5}, "parallel.tp: must be a whole number, got 1.5"),
         ("parallel", {"tp": True}, "parallel.tp: must be a whole number, got True"),
-        ("parallel", {"tp": [2]}, "parallel.tp: must be a whole number, got [2]"),
-        ("parallel", {"tp": 10**400}, "parallel.tp: must be a whole number"),
         ("parallel", {"tp": None}, "parallel.tp: missing"),
         ("parallel", {"dp": 0}, "parallel.dp: must be at least 1, got 0"),
         ("parallel", {"tp": 10**12}, "parallel.tp: must be at most 1e+06"),
-        ("protection", {"replicas": 10**20}, "protection.replicas: must be at most 1e+18"),
         ("parallel", {"distributed_optimizer": 1}, "must be true or false, got 1"),
         ("cluster", {"pcie_gb_s": 0}, "cluster.pcie_gb_s: must be above 0"),
         ("cluster", {"pcie_gb_s": float("nan")}, "cluster.pcie_gb_s: must be a number"),
         ("protection", {"scheme": "none"}, "must be one of buddy, parity, local"),
         ("cluster", {"step_seconds": None}, "cluster.tflops_per_gpu: missing"),
-        ("cluster", {"efficiency": 0.5}, "cluster.step_seconds: give it or"),
         ("cluster", {"racks": 9}, "cluster.racks: must be at most cluster.nodes (8)"),
         ("cluster", {"host_memory_reserved_gb": 500}, "must be below cluster.host_memory_gb"),
         ("model", {"parameters": None}, "model.layers: missing"),
         ("model", {"layers": 3}, "model.parameters: give it or the shape"),
-        ("model", {"experts": 3}, "model.expert_parameters"),
-        ("model", {"expert_parameters": 1e11}, "must be at most model.parameters"),
         ("model", {"parameters": None, **FILE_SHAPE, "expert_parameters": 1}, "only together with"),
         ("model", {"parameters": None, **FILE_SHAPE, "experts": 2, "experts_per_token": 3}, "(2)"),
     ],
@@ -59,13 +52,11 @@ def test_the_step_of_experts_without_a_shape_is_not_guessed() -> None:
     make(cluster=speed)
 
 
-def test_sections_are_checked_and_those_of_former_versions_passed_over() -> None:
+def test_sections_are_checked() -> None:
     with pytest.raises(PlanError, match=r"^modle: unknown section, there are model, parallel"):
         make_plan({**BASE, "modle": {}})
     with pytest.raises(PlanError, match=r"^model: expected keys with values, got 3"):
         make_plan({**BASE, "model": 3})
-    assert make_plan({**BASE, "faults": {"repair_hours": 1}, "goal": {}}) == make()
-    assert make(cluster={"node_order": "by-rack"}) == make()
 
 
 @pytest.mark.parametrize(

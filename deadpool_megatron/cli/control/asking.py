@@ -150,12 +150,10 @@ def request(
     """
     run, began = RunDirectory(args.run_dir), time.monotonic()
     limit = began + (0.0 if args.wait is None else args.wait)
-    patience = limit
-    if args.wait is None and _may_be_alive(run):
-        patience = began + _TAKEOVER_SECONDS
+    patience = began + _TAKEOVER_SECONDS if args.wait is None else limit
     message = {"command": str(verb), "token": secrets.token_hex(8), **what}
     known: Request | None = None
-    failure: RunNotReachable | None = None
+    is_told = False
     while True:
         if within is not None:
             message["seconds"] = max(0.0, within - (time.monotonic() - began))
@@ -164,17 +162,16 @@ def request(
         except RequestRefused as error:
             return _refused(verb, str(error))
         except RunNotReachable as error:
-            # Where nobody has taken it, and nobody waits; else a standby takes over, which may not
-            # have heard of it.
-            waits_for_end = verb is Verb.STOP and args.wait is not None
-            if run.final.exists() and (known is not None or waits_for_end):
-                return _over(run, verb)
-            if known is None and _is_in_vain(run, error, args.wait is not None, patience):
-                raise
-            if known is None and failure is None and not run.final.exists():
-                so_long = " for a while" if args.wait is None else ""
-                print(f"deadpool {verb}: {error}; tried again{so_long}", file=sys.stderr)
-            failure = error
+            # Once it is taken, a standby takes over, which may not have heard of it; before, it is
+            # in vain where no other coordinator can come.
+            is_over = run.final.exists()
+            may_come = isinstance(error, NotNow) or _may_be_alive(run)
+            if known is None and not (is_over and verb is Verb.STOP and args.wait is not None):
+                if is_over or not may_come or time.monotonic() > patience:
+                    raise
+                if not is_told:
+                    print(f"deadpool {verb}: {error}; tried again", file=sys.stderr)
+                is_told = True
         if known is not None and args.wait is None:
             print(taken(known))
             return _refused(verb, known.why) if known.stage is Stage.REFUSED else 0
@@ -189,8 +186,12 @@ def request(
             time.sleep(_PAUSE_SECONDS)
         if run.final.exists():
             return _over(run, verb)
-        if time.monotonic() >= limit and (known is not None or args.wait is not None):
-            return _not_yet(args, verb, known, failure)
+        if known is not None and time.monotonic() >= limit:
+            why = f"{known.stage}{f', {known.why}' if known.why else ''}; it goes on"
+            if verb is Verb.STOP:
+                why = f"the run in {args.run_dir} did not end"
+            print(f"deadpool {verb}: not done within {args.wait:g} s: {why}", file=sys.stderr)
+            return EXIT_NOT_YET
 
 
 def final_line(final: dict[str, Any]) -> str:
@@ -276,19 +277,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _is_in_vain(
-    run: RunDirectory, error: RunNotReachable, is_waited_for: bool, patience: float
-) -> bool:
-    """Return whether a request that nobody has taken is not to be sent again."""
-    if not is_waited_for:
-        return time.monotonic() > patience
-    # Where a coordinator has answered, or the run is over, there is something to wait for or tell;
-    # where no node is listed the run may be about to start.
-    if isinstance(error, NotNow) or run.final.exists() or not run.node_listings():
-        return False
-    return not _may_be_alive(run)
-
-
 def _may_be_alive(run: RunDirectory) -> bool:
     """Return whether an agent is, so that another coordinator may come: one of this host that
     lives, or one of another host, which cannot be seen from here."""
@@ -305,18 +293,6 @@ def _refused(command: str, why: str) -> int:
     """Print it; returns the exit status."""
     print(f"deadpool {command}: refused: {why}", file=sys.stderr)
     return EXIT_REFUSED
-
-
-def _not_yet(
-    args: argparse.Namespace, verb: Verb, known: Request | None, failure: RunNotReachable | None
-) -> int:
-    if known is None:
-        raise CommandError(f"no coordinator took the request within {args.wait:g} s: {failure}")
-    why = f"{known.stage}{f', {known.why}' if known.why else ''}; it goes on"
-    if verb is Verb.STOP:
-        why = f"the run in {args.run_dir} did not end"
-    print(f"deadpool {verb}: not done within {args.wait:g} s: {why}", file=sys.stderr)
-    return EXIT_NOT_YET
 
 
 def _over(run: RunDirectory, verb: Verb) -> int:
