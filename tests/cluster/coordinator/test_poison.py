@@ -16,8 +16,6 @@ from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
-from tests.cluster.link.line import Line, play
-from tests.cluster.link.test_orders_once import beginning
 from tests.cluster.machine.rig import Rig, g, killed
 
 _SEAT = {"slot": 0, "incarnation": 0}
@@ -61,32 +59,6 @@ def test_report_that_cannot_be_used_ends_nothing(
     assert one.peers.refusals == 1
     assert one.peers.taken(one.peers.agents[0]) == 1, "else its successor is told it again"
     assert not one._tasks
-
-
-def test_a_successor_is_not_told_again_what_was_refused() -> None:
-    """Else every coordinator would end, or count a refusal, at the same report."""
-
-    async def scenario(line: Line) -> None:
-        await beginning(line)
-        office, refused = line.office, list[str]()
-
-        def fails(*_: object) -> None:
-            raise KeyError("a report of another version")
-
-        office.agent_said = fails  # type: ignore[method-assign]
-        office.refused = lambda who, why: refused.append(why)  # type: ignore[method-assign]
-        line.link.send({"t": "report", "value": "poison"})
-        await line.until("the refusal", lambda: refused)
-        await line.until("its acknowledgement", lambda: not line.link._unacknowledged)
-        following = line.take_over()
-        await beginning(line)
-        line.link.send({"t": "report", "value": "good"})
-        await line.until("the next report", lambda: following.said)
-        await asyncio.sleep(10.0)
-        assert following.said == ["good"]
-        assert len(refused) == 1
-
-    play({}, scenario)
 
 
 def test_report_that_the_machine_fails_at_is_refused_and_ends_this_coordinator(

@@ -42,15 +42,6 @@ def test_entries_come_back_by_kind_in_order(opener: Opener) -> None:
     assert journal.entries("closed") == {1: {}}
 
 
-def test_second_writer_of_an_epoch_loses(opener: Opener) -> None:
-    first = opener()
-    first.write("epoch", 1, {"by": "first"})
-    for late in (opener(), first):
-        with pytest.raises(LostRace, match="another coordinator"):
-            late.write("epoch", 1, {"by": "second"})
-    assert opener().entries("epoch") == {1: {"by": "first"}}
-
-
 def test_newest_and_sign_of_life(opener: Opener) -> None:
     journal = opener()
     assert journal.newest("term") is None

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.member_link import (
     Handlers,
     MemberLink,
@@ -161,33 +157,6 @@ def test_member_without_agent_says_how_to_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("DEADPOOL_AGENT_FD", raising=False)
     with pytest.raises(RuntimeError, match="deadpool run"):
         MemberLink.from_environment()
-
-
-def test_member_ends_when_its_agent_is_gone() -> None:
-    ours, theirs = socket.socketpair()
-    program = (
-        "import sys, time\n"
-        "from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink\n"
-        "link = MemberLink.from_environment()\n"
-        "link.start(Handlers(*(lambda *a: None for _ in range(4)), status=dict))\n"
-        "link.wait_record(0)\n"
-    )
-    environment = {
-        "DEADPOOL_AGENT_FD": str(theirs.fileno()),
-        "DEADPOOL_NODE": "0",
-        "DEADPOOL_SLOT": "0",
-        "DEADPOOL_INCARNATION": "0",
-        "DEADPOOL_RUN_ID": "x",
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
-    member = subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, pass_fds=(theirs.fileno(),)
-    )
-    theirs.close()
-    ours.settimeout(SECONDS)
-    assert framing.receive(ours)["t"] == "hello"
-    ours.close()
-    assert member.wait(SECONDS) == ExitStatus.AGENT_LOST
 
 
 class Line:

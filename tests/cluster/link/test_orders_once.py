@@ -28,7 +28,6 @@ ORDERS: dict[str, Callable[[Orders, int, int], None]] = {
     "export-take": lambda o, n, node: o.send(node, {"t": "export-take", "iteration": n}),
 }
 NODES = (3, 4, 8)
-_TO_ALL = ("close", "pause", "durable-done")
 _NUMBER: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "start": lambda m: m["slots"]["0"],
     "kill": lambda m: m["incarnation"],
@@ -60,24 +59,6 @@ def exchange(line: Line, steps: list[str]) -> tuple[list[tuple[str, int]], list[
 async def beginning(line: Line) -> None:
     agents = line.office.peers.agents
     await line.until("a welcome", lambda: any(peer.welcomed for peer in agents.values()))
-
-
-@pytest.mark.parametrize("how", How)
-@pytest.mark.parametrize("kind", ORDERS)
-def test_order_that_is_cut_off_arrives(kind: str, how: How) -> None:
-    """Lost before: a pause stalled the run for 300 s, a start for 600 s, a dump lost the state."""
-
-    async def scenario(line: Line) -> None:
-        await beginning(line)
-        line.cuts = {line.frames: how}
-        ORDERS[kind](line.office.orders, 7, NODE)
-        await line.until(kind, lambda: line.obeyed)
-        await asyncio.sleep(10.0)
-        assert obeyed(line) == [(kind, 7)]
-        assert not line.office.is_left
-        assert len(next(iter(line.office.peers.agents.values())).orders) == 0
-
-    play({}, scenario)
 
 
 steps = st.lists(st.sampled_from([*ORDERS, "report"]), max_size=4)
@@ -122,81 +103,6 @@ def test_nothing_is_lost_doubled_or_stalled(
             return
         assert obeyed(line) == ordered
         assert line.office.said == reported
-
-    play(cuts, scenario)
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(st.tuples(st.sampled_from([*ORDERS, "report"]), st.sampled_from(NODES)), max_size=12),
-    st.dictionaries(st.integers(0, 120), st.sampled_from(How), max_size=6),
-)
-def test_what_is_cut_from_one_agent_comes_to_it_alone(
-    steps: list[tuple[str, int]], cuts: dict[int, How]
-) -> None:
-    """Several agents, of whose connections any are cut at any frame: each obeys what was ordered to
-    it, once and in order, and who was given away costs the others nothing."""
-
-    async def scenario(line: Line) -> None:
-        office = line.office
-        ordered: dict[int, list[tuple[str, int]]] = {node: [] for node in NODES}
-        reported: dict[int, list[int]] = {node: [] for node in NODES}
-        await line.until(
-            "connections", lambda: office.peers.agents.keys() | office.left >= set(NODES)
-        )
-        for step, node in steps:
-            number = next(line.numbers)
-            if step == "report":
-                line.agents[node].link.send({"t": "report", "value": number})
-                reported[node].append(number)
-                continue
-            ORDERS[step](office.orders, number, node)
-            for one in NODES if step in _TO_ALL else (node,):
-                ordered[one].append((step, number))
-            await asyncio.sleep(0.3)
-
-        def is_done(node: int) -> bool:
-            return node in office.left or (
-                obeyed(line.agents[node]) == ordered[node]
-                and [n for n in office.said if n in reported[node]] == reported[node]
-            )
-
-        for node in NODES:
-            await line.until(f"node {node}: {ordered} {reported}", lambda node=node: is_done(node))
-        await asyncio.sleep(2.0)
-        assert all(is_done(node) for node in NODES)
-        # One cut costs nobody a node, nor does what is only late.
-        assert 2 * len(office.left) <= len(cuts)
-        assert len(office.left) <= sum(how is not How.LATE for how in cuts.values())
-
-    play(cuts, scenario, NODES)
-
-
-@settings(max_examples=60)
-@given(
-    steps,
-    steps,
-    st.dictionaries(st.integers(0, 40), st.sampled_from(How), max_size=2),
-)
-def test_a_successor_counts_anew(before: list[str], after: list[str], cuts: dict[int, How]) -> None:
-    """What the old one ordered last may be lost with it, but comes never twice nor mixed up."""
-
-    async def scenario(line: Line) -> None:
-        await beginning(line)
-        first, _ = exchange(line, before)
-        await asyncio.sleep(0.05)
-        new = line.take_over()
-        await beginning(line)
-        ordered, _ = exchange(line, after)
-        await line.until(str(ordered), lambda: new.is_left or set(ordered) <= set(obeyed(line)))
-        await asyncio.sleep(2.0)
-        if new.is_left:
-            assert cuts
-            return
-        had = obeyed(line)[: len(line.obeyed) - len(ordered)]
-        assert obeyed(line) == had + ordered
-        assert had == first[: len(had)]
-        assert set(new.terms) <= {0, 1, 2}
 
     play(cuts, scenario)
 

@@ -110,24 +110,6 @@ def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
     return rig
 
 
-def test_a_takeover_goes_on_with_a_drain() -> None:
-    old = begun()
-    ask(old, Verb.DRAIN, node=1)
-    rig = taken_over(old)
-    rejoin(rig, old, 0, 1)
-    assert outcome(rig) == (Stage.ASKED, "")
-    assert not rig.of(act.Pause)
-    rejoin(rig, old, 2)
-    repeat(rig)
-    assert rig.state.phase is Phase.PAUSING
-    assert outcome(rig)[0] is Stage.UNDER_WAY
-    pause = rig.of(act.Pause, rig.log)[-1]
-    rig.feed(*(ev.Paused(*rig.seat(role), 1, pause.iteration) for role in (0, 1)))
-    rig.reopened(g(pause.iteration))
-    rig.steps(pause.iteration + 1)
-    assert outcome(rig) == (Stage.DONE, "node 1 has no role")
-
-
 def test_a_takeover_finds_what_the_one_before_had_done() -> None:
     old = begun()
     ask(old, Verb.DRAIN, node=1)

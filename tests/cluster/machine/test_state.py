@@ -30,27 +30,6 @@ def lose(rig: Rig, role: int, *left: tuple[int, int]) -> None:
     rig.opened()
 
 
-def test_one_record_tells_of_a_run_of_many_epochs() -> None:
-    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run(7)
-    lose(rig, 0, (1, 7))
-    rig.steps(9)
-    rig.feed(ev.NotFinite(2, 1, 1, 10, "loss", "nan"))
-    rig.reopened(g(7), g(9, 2))
-    rig.steps(12)
-    rig.lose(1, g(11, 3), why="connection closed")
-    rig.journal()
-    state = rig.take_over(written(rig.record))
-    assert state.line.kept == rig.state.line.kept == {1: 7, 2: 9, 3: 11, 4: NO_LIMIT}
-    assert dict(state.fleet.gone) == {1: "node 1: connection closed"}
-    assert state.blame.nonfinite == {10: 2}
-    assert (state.recoveries.count, state.recoveries.steps_recomputed) == (3, 1)
-    assert [(k, f.signature) for k, f in state.blame.failures] == [(12, ("node", "1"))]
-    assert (state.line.newest, state.epoch, state.line.ever_ran) == (12, 4, True)
-    rig.restored()
-    rig.steps(13)
-    assert (rig.state.recoveries.count, rig.state.recoveries.steps_recomputed) == (3, 1)
-
-
 def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:
     rig = Rig(nodes=2, spares=1).run()
     rig.feed(ev.NodeLost(2, "connection closed"))
@@ -80,14 +59,6 @@ def test_what_grows_with_the_run_is_cut() -> None:
     assert max(found.kept) == 5001
     assert max(found.nonfinite) == 99_999
     assert set(found.gone) == set(history.gone), "none of them may come back"
-
-
-def test_a_record_of_an_older_version_keeps_what_was_restored() -> None:
-    rig = Rig().run(7)
-    lose(rig, 0, (1, 6))
-    values = rig.record.to_dict()
-    del values["history"]
-    assert EpochRecord.from_dict(values).history.kept == {1: 6, 2: NO_LIMIT}
 
 
 @given(

@@ -54,19 +54,6 @@ def waited(role: int, iteration: int, seconds: float = 0.5, *, over: bool = True
     return Event(Kind.GATE_WAIT, 1, role // 8, role, iteration, data=data)
 
 
-def test_a_day_in_which_512_roles_wait_at_every_gate_is_a_few_megabytes() -> None:
-    digest, lines = WaitDigest(), list[Event]()
-    for k in range(1, 101):
-        for role in range(_ROLES):
-            seconds = 0.75 if role == 7 else 0.5
-            lines += digest.add(waited(role, k, seconds), k * _STEP_SECONDS)
-    lines += digest.take()
-    assert len(lines) == 100, "one line for each iteration"
-    assert {(line.role, line.data["roles"]) for line in lines} == {(7, _ROLES)}
-    assert {line.data["seconds"] for line in lines} == {0.5 * _ROLES + 0.25}
-    assert sum(map(len, map(to_line, lines))) * _DAY_SECONDS / (100 * _STEP_SECONDS) < 5e6
-
-
 def test_a_wait_that_lasts_is_told_at_once_and_once_for_all_who_wait_beside_it() -> None:
     digest = WaitDigest()
     first = waited(0, 3, 5.0, over=False)

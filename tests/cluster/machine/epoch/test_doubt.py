@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,18 +123,6 @@ def test_the_last_line_names_one_that_is_there() -> None:
     assert (finish.exit_status, finish.resume.path) == (75, "/ck/10")
 
 
-def test_a_start_falls_back_as_a_recovery_does() -> None:
-    """``--resume`` has found several."""
-    old = [Restore("durable", g(k), "save", f"/ck/{k}") for k in (40, 30)]
-    rig = Rig(start=old[0])
-    rig.config = replace(rig.config, older=(old[1],))
-    rig.anew()
-    rig.gather()
-    rig.journal()
-    assert path(rig) == "/ck/40"
-    assert path(fails(rig, 1)) == "/ck/30"
-
-
 def test_a_state_that_nobody_can_begin_with_is_given_up_whoever_speaks_first() -> None:
     rig = Rig().opening()
     for role in (0, 1, 0):
@@ -236,39 +223,6 @@ def test_a_wrong_node_has_no_role_when_its_spare_is_lost_while_closing() -> None
     assert nodes_of(rig.pending) == {0: 0, 1: 4, 2: 2}
 
 
-def test_the_wait_of_a_wrong_nodes_roles_ends_with_the_state_saved() -> None:
-    rig = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    rig.lose(3, g(3))
-    rig.tick(rig.settings.spare_timeout_seconds + 1)
-    dump = rig.one(act.Dump)
-    assert dump.generation == g(3)
-    rig.feed(*(ev.Dumped(node, g(3)) for node in dump.nodes))
-    if exported := rig.of(act.ExportDump):
-        rig.feed(ev.DumpExported(exported[0].restore.generation, ""))
-    end = rig.one(act.Finish)
-    assert (end.exit_status, end.kind) == (75, "")
-    assert "no spare node for" in end.reason
-
-
-def test_of_two_wrong_nodes_with_one_spare_neither_has_a_role() -> None:
-    rig = found_wrong(Rig(nodes=5, spares=1).run(), 1, 3)
-    rig.closed(g(3))
-    waits_without(rig, 3)
-    rig.join(6)
-    assert nodes_of(rig.pending) == {0: 0, 1: 5, 2: 2, 3: 6, 4: 4}
-
-
-def test_a_wrong_node_is_no_last_resort_either() -> None:
-    rig = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    go_on(rig)
-    reap(rig)
-    assert nodes_of(rig.record) == {0: 0, 1: 3, 2: 2}
-    rig.lose(2, g(3), g(3, 2))
-    waits_without(rig, 2)
-    rig.join(4)
-    assert nodes_of(rig.pending) == {0: 0, 1: 3, 2: 4}
-
-
 def test_a_drained_node_is_one() -> None:
     rig = Rig(nodes=3, spares=1).run(3)
     rig.feed(ev.DrainRequested(1))
@@ -298,26 +252,6 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_p
     assert rig.state.phase is Phase.WAITING_SPARE
     rig.join(5)
     assert nodes_of(rig.pending) == {0: 0, 1: 5, 2: 2}
-
-
-def test_so_does_one_that_takes_over_long_after() -> None:
-    old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    go_on(old)
-    rig = successor(old)
-    rig.take_over(EpochRecord.from_dict(old.record.to_dict()))
-    rejoin(rig, old, 0, 1, 2, 3)
-    rig.restored()
-    assert rig.state.phase is Phase.RUNNING
-    rig.lose(2, g(3), g(3, 2))
-    assert rig.state.phase is Phase.WAITING_SPARE
-
-
-def test_all_nodes_among_which_an_error_began_are_put_aside() -> None:
-    """Their replica is wrong for certain, which of the two is not: the run goes on without both."""
-    rig = found_wrong(Rig(nodes=4, spares=2).run(), 2, 3)
-    go_on(rig)
-    assert nodes_of(rig.record) == {0: 0, 1: 1, 2: 4, 3: 5}
-    assert rig.state.fleet.wrong == {2, 3}
 
 
 class Hosts(Rig):
@@ -373,29 +307,3 @@ def test_a_host_on_which_others_go_on_is_not_left_out() -> None:
     go_on(rig)
     rig.join(7, hosts=["big"])
     assert not rig.dropped()
-
-
-def test_one_on_which_all_are_wrong_is() -> None:
-    rig = found_wrong(Hosts(4, 2, {1: "host1", 2: "host1"}).running(), 1, 2)
-    go_on(rig)
-    rig.join(7, hosts=["host1"])
-    assert rig.dropped() == [act.DropNode(7, LEFT_OUT, left_out=True)]
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-def test_a_coordinator_that_takes_over_knows_its_host(recorded: bool, tmp_path: Path) -> None:
-    """By the note in the journal, or by the newest record when there is one that says so."""
-    old = found_wrong(Hosts(3, 1).running(), 1)
-    (note,), first = old.of(act.NoteWrong), old.record
-    journal = Journal(tmp_path)
-    journal.write("epoch", 1, first.to_dict())
-    if recorded:
-        go_on(old)
-        journal.write("epoch", 2, old.record.to_dict())
-    else:
-        note_node(journal, WRONG, note.node, note.cause, host=note.host)
-    rig = Hosts(3, 1)
-    rig.anew()
-    begin(rig.machine, journal, Estate(), pytest.fail)
-    rig.join(7, hosts=["host1"])
-    assert rig.dropped() == [act.DropNode(7, LEFT_OUT, left_out=True)]

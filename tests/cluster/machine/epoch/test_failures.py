@@ -12,36 +12,6 @@ from deadpool_megatron.layout.records import BadPart
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of
 
 
-def test_lost_node_is_replaced_by_the_spare() -> None:
-    rig = Rig(nodes=2, spares=1, nproc=2).run(7)
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, "node 1: connection closed")
-    assert rig.state.phase is Phase.CLOSING
-    assert rig.awaited == {0, 2}
-    rig.closed(g(6), g(7), nodes=[0])
-    assert not rig.of(act.WriteRecord)
-    rig.closed(g(6), g(7), nodes=[2])
-    record = rig.one(act.WriteRecord).record
-    assert (record.epoch, record.emitted_up_to) == (2, 7)
-    assert (record.restore.kind, record.restore.generation) == ("memory", g(7))
-    assert nodes_of(record) == {0: 0, 1: 0, 2: 2, 3: 2}
-    assert set(record.nodes) == {0, 2}
-    assert record.fewer_copies == frozenset()
-    rig.opened()
-    assert rig.state.phase is Phase.RUNNING
-
-
-def test_lost_member_is_replaced_in_place_while_the_epoch_closes() -> None:
-    rig = Rig(nodes=2, spares=1, nproc=2).run()
-    rig.feed(killed(rig, 2))
-    kinds = [type(a) for a in rig.last if not isinstance(a, act.EmitEvent)]
-    assert kinds == [act.CloseEpoch, act.StartMembers]
-    assert rig.one(act.StartMembers) == act.StartMembers(1, {0: 1}, {0: 2})
-    rig.closed(g(7))
-    assert rig.pending.seats[2] == Seat(1, 0, 1)
-    assert nodes_of(rig.pending) == {0: 0, 1: 0, 2: 1, 3: 1}
-
-
 @pytest.mark.parametrize("late", [ev.Tick(), ev.StepReported(1, 3), ev.MemberHello(0, 0, 0)])
 def test_nothing_but_its_deadline_ends_the_closing(late: ev.Input) -> None:
     rig = Rig().run()
@@ -53,16 +23,6 @@ def test_nothing_but_its_deadline_ends_the_closing(late: ev.Input) -> None:
     assert rig.one(act.DropNode).node == 2
     assert rig.state.phase is Phase.DECIDING
     assert set(rig.pending.nodes) == {0, 1}
-
-
-def test_second_loss_while_closing_needs_no_second_close() -> None:
-    rig = Rig(nodes=3, spares=2, replicas=2).run()
-    rig.feed(ev.NodeLost(1, "gone"))
-    rig.feed(ev.NodeLost(0, "gone too"))
-    assert not rig.of(act.CloseEpoch)
-    rig.closed(g(7))
-    assert nodes_of(rig.pending) == {0: 3, 1: 4, 2: 2}
-    assert "gone too" in rig.pending.cause
 
 
 def test_loss_while_the_journal_writes_makes_the_next_number() -> None:
@@ -77,14 +37,6 @@ def test_loss_while_the_journal_writes_makes_the_next_number() -> None:
     rig.journal()
     record = rig.one(act.Announce).record
     assert (record.epoch, nodes_of(record)) == (3, {0: 0, 1: 4, 2: 2})
-
-
-def test_member_that_dies_while_the_journal_writes_is_not_announced() -> None:
-    rig = Rig().run()
-    rig.kill(1, g(7))
-    rig.feed(ev.MemberLost(1, 0, 1, signal=SIGKILL))
-    rig.journal()
-    assert rig.pending.seats[1] == Seat(1, 0, 2)
 
 
 def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decision() -> None:
@@ -199,26 +151,6 @@ def test_node_with_too_many_restarts_is_put_aside() -> None:
     assert "2 restarts" in rig.state.fleet.gone[1]
 
 
-def test_failure_after_some_roles_are_done_reopens() -> None:
-    rig = Rig().run()
-    rig.feed(ev.MemberDone(*rig.seat(0), 1))
-    rig.kill(1, g(7))
-    rig.opened()
-    rig.feed(ev.MemberDone(*rig.seat(0), 2))
-    assert not rig.of(act.Finish)
-    rig.feed(ev.MemberDone(*rig.seat(1), 2))
-    assert rig.one(act.Finish) == act.Finish(0, "")
-
-
-def test_done_may_overtake_restored_of_others() -> None:
-    rig = Rig().opening()
-    rig.restored(0)
-    rig.feed(*(ev.MemberDone(*rig.seat(role), 1) for role in (0, 1)))
-    assert not rig.of(act.Finish)
-    rig.restored(1)
-    assert rig.one(act.Finish).exit_status == 0
-
-
 def test_all_agents_gone_ends_the_coordinator() -> None:
     rig = Rig(nodes=1, spares=0, replicas=1).run()
     rig.feed(ev.MemberDone(*rig.seat(0), 1))
@@ -323,25 +255,6 @@ def waiting(**more: object) -> Rig:
     rig.lose(1, g(6), g(7))
     assert rig.state.phase is Phase.WAITING_SPARE
     return rig
-
-
-def test_frozen_member_is_reaped_before_a_joining_node_is_given_roles() -> None:
-    rig = waiting()
-    rig.feed(ev.MemberSuspected(0, 0, 0, "frozen"))
-    rig.join(5)
-    assert rig.state.phase is Phase.WAITING_SPARE
-    rig.feed(ev.MemberLost(0, 0, 0, signal=SIGKILL))
-    assert rig.pending.seats == {0: Seat(0, 0, 1), 1: Seat(5, 0, 0)}
-
-
-def test_node_lost_while_dumping_leaves_what_others_hold() -> None:
-    rig = Rig(nodes=3, spares=0, replicas=2).run()
-    rig.lose(2, g(7))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    assert rig.one(act.Dump).nodes == (0, 1)
-    rig.feed(ev.NodeLost(0, "gone"))
-    rig.feed(ev.Dumped(1, g(7)))
-    assert rig.one(act.Finish).exit_status == 75
 
 
 def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is() -> None:

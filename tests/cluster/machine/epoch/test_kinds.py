@@ -6,7 +6,6 @@ from copy import deepcopy
 
 import pytest
 
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang import table_of
@@ -41,17 +40,6 @@ def recover(rig: Rig, iteration: int) -> None:
 
 def kinds(rig: Rig, kind: Kind) -> list[str]:
     return [str(e.data["kind"]) for e in rig.of(act.EmitEvent, rig.log) if e.kind is kind]
-
-
-@pytest.mark.parametrize("silent", [FailureKind.NODE_CUT, FailureKind.NODE_FROZEN])
-def test_a_silent_node_is_told_from_one_whose_connection_ended(silent: FailureKind) -> None:
-    rig = Rig().run(3)
-    rig.feed(ev.NodeLost(1, "silent for 5.0 s", 5.0, silent))
-    recover(rig, 3)
-    rig.steps(4)
-    assert kinds(rig, Kind.NODE_LOST) == kinds(rig, Kind.EPOCH_CLOSED) == [silent]
-    assert kinds(rig, Kind.RECOVERED) == [silent]
-    assert rig.state.recoveries.finished[0].to_dict()["kind"] == silent
 
 
 def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
@@ -188,19 +176,6 @@ def test_a_process_that_its_agent_killed_is_no_crash_of_the_node() -> None:
     assert nodes_of(rig.record) == {0: 0, 1: 1}
 
 
-def test_the_end_after_a_bug_names_role_node_exit_words_and_log() -> None:
-    rig = Rig().run(7)
-    rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
-    recover(rig, 7)
-    rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
-    end = rig.saved_end(g(7))
-    assert (end.exit_status, end.kind) == (1, "bug")
-    for part in ("after iteration 7", "2 times", "exit 1", "found NaN", "role 1 on node 1"):
-        assert part in end.reason, part
-    assert "logs/node1-slot0-0.log" in end.reason
-    assert "logs/node1-slot0-1.log" in end.reason
-
-
 def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
     rig = Rig().run(7)
     for n in range(3):
@@ -233,15 +208,6 @@ def test_a_node_that_computes_wrong_numbers_is_put_aside() -> None:
     assert kinds(rig, Kind.NODE_ASIDE) == kinds(rig, Kind.EPOCH_CLOSED) == ["silent-corruption"]
     (told,) = (e for e in rig.of(act.EmitEvent, rig.log) if e.kind is Kind.AUDIT_FAILED)
     assert (told.iteration, told.data["roles"]) == (4, [1])
-
-
-def test_without_a_spare_its_roles_wait_for_one() -> None:
-    rig = Rig(spares=0).run(3)
-    audited(rig, 1)
-    assert rig.one(act.DropNode).node == 1
-    rig.closed(g(3))
-    assert rig.state.phase is Phase.WAITING_SPARE
-    assert kinds(rig, Kind.NODE_LOST) == ["silent-corruption"]
 
 
 def test_who_is_wrong_of_two_cannot_be_told() -> None:
@@ -446,13 +412,3 @@ def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_it
         found = durable(good)
         assert found is not None
         assert found.generation == good
-
-
-def test_a_coordinator_that_takes_over_knows_which_iteration_was_thrown_away() -> None:
-    rig = Rig(nonfinite="rollback").run(4)
-    nan(rig, 5)
-    recover(rig, 4)
-    taken_over(rig)
-    nan(rig, 5)
-    assert rig.state.last_words is not None
-    assert rig.state.last_words.status == 4

@@ -104,17 +104,6 @@ def test_roles_that_stood_still_at_two_iterations_are_not_all_paused() -> None:
     assert not rig.of(act.CloseEpoch)
 
 
-@pytest.mark.parametrize("opened", [False, True])
-def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool) -> None:
-    rig = drained()
-    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
-    rig.decided(g(9))
-    if opened:
-        rig.restored()
-    rig.feed(ev.NodeLost(1, "switched off"))
-    assert len(rig.of(act.CloseEpoch)) == (not opened)
-
-
 def wanted_dump(seconds: float | None = None) -> Rig:
     rig = Rig(nodes=2, spares=1).run(7)
     rig.feed(ev.DumpRequested("time is over", seconds))
@@ -133,12 +122,6 @@ def test_wanted_dump_pauses_saves_and_ends_although_there_is_a_spare() -> None:
     assert finish.exit_status == 75
     assert finish.reason.startswith("time is over; state dumped to /dump/1-9")
     assert finish.resume == Restore("dump", g(9), "step", path="/dump/1-9")
-
-
-def test_a_run_that_is_complete_before_its_dump_needs_none() -> None:
-    rig = wanted_dump()
-    rig.feed(*(ev.MemberDone(*rig.seat(role), 1) for role in (0, 1)))
-    assert rig.one(act.Finish).exit_status == 0
 
 
 @pytest.mark.parametrize(
@@ -191,16 +174,6 @@ def test_a_dump_of_another_moment_does_not_count() -> None:
     assert rig.one(act.Finish).exit_status == 75
 
 
-def test_wanted_dump_outlives_the_loss_of_a_node_meanwhile() -> None:
-    rig = wanted_dump()
-    rig.feed(ev.NodeLost(1, "connection closed"))
-    assert rig.one(act.CloseEpoch).cause == "node 1: connection closed"
-    rig.closed(g(7))
-    assert rig.one(act.Dump).nodes == (0, 2)
-    rig.feed(ev.Dumped(0, g(7)), ev.Dumped(2, g(7)))
-    assert rig.one(act.Finish).exit_status == 75
-
-
 def test_wanted_dump_before_the_first_record_was_announced() -> None:
     rig = Rig(nodes=2, spares=1)
     rig.gather()
@@ -208,15 +181,6 @@ def test_wanted_dump_before_the_first_record_was_announced() -> None:
     rig.journal()
     assert not rig.of(act.Announce)
     assert rig.one(act.Finish).exit_status == 75
-
-
-def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> None:
-    rig = Rig(nodes=2, spares=1).run(7)
-    rig.lose(1, g(7), why="connection closed")
-    rig.journal()
-    rig.feed(ev.DumpRequested("time is over"))
-    rig.closed(g(7))
-    assert rig.one(act.Dump).generation == g(7)
 
 
 def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:

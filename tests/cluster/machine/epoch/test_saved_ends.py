@@ -19,7 +19,7 @@ from deadpool_megatron.layout.records import (
     Replay,
     Restore,
 )
-from tests.cluster.machine.rig import Phase, Rig, g, killed
+from tests.cluster.machine.rig import Phase, Rig, g
 
 WHERE = {"persist_directory": "/exports"}
 DUMP = Restore("dump", g(7), "step", path="/dump/1-7")
@@ -87,32 +87,6 @@ def ending(cause: Callable[[Rig], None]) -> Rig:
 
 
 @causes
-def test_the_newest_generation_is_dumped(cause: Callable[[Rig], None], status: int) -> None:
-    rig = ending(cause)
-    rig.feed(*(ev.Dumped(node, g(7)) for node in rig.one(act.Dump).nodes))
-    end = rig.one(act.Finish)
-    assert (end.exit_status, end.keeps_slots) == (status, False)
-    assert end.resume is not None
-    assert (end.resume.kind, end.resume.path) == ("dump", "/dump/1-7")
-    told = "state dumped to /dump/1-7: continue with 'deadpool run --resume / --run-dir NEW'"
-    assert told in end.reason
-
-
-@causes
-def test_it_stays_in_memory_where_it_cannot_be_written(
-    cause: Callable[[Rig], None], status: int
-) -> None:
-    rig = ending(cause)
-    for node in rig.one(act.Dump).nodes:
-        rig.feed(ev.Dumped(node, g(7), error="disk full"))
-    while rig.state.phase is Phase.DUMPING:  # what is left of it is tried as well
-        rig.tick(rig.settings.first_step_seconds)
-    end = rig.one(act.Finish)
-    assert (end.exit_status, end.keeps_slots) == (1 if status == 75 else status, True)
-    assert "'deadpool run --resume / --run-dir NEW' on their hosts writes it first" in end.reason
-
-
-@causes
 def test_who_interrupts_it_does_not_lose_it(cause: Callable[[Rig], None], status: int) -> None:
     del status
     rig = ending(cause)
@@ -120,16 +94,6 @@ def test_who_interrupts_it_does_not_lose_it(cause: Callable[[Rig], None], status
     end = rig.one(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (130, True)
     assert "'deadpool run --resume / --run-dir NEW' goes on from it" in end.reason
-
-
-def test_a_node_with_no_restarts_left_is_not_given_up_before_it_has_written() -> None:
-    rig = Rig(nodes=1, spares=0, restarts_in_place=2).run(7)
-    for attempt in range(3):
-        rig.feed(killed(rig, 0, 11 - attempt))
-        if attempt < 2:
-            rig.reopened(g(7))
-    assert not rig.of(act.DropNode)
-    assert rig.saved_end(g(7)).exit_status == 1
 
 
 # Bytes that turn out to be damaged when they are written.

@@ -59,30 +59,6 @@ def said(rig: Rig) -> str:
     return "\n".join(str(e.data["text"]) for e in told)
 
 
-def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
-    old = Rig(nodes=2, spares=1).run(7)
-    rig = started_again(old)
-    join(rig, 0, 0, 1, generations=(g(6), g(7)))
-    assert rig.one(act.StartMembers).slots == {0: 1}, "never an incarnation that has been there"
-    join(rig, 1, 0, 1, generations=(g(6), g(7)))
-    assert rig.state.phase is Phase.GATHERING, "the spare gets its time"
-    join(rig, 2, generations=())
-    assert rig.one(act.CloseEpoch).cause == "all processes were started again"
-    for node in range(2):
-        closed(rig, node, 0, 1, generations=(g(6), g(7)))
-    closed(rig, 2, generations=())
-    restore = rig.pending.restore
-    assert (rig.pending.epoch, restore.kind, restore.generation) == (2, "memory", g(7))
-    assert rig.state.recoveries.current is not None
-    assert rig.state.recoveries.current.kind == "restart"
-    rig.journal()
-    assert "goes on from generation 1:7 in memory of nodes [0, 1]" in said(rig)
-    rig.restored()
-    assert rig.state.phase is Phase.RUNNING
-    assert not rig.state.memory.inherited
-    assert not rig.state.restarted
-
-
 def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
@@ -195,23 +171,6 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     end = rig.one(act.Finish)
     assert "nodes [1] could not write" in end.reason
     assert end.keeps_slots
-
-
-def test_a_dump_has_what_lay_on_nodes_that_came_under_new_numbers() -> None:
-    old = Rig(nodes=2, spares=0).run(7)
-    rig = started_again(old)
-    rig.alter("line", newest=7)
-    rig.state.fleet.gone[1] = "connection closed"
-    join(rig, 0, 0, generations=(g(7),))
-    rig.feed(ev.DumpRequested("enough"))
-    join(rig, 5, 1, generations=(g(7),))
-    closed(rig, 0, 0, generations=(g(7),))
-    order = rig.one(act.Dump)
-    assert (order.nodes, order.directory) == ((0, 5), "/dump/1-7")
-    rig.feed(ev.Dumped(0, g(7)))
-    assert not rig.of(act.Finish)
-    rig.feed(ev.Dumped(5, g(7)))
-    assert "state dumped to /dump/1-7" in rig.one(act.Finish).reason
 
 
 def test_who_interrupts_a_start_loses_nothing_of_the_one_before() -> None:

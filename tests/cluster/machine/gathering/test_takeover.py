@@ -74,22 +74,6 @@ def assert_untouched(rig: Rig) -> None:
     assert not rig.of(act.WriteRecord, rig.log)
 
 
-def test_training_goes_on_in_the_same_epoch() -> None:
-    old = Rig(nodes=2, spares=1, nproc=2).run(7)
-    rig = successor(old)
-    rejoin(rig, old, 0, 1)
-    assert rig.of(act.Welcome, rig.log)[0].record == old.record
-    rig.steps(8)
-    assert rig.state.line.newest == 8
-    assert rig.state.phase is Phase.GATHERING
-    rejoin(rig, old, 2)
-    assert_untouched(rig)
-    repeat(rig)
-    assert_untouched(rig)
-    rig.feed(killed(rig, 1))
-    assert rig.one(act.CloseEpoch).epoch == 1
-
-
 def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> None:
     old = Rig(spares=0).run()
     rig = successor(old)
@@ -199,22 +183,6 @@ def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
     assert words[lost] in closed.cause
 
 
-@pytest.mark.parametrize("all_had_it", [False, True])
-def test_dead_in_closing(all_had_it: bool) -> None:
-    """Some agents or all have closed the epoch by order of the dead coordinator."""
-    old = Rig().run(7)
-    old.feed(killed(old, 1))
-    assert old.state.phase is Phase.CLOSING
-    rig = successor(old)
-    rejoin(rig, old, 1, closed=1, ended=[1])
-    rejoin(rig, old, 0, 2, closed=int(all_had_it))
-    assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, CLOSED_BEFORE)
-    rig.decided(g(7))
-    assert rig.record.epoch == 2
-    rig.restored()
-    assert rig.state.phase is Phase.RUNNING
-
-
 def test_dead_in_waiting_for_a_spare() -> None:
     old = Rig(nodes=2, spares=0).run()
     old.lose(1, g(7))
@@ -251,25 +219,6 @@ def test_dead_between_journal_and_announcement(had_it: tuple[int, ...]) -> None:
     assert rig.state.epoch == 2
 
 
-def test_dead_in_opening_counts_what_was_restored_before_and_after() -> None:
-    old = Rig(nodes=2, spares=0, nproc=2).opening()
-    old.restored(0, 1)
-    rig = successor(old)
-    rejoin(rig, old, 0)
-    rejoin(rig, old, 1, restored=False)
-    assert rig.state.phase is Phase.OPENING
-    assert rig.state.waiting_for() == "restored from roles [2, 3]"
-    rig.restored(2, 3)
-    assert_untouched(rig)
-    late = successor(old)
-    rejoin(late, old, 0)
-    rejoin(late, old, 1, restored=False)
-    assert late.state.deadline is not None
-    late.tick(late.state.deadline - late.now)
-    assert {order.node for order in late.of(act.KillMember)} == {1}
-    assert "did not restore in time" in late.one(act.CloseEpoch).cause
-
-
 @pytest.mark.parametrize("before_all_are_back", [False, True])
 def test_dead_in_pausing(before_all_are_back: bool) -> None:
     """Who stands still by an order of the dead coordinator moves again after a close."""
@@ -292,21 +241,6 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
     assert rig.one(act.Pause) == act.Pause(1, 11)
     rig.feed(ev.Paused(*old.seat(0), 1, 11), ev.Paused(*old.seat(1), 1, 11))
     assert "pause that was ordered" in rig.one(act.CloseEpoch).cause
-
-
-def test_dead_in_dumping_dumps_again() -> None:
-    old = Rig(nodes=2, spares=0).run()
-    old.lose(1, g(7))
-    old.tick(old.settings.spare_timeout_seconds)
-    assert old.state.phase is Phase.DUMPING
-    rig = successor(old)
-    rejoin(rig, old, 0, closed=1)
-    rig.tick(rig.settings.rejoin_seconds)
-    rig.closed(g(7))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    assert rig.one(act.Dump).nodes == (0,)
-    rig.feed(ev.Dumped(0, g(7)))
-    assert rig.one(act.Finish).exit_status == 75
 
 
 def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
@@ -353,23 +287,6 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
     world = rig.config.world_size
     rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, world)))
     assert set(rig.state.memory.layouts) == {0}
-
-
-@pytest.mark.parametrize("progress", [False, True])
-def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> None:
-    rig = Rig(spares=0).run(7)
-    for attempt in range(2):
-        rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: x"))
-        if attempt == 1:
-            break
-        rig.reopened(g(7))
-        old, rig = rig, successor(rig)
-        rejoin(rig, old, 0, 1, closed=1)
-        assert rig.state.phase is Phase.RUNNING
-        rig.steps(8 if progress else 7)
-    assert (rig.state.last_words is None) == progress
-    if not progress:
-        assert "ValueError" in rig.saved_end(g(7)).reason
 
 
 @pytest.mark.parametrize("gone", [NOBODY, {1: "connection closed"}])

@@ -46,15 +46,6 @@ def test_a_plan_comes_with_an_epoch_of_its_own_and_nothing_is_lost() -> None:
     assert not rig.last
 
 
-def test_the_first_epoch_says_what_protects_it() -> None:
-    rig = Rig()
-    rig.run()
-    events = [a for a in rig.log if isinstance(a, act.EmitEvent) and a.kind is Kind.PROTECTION]
-    assert [(e.data["old"], e.data["new"], e.data["survives"]) for e in events] == [
-        ("", "buddy", 1)
-    ]
-
-
 def test_pauses_are_after_protected_iterations_only() -> None:
     rig = asked(EVERY_THIRD)
     changed(rig, 9)
@@ -75,16 +66,6 @@ def test_a_failure_takes_the_wanted_plan_along() -> None:
     assert rig.state.phase is Phase.CLOSING
     rig.closed(g(8))
     assert rig.pending.protection == EVERY_THIRD
-
-
-@pytest.mark.parametrize("opened", [True, False])
-def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool) -> None:
-    rig = asked(EVERY_THIRD)
-    first = rig.record
-    changed(rig, 9)
-    second = rig.record
-    state = rig.take_over(second if opened else first)
-    assert state.protection.plan == (EVERY_THIRD if opened else ProtectionPlan())
 
 
 def test_local_keeps_no_copies_and_can_be_left_again() -> None:

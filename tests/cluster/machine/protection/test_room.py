@@ -167,23 +167,6 @@ def test_where_lost_nodes_make_memory_tight_a_node_that_joins_ends_the_wait() ->
     assert needs(rig.state, rig.record.protection, rig) <= rig.usual
 
 
-def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch() -> None:
-    """Their nodes may have less memory than those of the run before."""
-    copies, least = sizes()
-    rig = room(100 * copies, nodes=6, spares=0).begin()
-    assert rig.record.protection == ProtectionPlan()
-    found = [rig.inventory(node, g(7)).inventory for node in range(6)]
-    rig.config = replace(rig.config, restarted=True)
-    rig.take_over(rig.record)
-    for held in found:
-        node, less = held.node, least + MEGA
-        address = ("host", 1000 + node, f"node{node}")
-        rig.feed(ev.NodeJoined(node, *address, found=held, memory_bytes=less))
-    rig.closed(g(7))
-    assert rig.pending.restore.kind == "memory"
-    assert rig.pending.protection.kind is SchemeNumbers.PARITY
-
-
 def test_where_nobody_joins_the_state_is_saved() -> None:
     rig = without_its_spare()
     rig.tick(rig.settings.spare_timeout_seconds + 1)

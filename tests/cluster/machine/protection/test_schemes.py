@@ -33,27 +33,13 @@ from deadpool_megatron.layout.records import (
     gradients_part,
 )
 from deadpool_megatron.layout.replaying import REPLAY, step_parts
-from deadpool_megatron.layout.schemes import Kind as SchemeNumbers
 from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.wire.framing import FrameBuffer
-from tests.cluster.machine.rig import STEP, Phase, Rig, g, killed, layout, nodes_of
+from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout
 
 EXTRAS = frozenset({"extras@step"})
 CODED = frozenset({"main", "members"})
 LED = frozenset({gradients_part("main"), UPDATE_PART, SUMS_PART, "extras@step"})
-
-
-def test_local_goes_on_from_memory_after_a_crash_and_needs_no_spare() -> None:
-    rig = Rig(nodes=2, spares=1, protection="local").run()
-    assert (rig.record.replicas, rig.record.protection.kind) == (0, SchemeNumbers.LOCAL)
-    assert not rig.record.fewer_copies
-    rig.feed(ev.NodeLost(2, "gone"))
-    assert rig.state.phase is Phase.RUNNING
-    rig.feed(killed(rig, 0))
-    rig.tick(1.0)
-    rig.closed(g(7))
-    assert (rig.pending.restore.kind, rig.pending.restore.generation) == ("memory", g(7))
-    assert nodes_of(rig.pending) == {0: 0, 1: 1}
 
 
 def test_local_falls_to_the_checkpoint_when_a_node_is_lost() -> None:
