@@ -50,7 +50,7 @@ from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.disk.sources import dump_differs
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, VaultError
-from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.member import VaultClient
 from deadpool_megatron.wire.framing import readable
 
 # A device gets at least this long to show that it is idle, however late it is asked.

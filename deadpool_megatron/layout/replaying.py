@@ -13,6 +13,7 @@ consecutive iterations.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 
 from deadpool_megatron.layout.records import (
@@ -107,11 +108,8 @@ def key(generation: Generation, name: str) -> str:
 
 def from_key(text: str) -> tuple[Generation, str] | None:
     """Inverse of :func:`key`; None for the bare name of a part."""
-    place, slash, name = text.partition("/")
-    lineage, dot, iteration = place.partition(".")
-    if not (slash and dot and lineage.isdigit() and iteration.isdigit()):
-        return None
-    return Generation(int(lineage), int(iteration)), name
+    match = re.fullmatch(r"(\d+)\.(\d+)/(.*)", text)
+    return match and (Generation(int(match[1]), int(match[2])), match[3])
 
 
 def suspects(recipe: Recipe, restored: Generation, part: str) -> Iterator[BadPart]:

@@ -19,11 +19,11 @@ from pathlib import Path
 from deadpool_megatron import failpoints
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.agent_orders import Vault
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.net.transport import TcpTransport
 from deadpool_megatron.vault.pace import interface_of
 from deadpool_megatron.vault.processors import settle_process
-from deadpool_megatron.vault.service import Vault
+from deadpool_megatron.vault.transport import TcpTransport
 from deadpool_megatron.wire import auth
 
 

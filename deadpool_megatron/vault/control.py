@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,30 +74,18 @@ class VaultControl:
         generation: Generation,
         boundary: str,
         deadline_seconds: float,
-        roles: Collection[int] | None = None,
+        held: Sequence[Generation] = (),
     ) -> dict[str, Any]:
-        """Write what this node holds of a generation (of ``roles``): ``files``, their paths, and
-        ``damaged``, of which parts it has no intact bytes (:meth:`BadPart.to_list`)."""
-        written = await self._order(
-            "dump",
-            deadline_seconds,
-            directory=str(directory),
-            generation=generation.to_list(),
-            boundary=boundary,
-            roles=None if roles is None else sorted(roles),
+        """Write what this node holds of a generation: ``files``, their paths, and ``damaged``, of
+        which parts it has no intact bytes (:meth:`BadPart.to_list`). With ``held`` all of those
+        generations instead, each to a directory of its own: ``files``."""
+        about = {"directory": str(directory), "generation": generation.to_list()}
+        generations = [one.to_list() for one in held]
+        return dict(
+            await self._order(
+                "dump", deadline_seconds, **about, boundary=boundary, held=generations
+            )
         )
-        return dict(written)
-
-    async def dump_held(
-        self, directory: str | Path, generations: Sequence[Generation], deadline_seconds: float
-    ) -> list[str]:
-        """Write all this node holds of these generations, each to a directory of its own below
-        ``directory``; the paths."""
-        held = [generation.to_list() for generation in generations]
-        paths = await self._order(
-            "dump-held", deadline_seconds, directory=str(directory), held=held
-        )
-        return [str(path) for path in paths]
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
         """Set the generation of an iteration of the open epoch aside; see :mod:`.disk.taken`."""

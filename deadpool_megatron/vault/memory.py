@@ -105,12 +105,16 @@ class Budget:
         handle = os.open(self.directory / _LOCK, flags, 0o600)
         try:
             limit = time.monotonic() + _LOCK_SECONDS
-            while not _try_lock(handle):
-                if time.monotonic() > limit:
-                    raise VaultError(
-                        f"waited {_LOCK_SECONDS:g} s for {self.directory / _LOCK}: the process that"
-                        " holds it seems to be stopped"
-                    )
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > limit:
+                        raise VaultError(
+                            f"waited {_LOCK_SECONDS:g} s for {self.directory / _LOCK}: the process"
+                            " that holds it seems to be stopped"
+                        ) from error
                 time.sleep(_PAUSE_SECONDS)
             yield
         finally:
@@ -143,14 +147,6 @@ def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     for start, count in ranges:
         for done in range(0, count, _PIECE_BYTES):
             yield start + done, min(_PIECE_BYTES, count - done)
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _allocate(file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:

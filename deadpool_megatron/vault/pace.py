@@ -32,7 +32,7 @@ from pathlib import Path
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.net.transport import Sent, begin_thread
+from deadpool_megatron.vault.transport import Sent, begin_thread
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Pace:
         return awaited or (self._newest is not None and generation < self._newest)
 
 
-class Link:
+class SharedLink:
     """The link by which all copies of a node leave: the interface ``name`` (empty: not known), its
     speed, who uses it, and the hard limit. Thread-safe; its lock is a leaf: nothing else is locked
     while it is held. The files are other ones in tests."""
@@ -340,7 +340,7 @@ class Share(AbstractContextManager["Share"]):
 
     def __init__(
         self,
-        link: Link,
+        link: SharedLink,
         role: int,
         generation: Generation,
         nbytes: int,
@@ -372,8 +372,9 @@ class Share(AbstractContextManager["Share"]):
             self.seconds = min(HALF * window, self.seconds)
             return
         self._end = sealed + LATEST * window
-        if not link.is_watched:  # else the next shipment tries again
-            link.is_watched = begin_thread("watch-link", link.watch)
+        if not link.is_watched:
+            link.is_watched = True
+            begin_thread("watch-link", link.watch)
 
     def due(self) -> float:
         """Returns when the next byte may go, in monotonic seconds."""

@@ -19,14 +19,14 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.vault.core import fetch
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Refusal, Refused
-from deadpool_megatron.vault.net.transport import Channel, Transport
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.pace import Share
-from deadpool_megatron.vault.schemes.base import Target
-from deadpool_megatron.vault.shm.segment import checksum
+from deadpool_megatron.vault.schemes.scheme import Scheme, Target
+from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.transport import UNREACHABLE, Channel, Transport
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Sender(threading.Thread, ABC):
         transport: Transport,
         layout: RoleLayout,
         target: Target,
-        epoch: int,
+        scheme: Scheme,
     ) -> None:
         super().__init__(name=f"{self.verb}-{layout.role}-to-{target.node}", daemon=True)
         self._state = state
@@ -61,7 +61,8 @@ class Sender(threading.Thread, ABC):
         self._layout = layout
         self._target = target
         self._node = target.node
-        self._epoch = epoch
+        self._scheme = scheme
+        self._epoch = scheme.record.epoch
         self._channel: Channel | None = None
 
     def _next(self) -> Work | None:
@@ -92,7 +93,7 @@ class Sender(threading.Thread, ABC):
     def _bring(self, work: Work) -> bool:
         """True to continue at once, False to try again after a pause.
 
-        What :data:`fetch.UNREACHABLE` names breaks the connection and is followed by a pause.
+        What :data:`UNREACHABLE` names breaks the connection and is followed by a pause.
         """
 
     def run(self) -> None:
@@ -104,7 +105,7 @@ class Sender(threading.Thread, ABC):
                 continue
             try:
                 done = self._bring(work)
-            except fetch.UNREACHABLE as error:
+            except UNREACHABLE as error:
                 log.info("%s: %s: %s", self.name, type(error).__name__, error)
                 self._disconnect()
                 done = False
@@ -179,7 +180,8 @@ class Shipper(Sender):
             "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
         )
         channel = self._connect()
-        base = self._follows(generation)
+        with self._state.lock:
+            base = self._scheme.follows(self._layout.role, generation)
         follows = None if base is None else base.to_list()
         elsewhere = self._state.elsewhere(self._layout, generation)
         channel.send(self._offered(work, follows=follows, elsewhere=elsewhere))
@@ -208,23 +210,88 @@ class Shipper(Sender):
             self._examine(place)
         return not damaged
 
-    def _follows(self, generation: Generation) -> Generation | None:
-        """The generation that a step leads from; None for one that travels whole."""
-        return None
-
-    def _make_whole(self, generation: Generation) -> None:
-        """Have a generation travel whole: what its step begins from was lost at this buddy."""
-
     def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
         if refused.why is Refusal.SUPERSEDED:
             names = [place.name for place in places]
             self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
             return True
         if refused.why is Refusal.NO_BASE:
-            self._make_whole(generation)
+            with self._state.changed:  # it travels whole
+                self._scheme.make_whole(self._layout.role, generation)
+                self._state.changed.notify_all()
             return True
         if refused.why is Refusal.WAITED:
             return True  # there is no need for a pause: the holder makes one, and ends it in time
         if refused.why is not Refusal.EARLY:
             self._state.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
         return False
+
+
+class Doubler(Sender):
+    """Thread that doubles one role's generations of one epoch in the memory of their node (REFT's
+    ARC). They lie in ``copy-<role>.seg``; it never connects to anybody."""
+
+    verb = "double"
+
+    def _bring(self, work: Work) -> bool:
+        """True when all parts are there twice; False to try again after a pause."""
+        generation, places = work
+        role = self._layout.role
+        failpoints.hit("vault.double", role=role, iteration=generation.iteration)
+        lacking = [place for place in places if not self._is_kept(generation, place)]
+        doubled = [place.name for place in places if place not in lacking]
+        try:
+            if lacking:
+                doubled += self._double(generation, lacking)
+        except VaultError as error:
+            self._state.reports.refuse(f"second copy: {error}", role=role)
+        self._state.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
+        return len(doubled) == len(places)
+
+    def _is_kept(self, generation: Generation, place: Place) -> bool:
+        """Return whether the second copy has these bytes already, be it as the only place of
+        them."""
+        with self._state.lock:
+            found = self._state.table.find(self._layout.role, generation, place.name)
+        return any(
+            other.segment.seat is None and other.checksum == place.checksum for other in found
+        )
+
+    def _double(self, generation: Generation, places: list[Place]) -> list[str]:
+        """Copy the parts; returns the names of those sealed, none while no slot is free. Raises
+        VaultError where there is no room, WireError at a close."""
+        state = self._state
+        names = [place.name for place in places]
+        segment = room.ensure_copy(state, self._layout, generation, names)
+        room.require_fit(segment, {place.name: place.nbytes for place in places})
+        slot = state.claim(segment, generation, self._epoch)
+        if slot is None:
+            return []
+        try:
+            room.reserve(state, segment, names, slot, generation)
+            return [place.name for place in places if self._copy(place, segment, slot)]
+        finally:
+            state.release(segment, slot)
+
+    def _copy(self, place: Place, segment: Segment, slot: int) -> bool:
+        """Copy and seal a part; False when its source turns out to be damaged."""
+        state = self._state
+        if not state.open_part(segment, slot, place.name, self._epoch):
+            raise WireError("the epoch was closed")
+        target = segment.data(slot, place.name, place.nbytes)
+        found = place.copy_into(target, state.settings.chunk_bytes, self._require_open)
+        if found != place.checksum:
+            self._examine(place)
+            return False
+        sealed = state.seal_copy(
+            segment, slot, place.name, place.nbytes, place.checksum, self._epoch
+        )
+        if not sealed:
+            raise WireError("the epoch was closed")
+        state.reports.counters["bytes doubled"] += place.nbytes
+        state.fail_point_corrupt("vault.doubled", place.segment, place.slot, [place.name])
+        return True
+
+    def _require_open(self) -> None:
+        if not self._going():
+            raise WireError("the epoch was closed")

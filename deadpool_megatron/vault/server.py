@@ -18,26 +18,23 @@ from typing import Any
 import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
-from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.fetch import receive_part
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, NO_OFFENCE, Refusal, Refused, VaultError
-from deadpool_megatron.vault.net.transport import (
+from deadpool_megatron.vault.schemes.scheme import Offer
+from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.transport import (
     HANDSHAKE_SECONDS,
     Channel,
     Transport,
     begin_thread,
+    receive_part,
 )
-from deadpool_megatron.vault.schemes.base import Offer
-from deadpool_megatron.vault.shm.segment import Segment
-from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
-# Of vaults. Where many nodes have few to choose from, more of them send to one: it takes them in
-# turn, and each of them finds its way back.
-_MOST_CONNECTIONS = 256
 # Who has not proved yet to know the run secret: so many at once, each for so long. In a crowd the
 # next one waits in the kernel's queue until somebody has proved it, or had his shorter time.
 _MOST_STRANGERS = 64
@@ -57,7 +54,6 @@ class Server:
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._strangers: dict[Channel, float] = {}  # since when, in order of arrival
-        self._idle: dict[Channel, None] = {}  # between two messages, the longest so first
         self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
 
     def start(self) -> None:
@@ -92,13 +88,7 @@ class Server:
             with self._lock:
                 self._channels.add(channel)
                 self._strangers[channel] = time.monotonic()
-            name = f"serve-{next(self._numbers)}"
-            if not begin_thread(name, partial(self._serve, channel)):
-                with self._lock:
-                    self._channels.discard(channel)
-                    self._strangers.pop(channel, None)
-                channel.close()
-                self._stopping.wait(_PAUSE_SECONDS)
+            begin_thread(f"serve-{next(self._numbers)}", partial(self._serve, channel))
 
     def _has_room(self) -> bool:
         """Put out strangers who have had their time; False: too many of them are left."""
@@ -122,44 +112,14 @@ class Server:
                 self._strangers.pop(channel, None)
         return True
 
-    def _admit(self, channel: Channel) -> bool:
-        """Make room for a vault at the cost of the one that has been silent for longest; False when
-        none is."""
-        with self._lock:
-            if len(self._channels) - len(self._strangers) > _MOST_CONNECTIONS:
-                silent = next(iter(self._idle), None)
-                if silent is None:
-                    return False
-                del self._idle[silent]
-                self._channels.discard(silent)
-                silent.shutdown()
-            self._idle[channel] = None
-            return True
-
-    def _receive(self, channel: Channel) -> Mapping[str, Any] | None:
-        """The next message; None when the connection has made room for another one."""
-        with self._lock:
-            if channel not in self._idle:
-                return None
-            del self._idle[channel]
-        return channel.receive()
-
     def _serve(self, channel: Channel) -> None:
         try:
             if not self._authenticate(channel):
                 return
-            if not self._admit(channel):
-                self._state.reports.refuse("too many connections")
-                return
             connection = _Connection(self._state, self._transport, channel)
             while not self._stopping.is_set():
-                if not channel.readable(1.0):
-                    continue
-                if (message := self._receive(channel)) is None:
-                    return
-                connection.handle(message)
-                with self._lock:
-                    self._idle[channel] = None
+                if channel.readable(1.0):
+                    connection.handle(channel.receive())
         except ConnectionClosed:
             pass
         except WireError as error:
@@ -171,7 +131,6 @@ class Server:
         finally:
             with self._lock:
                 self._channels.discard(channel)
-                self._idle.pop(channel, None)
             channel.close()
 
 
@@ -217,7 +176,7 @@ class _Connection:
     def _put(self, message: Mapping[str, Any]) -> None:
         offer, state = self._offer(message), self._state
         with state.lock:
-            held, follows = state.table.sealed(offer.role), message.get("follows")
+            held, follows = state.table.held(offer.role), message.get("follows")
             if state.scheme(offer.epoch).lacks_base(held, follows, offer.names):
                 raise Refused(Refusal.NO_BASE)
             needed = [
@@ -252,7 +211,8 @@ class _Connection:
             raise Refused(Refusal.NO_ROOM, str(error)) from error
         slot = state.claim(segment, generation, offer.epoch)
         if slot is None:
-            is_old = self._superseded(segment, generation)
+            with state.lock:
+                is_old = state.table.superseded(segment, generation)
             raise Refused(Refusal.SUPERSEDED if is_old else Refusal.EARLY)
         try:
             try:
@@ -287,17 +247,17 @@ class _Connection:
         state.fail_point_corrupt("vault.received", segment, slot, [name])
         return True
 
-    def _superseded(self, segment: Segment, generation: Generation) -> bool:
-        with self._state.lock:
-            return self._state.table.superseded(segment, generation)
-
     def _offer(self, message: Mapping[str, Any]) -> Offer:
         """Return what a message offers. Raises Refused when it must not come from its sender, or
         now."""
         epoch, role = int(message["epoch"]), int(message["role"])
         generation = Generation.from_list(message["generation"])
         parts = {str(name): (int(size), int(digest)) for name, size, digest in message["parts"]}
-        record, layout = self._open_record(epoch), self._layout
+        with self._state.lock:
+            self._require_open(epoch)
+            record, layout = self._state.record, self._layout
+        if record is None or record.epoch != epoch:
+            raise Refused(Refusal.EARLY)
         seat = record.seats.get(role)
         if seat is None or seat.node != int(message["node"]):
             raise Refused(Refusal.WRONG_SENDER)
@@ -317,15 +277,6 @@ class _Connection:
         if any(not 0 <= size <= capacities.get(name, -1) for name, size in sizes):
             raise Refused(Refusal.WRONG_PART)
         return Offer(epoch, generation, layout, parts, elsewhere)
-
-    def _open_record(self, epoch: int) -> EpochRecord:
-        """The record of an epoch that is open. Raises Refused."""
-        with self._state.lock:
-            self._require_open(epoch)
-            record = self._state.record
-            if record is None or record.epoch != epoch:
-                raise Refused(Refusal.EARLY)
-            return record
 
     def _require_open(self, epoch: int) -> None:
         if why := self._state.judge(epoch):

@@ -35,7 +35,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.words import group_name
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
-from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.member import VaultClient
 from deadpool_megatron.wire.framing import readable
 
 VALUES = 512

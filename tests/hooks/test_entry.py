@@ -15,7 +15,7 @@ from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.layout.records import Generation, Restore, Source
 from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform, Platform
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.member import VaultClient
 from fake_nccl import KIND
 from fake_nccl.fake import NAN_CHECK
 from tests.comms.ranks import DEADLINE_SECONDS, Member, run

@@ -8,7 +8,7 @@ import pytest
 
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.events import Kind
-from deadpool_megatron.vault.shm.verify import Verdict
+from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.faults.harness.jobs import Outcome, Program, assert_unnoticed, run_program, undisturbed
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS, TAG

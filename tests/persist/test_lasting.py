@@ -28,8 +28,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.layout.records import Generation, PartInfo, Restore, RoleLayout
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from tests.persist.harness.exported import exported, saved_at
 

@@ -46,7 +46,7 @@ def test_the_walks_of_a_run_are_counted_in_all_its_processes(tmp_path: Path) -> 
     assert lost >= {
         "layout/planner.py",
         "comms/store.py",
-        "vault/role/restore.py",
+        "vault/restore.py",
     }
-    assert iteration >= {"cluster/machine/machine.py", "hooks/loop.py", "vault/role/worker.py"}
+    assert iteration >= {"cluster/machine/machine.py", "hooks/loop.py", "vault/worker.py"}
     assert facts["sealing"]["returns"] > 0

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.pretraining.megatron_checkpoints import StorageFaults
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint, make_private
-from deadpool_megatron.vault.shm.verify import Verdict
+from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.security.users import ATTACKER, needs_root
 
 Tamper = Callable[[Path], None]

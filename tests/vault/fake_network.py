@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from deadpool_megatron.vault.net.transport import Channel, Transport
+from deadpool_megatron.vault.transport import Channel, Transport
 from deadpool_megatron.wire.sealed_records import RecordSocket
 from tests.common.waiting import PATIENCE_SECONDS
 

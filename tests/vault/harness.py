@@ -31,7 +31,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
-from deadpool_megatron.vault.member.client import RestoredParts, VaultClient
+from deadpool_megatron.vault.member import RestoredParts, VaultClient
 from deadpool_megatron.wire import auth
 from tests.common import forks
 from tests.common.waiting import wait_for
@@ -41,7 +41,7 @@ DEADLINE = 20.0
 RUN_ID = "test-run"
 # What a vault imports, for its process to be a fork of one that has: most tests here start some.
 VAULT = tuple(
-    f"deadpool_megatron.vault.{name}" for name in ("service", "net.transport", "processors")
+    f"deadpool_megatron.vault.{name}" for name in ("agent_orders", "transport", "processors")
 )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.service import Vault
+from deadpool_megatron.vault.agent_orders import Vault
+from deadpool_megatron.vault.member import VaultClient
 from tests.vault.fake_network import FakeNetwork, QuickListener
 
 

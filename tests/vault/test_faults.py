@@ -13,7 +13,7 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.net.links import listening_at
+from deadpool_megatron.vault.member_dialogue import listening_at
 from deadpool_megatron.vault.shm.segment import PartState, Segment, copy_name, own_name
 from tests.vault.harness import (
     Member,

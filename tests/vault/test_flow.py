@@ -59,8 +59,8 @@ def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
         assert {event.role for event in running.nodes[0].told(Kind.EXPOSED)} == {0}
         assert running.nodes[2].seen(Kind.EXPOSED) == []
         # The generation fetched for role 1 is superseded and its memory given back.
-        names = set(running.nodes[2].status()["segments"])
-        assert names == {"own-1-2.0.0.seg", "copy-0.seg"}
+        names = {"own-1-2.0.0.seg", "copy-0.seg"}
+        wait_until(lambda: {*running.nodes[2].status()["segments"]} == names, "room")
         inventories = running.close(2, gone={1})
         newest = {(h.role, h.generation) for h in inventories[2].holdings}
         assert (1, Generation(2, 7)) in newest
@@ -102,7 +102,8 @@ def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
         for iteration in (1, 2):
             fresh.step(Generation(2, iteration))
             members[1].step(Generation(2, iteration))
-        assert set(running.nodes[0].status()["segments"]) == {"own-0-0.0.1.seg", "copy-1.seg"}
+        names = {"own-0-0.0.1.seg", "copy-1.seg"}
+        wait_until(lambda: {*running.nodes[0].status()["segments"]} == names, "room")
         with pytest.raises(VaultError, match="epoch 1 is over"):
             running.nodes[0].adopt(running.record(1))
 

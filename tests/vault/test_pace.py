@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,19 +18,18 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.net.transport import Sent
 from deadpool_megatron.vault.pace import (
     HALF,
     LATEST,
     LEAST_RATE,
     SPAN_SECONDS,
-    Link,
     Pace,
     Share,
+    SharedLink,
     interface_of,
     piece_bytes,
 )
-from tests.common.threads import short_of_threads
+from deadpool_megatron.vault.transport import Sent
 from tests.vault.harness import wait_until
 
 NEWEST = Generation(1, 5)
@@ -45,12 +43,12 @@ def run(pace: Pace, gaps: list[float], first: int = 0, now: float = 100.0) -> fl
     return now
 
 
-def link_of(**settings: Any) -> Link:
-    return Link(Settings(**{"link_gaps": "off", "chunk_bytes": 4 << 20, **settings}))
+def link_of(**settings: Any) -> SharedLink:
+    return SharedLink(Settings(**{"link_gaps": "off", "chunk_bytes": 4 << 20, **settings}))
 
 
 def shipment(
-    link: Link, nbytes: int, generation: Generation = NEWEST, speed: float | None = None
+    link: SharedLink, nbytes: int, generation: Generation = NEWEST, speed: float | None = None
 ) -> Share:
     """Of role 0, sealed at 100 s; its members have ``speed`` of the link."""
     if speed is not None:
@@ -304,7 +302,7 @@ def test_the_end_of_an_epoch_ends_a_wait_and_what_it_began_with_has_none() -> No
 # Gaps.
 
 
-class MadeLink(Link):
+class MadeLink(SharedLink):
     """Half of a link of 1 GB/s is taken by others until ``idle`` is set; ``error``: nobody counts.
     What the vault sends is not on it. Role 0 has an hour's window.
     """
@@ -333,7 +331,7 @@ _HELD_BYTES = 64 << 20
 
 
 @contextlib.contextmanager
-def held_shipment(link: Link) -> Iterator[tuple[threading.Thread, list[int]]]:
+def held_shipment(link: SharedLink) -> Iterator[tuple[threading.Thread, list[int]]]:
     """A shipment whose last piece is due in a minute at the share it has; also the sizes of the
     pieces that have gone."""
     link.note(Pace.sealed, 0, Generation(1, 6))
@@ -409,21 +407,6 @@ def test_gaps_are_not_looked_for_where_nobody_wants_them() -> None:
     assert link.reads_done == 0
 
 
-def test_a_moment_without_threads_costs_a_shipment_its_gaps_and_no_sender(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is sent is sent by a thread that nobody would start anew in this epoch."""
-    refused, link = short_of_threads(monkeypatch, "watch-link"), MadeLink()
-    with shipment(link, 1 << 20) as share:
-        assert share.seconds
-        assert refused
-        assert not watchers()
-    assert not link.shares
-    with shipment(link, 1 << 20):
-        assert watchers(), "the next one finds a thread"
-    wait_until(lambda: not watchers(), "nobody reads the counters while nothing is shipped")
-
-
 def test_what_copies_have_sent_is_not_training() -> None:
     """Of those under way and of those that are over."""
     link, sent = link_of(), [Sent(0.0, 100)]
@@ -466,7 +449,7 @@ def test_the_speed_an_interface_states(
 ) -> None:
     (tmp_path / name / part).mkdir(parents=True)
     (tmp_path / name / "speed").write_text(speed)
-    assert Link(Settings(), name, tmp_path).stated() == bytes_per_second
+    assert SharedLink(Settings(), name, tmp_path).stated() == bytes_per_second
 
 
 def test_what_has_left_by_an_interface(tmp_path: Path) -> None:
@@ -474,33 +457,18 @@ def test_what_has_left_by_an_interface(tmp_path: Path) -> None:
     table = tmp_path / "dev"
     table.write_text(_TABLE)
     (tmp_path / "eth7").mkdir()
-    assert Link(Settings(), "eth7", tmp_path, table).sent_bytes() == 1000
+    assert SharedLink(Settings(), "eth7", tmp_path, table).sent_bytes() == 1000
     for port, words in (("1", "10\n"), ("2", "5\n")):
         counters = tmp_path / "eth7" / "device" / "infiniband" / "mlx5_0" / "ports" / port
         (counters / "counters").mkdir(parents=True)
         (counters / "counters" / "port_xmit_data").write_text(words)
     for kind, nbytes in (("1\n", 1060), ("32\n", 60)):
         (tmp_path / "eth7" / "type").write_text(kind)
-        assert Link(Settings(), "eth7", tmp_path, table).sent_bytes() == nbytes
+        assert SharedLink(Settings(), "eth7", tmp_path, table).sent_bytes() == nbytes
+    assert SharedLink(Settings(), "lo").sent_bytes() > 0, "this machine counts them"
     for name, why in (("", "of no known interface"), ("gone0", "no such interface")):
         with pytest.raises(OSError, match=why):
-            Link(Settings(), name, tmp_path).sent_bytes()
-
-
-def test_this_machine_counts_what_is_sent() -> None:
-    loopback = Link(Settings(), "lo")
-    before, sent = loopback.sent_bytes(), bytes(4 << 20)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname(), 10.0)
-        far, _ = server.accept()
-        with near, far:
-            sending = threading.Thread(target=near.sendall, args=(sent,))
-            sending.start()
-            left = len(sent)
-            while left:
-                left -= len(far.recv(1 << 20))
-            sending.join(10)
-    assert loopback.sent_bytes() >= before + len(sent)
+            SharedLink(Settings(), name, tmp_path).sent_bytes()
 
 
 _TICK_SECONDS = 0.01

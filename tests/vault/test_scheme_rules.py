@@ -38,7 +38,7 @@ from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
-from deadpool_megatron.vault.member.buffers import RestoredParts
+from deadpool_megatron.vault.member import RestoredParts
 from deadpool_megatron.vault.shm.segment import PartState, Segment
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import Member, content, make_layout, record_of

@@ -24,7 +24,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.member.buffers import RestoredParts
+from deadpool_megatron.vault.member import RestoredParts
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, own_name
 from tests.vault.harness import (
     Cluster,

@@ -15,7 +15,7 @@ import xxhash
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.vault.net.transport import realm_of
+from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, train, wait_until
 from tests.vault.protected import FIRST, LAYOUTS, begin

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.vault.net.transport import realm_of
+from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.sealed_records import open_stream
 from tests.vault.harness import RUN_ID, cluster, wait_until

@@ -13,7 +13,7 @@ import xxhash
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.vault.net.transport import realm_of
+from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from tests.cluster.running import Run, deadpool
 from tests.vault.harness import RUN_ID, Node, cluster, train, wait_until

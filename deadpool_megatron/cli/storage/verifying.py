@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.persist import frozen_file
-from deadpool_megatron.vault.shm.verify import (
+from deadpool_megatron.vault.shm.slot_check import (
     Finding,
     Meter,
     Progress,

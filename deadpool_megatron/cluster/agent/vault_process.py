@@ -38,8 +38,8 @@ from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.member_dialogue import listening_at
 from deadpool_megatron.vault.memory import usable_bytes
-from deadpool_megatron.vault.net.links import listening_at
 
 VAULT_SOCKET = "vault.sock"
 _STATUS_SECONDS = 1.0
@@ -238,10 +238,7 @@ class VaultKeeper:
         generation = Generation.from_list(message["generation"])
         limit = self._settings.first_step_seconds
         held = [Generation.from_list(one) for one in message.get("held", ())]
-        if held:
-            # All that is intact is written: there is nothing left to try for what is damaged.
-            return {"files": await control.dump_held(directory, held, limit)}
-        return await control.dump(directory, generation, str(message["boundary"]), limit)
+        return await control.dump(directory, generation, str(message["boundary"]), limit, held)
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
         """Set a generation aside. Raises OSError, TimeoutError or VaultError."""

@@ -62,7 +62,7 @@ from deadpool_megatron.platform.devices import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
-from deadpool_megatron.vault.member.client import GateAnswer, RestoredParts, SlotWriter, VaultClient
+from deadpool_megatron.vault.member import GateAnswer, RestoredParts, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum
 
 # Shorter waits are the price of looking, not a stall.

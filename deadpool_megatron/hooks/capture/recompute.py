@@ -53,7 +53,7 @@ from deadpool_megatron.layout.replaying import from_key, key, step_parts, unpack
 from deadpool_megatron.platform.devices import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.member.client import RestoredParts, SlotWriter, VaultClient
+from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClient
 
 _STEP_BYTES = 64 << 10
 _BYTES_PER_PARAMETER = 8  # its number, in the list of those without a gradient

@@ -1,7 +1,6 @@
 """Generations that leave the slots.
 
-dump           written when a run has to end
-sources        what the files of a dump give, and whether that is all
-dumped_blocks  parity blocks among them
-taken          set aside for an export
+dump     written when a run has to end
+sources  what the files of a dump give, and whether that is all
+taken    set aside for an export
 """

@@ -31,7 +31,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError, is_shortage
 from deadpool_megatron.vault.memory import free_bytes
 from deadpool_megatron.vault.shm.segment import (
@@ -65,11 +65,7 @@ def dump_files(directory: Path, role: int) -> Iterator[Segment]:
 
 
 def dump(
-    state: VaultState,
-    directory: Path,
-    generation: Generation,
-    boundary: str | None,
-    roles: Iterable[int] | None,
+    state: VaultState, directory: Path, generation: Generation, boundary: str | None
 ) -> list[str]:
     """Write what this node holds of a generation, one file for each role; answers the paths.
     ``boundary``: the one whose extras are written, None for all of them.
@@ -84,7 +80,7 @@ def dump(
     with state.lock:
         held = {h.role for h in state.table.holdings() if h.generation == generation}
     written = []
-    for role in sorted(held if roles is None else held & set(roles)):
+    for role in sorted(held):
         path = _dump_role(state, directory, role, generation, boundary)
         if path is not None:
             written.append(str(path))
@@ -103,7 +99,7 @@ def dump_held(state: VaultState, base: Path, generations: Iterable[Generation]) 
     written: list[str] = []
     for generation in sorted(generations, reverse=True):
         try:
-            written += dump(state, base / generation_name(generation), generation, None, None)
+            written += dump(state, base / generation_name(generation), generation, None)
         except (VaultError, OSError) as error:
             raise VaultError(f"{error}; {len(written)} files were written before") from error
     return written
@@ -191,9 +187,11 @@ def _dump_role(
         # Where a shard part turns out to be damaged, what leads to it is wanted in its place.
         while wanted := _pin_wanted(state, layout, generation, boundary, found):
             for what, places in wanted.items():
-                place = _intact(state, places)
-                if place is not None:
-                    kept[what] = place
+                for place in places:
+                    if (digest := checksum(place.view)) == place.checksum:
+                        kept[what] = place
+                        break
+                    state.mark_bad(place, digest)
         for what, place in _written_before(path, layout, generation).items():
             if what not in kept and _is_intact(place, state.settings.chunk_bytes):
                 kept[what] = place
@@ -236,9 +234,7 @@ def _pin_wanted(
 def _led_from(table: Table, layout: RoleLayout, generation: Generation) -> list[_What]:
     """Return what is held of the way to shard parts that are not: back to a whole copy, or to a
     gap."""
-    held: dict[Generation, set[str]] = {}
-    for slot in table.sealed(layout.role):
-        held.setdefault(slot.generation, set()).update(slot.parts)
+    held = table.held(layout.role)
     found: list[_What] = []
     for shard in layout.shard_parts:
         at: Generation | None = generation
@@ -281,15 +277,6 @@ def _is_intact(place: Place, piece_bytes: int) -> bool:
     except (SegmentError, OSError):
         return False
     return digest.intdigest() == place.checksum
-
-
-def _intact(state: VaultState, places: list[Place]) -> Place | None:
-    for place in places:
-        digest = checksum(place.view)
-        if digest == place.checksum:
-            return place
-        state.mark_bad(place, digest)
-    return None
 
 
 def _write_dump(

@@ -6,6 +6,7 @@ Of however many nodes and failures they are. Checksums are compared when parts a
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -191,7 +192,9 @@ def last_boundary(
 
 
 def _is_coded(directory: Path, role: int, part: str, iteration: int) -> bool:
-    from deadpool_megatron.vault.disk.dumped_blocks import dumped_decodings  # most have no blocks
+    from deadpool_megatron.vault.schemes.parity_decode import (
+        dumped_decodings,  # most have no blocks
+    )
 
     return bool(dumped_decodings(directory, role, part, iteration))
 
@@ -201,3 +204,6 @@ def _files(directory: Path, role: int) -> Iterator[tuple[RoleLayout, set[str]]]:
         layout = dumped.layout
         entries = {part.name: dumped.entry(0, part.name) for part in layout.parts}
         yield layout, {n for n, entry in entries.items() if entry.state is PartState.SEALED}
+
+
+log = logging.getLogger(__name__)

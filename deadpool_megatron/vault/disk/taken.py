@@ -21,7 +21,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.shm.table import Place, SealedSlot
@@ -45,28 +45,14 @@ class Taken:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return {
-            "role": self.role,
-            "layout_hash": self.layout_hash,
-            "generation": self.generation.to_list(),
-            "boundary": self.boundary,
-            "path": self.path,
-            "parts": {name: list(place) for name, place in self.parts.items()},
-            "elsewhere": dict(self.elsewhere),
-        }
+        return {**vars(self), "generation": self.generation.to_list()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Taken:
         """Inverse of :meth:`to_dict`."""
-        return Taken(
-            int(values["role"]),
-            str(values["layout_hash"]),
-            Generation.from_list(values["generation"]),
-            str(values["boundary"]),
-            str(values["path"]),
-            {str(name): (int(a), int(b), int(c)) for name, (a, b, c) in values["parts"].items()},
-            {str(name): str(path) for name, path in values["elsewhere"].items()},
-        )
+        parts = {name: tuple(place) for name, place in values["parts"].items()}
+        generation = Generation.from_list(values["generation"])
+        return Taken(**{**values, "generation": generation, "parts": parts})
 
 
 def drop_taken(directory: Path, name: str = "") -> None:
@@ -195,7 +181,7 @@ class _Taker:
 
     def _boundary(self) -> str:
         with self._state.lock:
-            held = self._state.table.parts(self._role, self._generation)
+            held = self._state.table.held(self._role).get(self._generation, ())
         found = [boundary for boundary in BOUNDARIES if extras_part(boundary) in held]
         if not found:
             raise self._too_late()

@@ -10,7 +10,7 @@ what has gone into the block stays in the slots of its owners, whose members do 
 * A block needs the memory of one slot, as a copy does, and a piece for each owner that sends.
 * Bytes cannot be taken out of a sum. So a part of which one owner's bytes come damaged, break off
   or come twice is begun again, and its owners, who ask again, are told that it is needed again.
-* A half-made part is ABSENT, so a close promises nothing of it; after :meth:`Block.cut` no thread
+* A half-made part is ABSENT, so a close promises nothing of it; after it was cut no thread
   writes into its slot. A block is sealed at once with the list of what it is made of, under the
   lock that a close takes.
 * An owner's vault that was restarted puts again what it has; the checksums tell that it is in the
@@ -38,13 +38,13 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     is_parity_role,
 )
-from deadpool_megatron.vault.core import fetch, room
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
-from deadpool_megatron.vault.net.transport import Channel, Transport, begin_thread
-from deadpool_megatron.vault.schemes.base import Copies, Offer, Parts, Target
 from deadpool_megatron.vault.schemes.parity_decode import load_code
+from deadpool_megatron.vault.schemes.scheme import Copies, Offer, Parts, Target
 from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.transport import UNREACHABLE, Channel, Transport, begin_thread
 from deadpool_megatron.wire.framing import ConnectionClosed
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Parity(Copies):
     def __init__(self, record: EpochRecord) -> None:
         super().__init__(record)
         self.placement = ParityPlacement.of_record(record)
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, ParityBlock] = {}
         begin_thread("load-code", partial(load_code, record.replicas))
 
     def coded(self, layout: RoleLayout) -> list[str]:
@@ -100,7 +100,7 @@ class Parity(Copies):
     ) -> None:
         self.block(state, transport, block, offer.role).put(channel, offer)
 
-    def block(self, state: VaultState, transport: Transport, number: int, role: int) -> Block:
+    def block(self, state: VaultState, transport: Transport, number: int, role: int) -> ParityBlock:
         """A block that ``role`` is part of. Raises Refused when nobody makes it, here and in this
         epoch."""
         with state.lock:
@@ -113,7 +113,7 @@ class Parity(Copies):
                 raise Refused(Refusal.WRONG_HOLDER)
             block = self._blocks.get(number)
             if block is None:
-                block = self._blocks[number] = Block(state, transport, self, number)
+                block = self._blocks[number] = ParityBlock(state, transport, self, number)
             return block
 
     def cut(self) -> None:
@@ -157,7 +157,7 @@ class _Making:
         return [n for n in names if n not in self.sums or not self.sums[n].given.get(role)]
 
 
-class Block:
+class ParityBlock:
     """One parity block that is kept here, generation after generation of one epoch; see the module
     text. Thread-safe: called by the threads that serve the owners. Fields are guarded by the
     vault's lock."""
@@ -270,7 +270,7 @@ class Block:
         state = self._state
         with state.lock:
             places = state.table.find(self._number, generation, MEMBERS)
-            sealed = state.table.parts(self._number, generation)
+            sealed = state.table.held(self._number).get(generation, set())
             expected = {role: {*self._coded(role)} for role in self._group.roles}
         if not places:
             return None
@@ -452,15 +452,14 @@ class Block:
         """Ask roles what they consist of, and for what they believe to be in a sealed block. Called
         under the lock."""
         if not self._is_asking:
-            ask = partial(self._ask, generation, roles)
             self._is_asking = True  # before the thread may be over
-            self._is_asking = begin_thread(f"block-{self._number}", ask)
+            begin_thread(f"block-{self._number}", partial(self._ask, generation, roles))
 
     def _ask(self, generation: Generation, roles: Collection[int]) -> None:
         for role in roles:
             try:
                 layout = self._described(generation, role)
-            except fetch.UNREACHABLE as error:
+            except UNREACHABLE as error:
                 log.info("block %d: role %d: %s", self._number, role, error)
                 continue
             with self._state.changed:

@@ -19,22 +19,37 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members
-from deadpool_megatron.layout.records import Decoding, EpochRecord, Generation, RoleLayout, Source
-from deadpool_megatron.vault.core import fetch
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import MALFORMED, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.net.transport import Channel, begin_thread
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.parity_groups import MEMBERS, Members, combines, parity_numbers
+from deadpool_megatron.layout.records import (
+    Decoding,
+    EpochRecord,
+    Generation,
+    RoleLayout,
+    Source,
+    is_parity_role,
+)
+from deadpool_megatron.vault.disk.dump import dump_files
+from deadpool_megatron.vault.disk.sources import holds
+from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.errors import (
+    MALFORMED,
+    RestoreUnavailable,
+    SegmentError,
+    VaultError,
+    is_shortage,
+)
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name, parse_name
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.transport import UNREACHABLE, Channel, ask_part, begin_thread
 
 if TYPE_CHECKING:
     from deadpool_megatron.vault.schemes.parity_code import Coder, Combination
@@ -61,141 +76,44 @@ def load_code(parities: int) -> None:
         Coder(1, max(1, parities))
 
 
+@dataclass(eq=False)
 class BlockError(Exception):
     """A block did not come. ``final``: nor will it from this place; ``damaged``: it came wrong;
     ``members``: what did not come was what it has been computed from."""
 
-    def __init__(
-        self,
-        number: int,
-        source: Source | None,
-        why: str,
-        *,
-        final: bool = False,
-        damaged: bool = False,
-        members: bool = False,
-    ) -> None:
-        super().__init__(why)
-        self.number, self.source = number, source
-        self.final, self.damaged, self.members = final, damaged, members
+    number: int
+    source: Source | None
+    why: str
+    final: bool = False
+    damaged: bool = False
+    members: bool = False
+
+    def __str__(self) -> str:
+        return self.why
 
 
-class Supply(ABC):
-    """One part from one place. One thread, but :meth:`cut`. Methods raise VaultError when the place
-    cannot give it, and OSError or WireError when it could not be asked.
+class BlockSource(ABC):
+    """One block from one place. ``wanted``: bytes and checksum that it must have; None for parity,
+    which nobody else vouches for. One thread, but :meth:`cut`. Public methods raise BlockError; the
+    others VaultError when the place cannot give it, OSError or WireError when it was not reached.
     """
 
     where: str  # for people
 
-    @abstractmethod
-    def begin(self) -> tuple[int, int]:
-        """Size in bytes and checksum of the part, whose bytes follow."""
-
-    @abstractmethod
-    def read(self, target: memoryview) -> None:
-        """Fill ``target`` with the next bytes."""
-
-    @abstractmethod
-    def cut(self) -> None:
-        """Make the other methods fail soon; from any thread."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the resources back."""
-
-
-# The supply of a part from a place.
-Supplier = Callable[[Source, str], Supply]
-
-
-class VaultSupply(Supply):
-    """A part in the memory of another vault, or of this one, by a connection of its own."""
-
-    def __init__(
-        self, state: VaultState, record: EpochRecord, dial: Dial, source: Source, part: str
-    ) -> None:
-        self.where = f"from node {source.node}"
-        self._state = state
-        self._record = record
-        self._dial = dial
-        self._source = source
-        self._part = part
-        self._channel: Channel | None = None
-        self._over = False
-
-    def begin(self) -> tuple[int, int]:
-        state, record = self._state, self._record
-        self._channel = channel = self._dial(self._source.node)
-        if self._over or not state.is_open(record.epoch):
-            raise ConnectionError("the epoch was closed while connecting")
-        generation = record.restore.generation
-        return fetch.ask(channel, record.epoch, self._source, generation, self._part)
-
-    def read(self, target: memoryview) -> None:
-        assert self._channel is not None, "begin() comes first"
-        self._channel.receive_bulk(target)
-
-    def cut(self) -> None:
-        self._over = True
-        channel = self._channel
-        if channel is not None:
-            channel.shutdown()
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-
-
-class FileSupply(Supply):
-    """A part in a file of a dump."""
-
-    def __init__(self, path: Path, part: str) -> None:
-        self.where = str(path)
-        self._path = path
-        self._part = part
-        self._dumped: Segment | None = None
-        self._position = 0
-
-    def begin(self) -> tuple[int, int]:
-        self._dumped = Segment.open(self._path, writable=False)
-        entry = self._dumped.entry(0, self._part)
-        if entry.state is not PartState.SEALED:
-            raise VaultError("not in the file")
-        return entry.nbytes, entry.checksum
-
-    def read(self, target: memoryview) -> None:
-        assert self._dumped is not None, "begin() comes first"
-        self._dumped.read_into(0, self._part, self._position, target)
-        self._position += len(target)
-
-    def cut(self) -> None:
-        """A file keeps nobody waiting."""
-
-    def close(self) -> None:
-        self._dumped = None
-
-
-class Block:
-    """One block from one place. ``wanted``: bytes and checksum that it must have; None for parity,
-    which nobody else vouches for. Methods raise BlockError."""
-
     def __init__(
         self,
         state: VaultState,
-        supply: Supply,
+        generation: Generation,
         number: int,
         source: Source,
-        generation: Generation,
         part: str,
         wanted: tuple[int, int] | None = None,
     ) -> None:
         self.name = f"block-{source.role}-from-{source.node}"
-        self.cut = supply.cut
         self._state = state
-        self._supply = supply
+        self._generation = generation
         self._number = number
         self._source = source
-        self._generation = generation
         self._part = part
         self._wanted = wanted
         self.moved = time.monotonic()  # when its last bytes came
@@ -211,7 +129,7 @@ class Block:
                 about = {"role": self._source.role, "part": self._part}
                 failpoints.hit("vault.decode", iteration=self._generation.iteration, **about)
                 piece = room[: nbytes - start]
-                self._supply.read(piece)
+                self._read(piece)
                 self.moved = time.monotonic()
                 digest.update(piece)
                 if not combination.add(self._number, start, piece):
@@ -224,39 +142,113 @@ class Block:
             if not 0 <= nbytes <= _MOST_SMALL_BYTES:
                 raise VaultError(f"{self._part} of {nbytes} bytes")
             content = bytearray(nbytes)
-            self._supply.read(memoryview(content))
+            self._read(memoryview(content))
             self._check(xxhash.xxh3_64_intdigest(content), expected)
         return bytes(content)
 
     def error(self, why: str, *, final: bool = False, damaged: bool = False) -> BlockError:
         """The error of this block."""
-        members = self._part == MEMBERS
-        return BlockError(
-            self._number, self._source, why, final=final, damaged=damaged, members=members
-        )
+        is_members = self._part == MEMBERS
+        return BlockError(self._number, self._source, why, final, damaged, is_members)
+
+    def cut(self) -> None:  # noqa: B027  a file keeps nobody waiting
+        """Make the other methods fail soon; from any thread."""
+
+    @abstractmethod
+    def _begin(self) -> tuple[int, int]:
+        """Size in bytes and checksum of the part, whose bytes follow."""
+
+    @abstractmethod
+    def _read(self, target: memoryview) -> None:
+        """Fill ``target`` with the next bytes."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Give the resources back."""
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[tuple[int, int]]:
         try:
-            yield self._supply.begin()
+            yield self._begin()
         except VaultError as error:
             raise self.error(str(error), final=True) from error
-        except fetch.UNREACHABLE as error:
+        except UNREACHABLE as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
         finally:
-            self._supply.close()
+            self._close()
 
     def _check(self, found: int, expected: int) -> None:
         if found != expected:
             reports = self._state.reports
             reports.counters["corruption"] += 1
-            about = (self._source.role, self._generation, self._part, self._supply.where)
+            about = (self._source.role, self._generation, self._part, self.where)
             reports.corruption(*about, expected, found)
             raise self.error("checksum does not match", damaged=True)
 
 
+class VaultBlock(BlockSource):
+    """In the memory of another vault, or of this one, by a connection of its own."""
+
+    _channel: Channel | None = None
+    _over = False
+
+    def __init__(self, epoch: int, dial: Dial, *about: Any) -> None:
+        super().__init__(*about)
+        self.where = f"from node {self._source.node}"
+        self._epoch = epoch
+        self._dial = dial
+
+    def _begin(self) -> tuple[int, int]:
+        self._channel = channel = self._dial(self._source.node)
+        if self._over or not self._state.is_open(self._epoch):
+            raise ConnectionError("the epoch was closed while connecting")
+        return ask_part(channel, self._epoch, self._source, self._generation, self._part)
+
+    def _read(self, target: memoryview) -> None:
+        assert self._channel is not None, "_begin() comes first"
+        self._channel.receive_bulk(target)
+
+    def cut(self) -> None:
+        self._over = True
+        channel = self._channel
+        if channel is not None:
+            channel.shutdown()
+
+    def _close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+class DumpedBlock(BlockSource):
+    """In a file of a dump; the node of a source is the one that wrote it."""
+
+    _dumped: Segment | None = None
+    _position = 0
+
+    def __init__(self, directory: Path, *about: Any) -> None:
+        super().__init__(*about)
+        self._path = directory / dump_name(self._source.role, self._source.node)
+        self.where = str(self._path)
+
+    def _begin(self) -> tuple[int, int]:
+        self._dumped = Segment.open(self._path, writable=False)
+        entry = self._dumped.entry(0, self._part)
+        if entry.state is not PartState.SEALED:
+            raise VaultError("not in the file")
+        return entry.nbytes, entry.checksum
+
+    def _read(self, target: memoryview) -> None:
+        assert self._dumped is not None, "_begin() comes first"
+        self._dumped.read_into(0, self._part, self._position, target)
+        self._position += len(target)
+
+    def _close(self) -> None:
+        self._dumped = None
+
+
 class _WrongResultError(Exception):
-    """All blocks were as their places vouch for them, but what came out was not the part."""
+    """All blocks were as their places vouch for them, but what came out was not the part: the
+    checksums that it should have and has."""
 
 
 class _Candidates:
@@ -318,8 +310,9 @@ class _Candidates:
 class Decoder:
     """Decodes parts of one role for one epoch. One thread; :meth:`cut` from any.
 
-    ``supplier``: where blocks come from. ``target``: the claimed slot for the role. ``seal``: vouch
-    for a part in it; raises VaultError when the epoch was closed.
+    ``dial``: connects to the vault of a node, if it is not a dump that is restored. ``target``: the
+    claimed slot for the role. ``seal``: vouch for a part in it; raises VaultError when the epoch
+    was closed.
     """
 
     def __init__(
@@ -327,7 +320,7 @@ class Decoder:
         state: VaultState,
         record: EpochRecord,
         role: int,
-        supplier: Supplier,
+        dial: Dial,
         target: Target,
         seal: Seal,
     ) -> None:
@@ -335,10 +328,10 @@ class Decoder:
         self._record = record
         self._role = role
         self._generation = record.restore.generation
-        self._supplier = supplier
+        self._dial = dial
         self._target = target
         self._seal = seal
-        self._blocks: list[Block] = []
+        self._blocks: list[BlockSource] = []
         self._members: dict[Source, Members] = {}
         self._silent: set[int] = set()
 
@@ -375,10 +368,15 @@ class Decoder:
             late = time.monotonic() > deadline
             try:
                 return self._attempt(layout, name, decoding, coder, choice)
-            except _WrongResultError:
+            except _WrongResultError as error:
                 candidates.drop_together(choice)
+                state, blocks = self._state, [one for one in choice.values() if one is not None]
+                where = ", ".join(f"role {one.role} on node {one.node}" for one in blocks)
+                about = (self._role, self._generation, name, f"decoded from {where}")
+                state.reports.counters["corruption"] += 1
+                state.reports.corruption(*about, *error.args)
                 why = f"block of {sorted(choice)}, which give other bytes than the role had"
-                tried += [(one.node, one.role, why) for one in choice.values() if one is not None]
+                tried += [(one.node, one.role, why) for one in blocks]
                 if late:
                     break
                 continue
@@ -414,8 +412,7 @@ class Decoder:
                 self._add_up(blocks, coder.begin(choice, wanted, view))
                 found = checksum(view)
                 if found != expected:
-                    self._report_wrong(name, choice, expected, found)
-                    raise _WrongResultError
+                    raise _WrongResultError(expected, found)
                 place = self._seal(segment, slot, name, nbytes, expected)
         finally:
             for block in blocks:
@@ -424,12 +421,12 @@ class Decoder:
         self._report(name, choice, nbytes, time.monotonic() - started)
         return place
 
-    def _add_up(self, blocks: list[Block], combination: Combination) -> None:
+    def _add_up(self, blocks: list[BlockSource], combination: Combination) -> None:
         """Have all blocks added, each by a thread of its own; raises the first BlockError."""
-        ended: queue.SimpleQueue[tuple[Block, BlockError | None]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[BlockSource, BlockError | None]] = queue.SimpleQueue()
         limit = 3 * self._state.settings.connect_seconds  # connect, prove, answer
 
-        def fetch_one(block: Block) -> None:
+        def fetch_one(block: BlockSource) -> None:
             try:
                 block.add_to(combination)
                 ended.put((block, None))
@@ -438,8 +435,7 @@ class Decoder:
 
         try:
             for block in blocks:
-                if not begin_thread(block.name, partial(fetch_one, block)):
-                    raise block.error("the host has no thread left for it")
+                begin_thread(block.name, partial(fetch_one, block))
             left = {*blocks}
             while left:
                 try:
@@ -455,7 +451,7 @@ class Decoder:
         finally:
             combination.give_up()  # whoever still waits for bytes must not touch the slot
 
-    def _needed(self, members: Members, name: str, choice: Choice) -> list[Block]:
+    def _needed(self, members: Members, name: str, choice: Choice) -> list[BlockSource]:
         """The chosen blocks that have to be fetched; a role that contributed nothing has none."""
         blocks = []
         for number, source in choice.items():
@@ -471,9 +467,11 @@ class Decoder:
 
     def _block(
         self, number: int, source: Source, part: str, wanted: tuple[int, int] | None
-    ) -> Block:
-        supply = self._supplier(source, part)
-        return Block(self._state, supply, number, source, self._generation, part, wanted)
+    ) -> BlockSource:
+        about = (self._state, self._generation, number, source, part, wanted)
+        if self._record.restore.kind == "dump":
+            return DumpedBlock(Path(self._record.restore.path), *about)
+        return VaultBlock(self._record.epoch, self._dial, *about)
 
     def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> Members:
         """Return what the parity was computed from, as one of the chosen parity blocks says."""
@@ -510,28 +508,59 @@ class Decoder:
         return members
 
     def _report(self, name: str, choice: Choice, nbytes: int, seconds: float) -> None:
-        state = self._state
-        state.reports.counters["parts decoded"] += 1
-        state.reports.counters["bytes decoded"] += nbytes
-        state.reports.send(
-            Event(
-                Kind.DECODED,
-                epoch=self._record.epoch,
-                node=state.node,
-                role=self._role,
-                iteration=self._generation.iteration,
-                data={
-                    "part": name,
-                    "bytes": nbytes,
-                    "seconds": seconds,
-                    "blocks": {str(n): one.to_list() for n, one in choice.items() if one},
-                },
-            )
-        )
+        reports = self._state.reports
+        reports.counters["parts decoded"] += 1
+        reports.counters["bytes decoded"] += nbytes
+        blocks = {str(n): one.to_list() for n, one in choice.items() if one}
+        facts = {"part": name, "bytes": nbytes, "seconds": seconds, "blocks": blocks}
+        reports.emit(Kind.DECODED, self._role, self._generation, facts)
 
-    def _report_wrong(self, name: str, choice: Choice, expected: int, found: int) -> None:
-        where = "decoded from " + ", ".join(
-            f"role {one.role} on node {one.node}" for one in choice.values() if one is not None
-        )
-        self._state.reports.counters["corruption"] += 1
-        self._state.reports.corruption(self._role, self._generation, name, where, expected, found)
+
+def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> list[Decoding]:
+    """Return how a part can be computed from the files, the way with the most blocks first.
+
+    The generation may have had another lineage in the run that wrote them. Reads descriptions and
+    headers only: whether the bytes are intact turns out when they are used.
+    """
+    found: dict[tuple[tuple[int, ...], int, tuple[str, ...]], dict[int, tuple[Source, ...]]] = {}
+    for dumped in _parity_files(directory, role):
+        if holds(dumped, part, iteration) and holds(dumped, MEMBERS, iteration):
+            layout = dumped.layout
+            files = [one for other in layout.peers for one in dump_files(directory, other)]
+            if not combines(layout, {one.layout.role: one.layout for one in files}):
+                continue
+            number, parities = parity_numbers(layout)
+            key = layout.peers, parities, tuple(one.name for one in layout.parts)
+            places = found.setdefault(key, {})
+            block = len(layout.peers) + number
+            places[block] = (*places.get(block, ()), _source(dumped))
+    decodings = []
+    for (group, parities, _), places in found.items():
+        for number, other in enumerate(group):
+            files = list(dump_files(directory, other)) if other != role else []
+            held = tuple(_source(one) for one in files if holds(one, part, iteration))
+            if held or any(part not in one.layout.shard_parts for one in files):
+                places[number] = held
+        if len(places) >= len(group):
+            decodings.append(Decoding(group, parities, dict(sorted(places.items()))))
+    return sorted(decodings, key=lambda one: (-len(one.blocks), one.group))
+
+
+def _parity_files(directory: Path, role: int) -> list[Segment]:
+    """Readable files of parity blocks of any group of ``role``."""
+    found = []
+    for path in sorted(directory.glob("dump-*-*.seg")):
+        try:
+            if is_parity_role(parse_name(path.name)[0]):
+                dumped = Segment.open(path, writable=False)
+                if role in dumped.layout.peers:
+                    found.append(dumped)
+        except (SegmentError, OSError) as error:
+            if is_shortage(error):
+                raise
+            log.warning("dump: %s", error)
+    return found
+
+
+def _source(dumped: Segment) -> Source:
+    return Source(int(dumped.path.stem.rsplit("-", 1)[1]), dumped.layout.role)

@@ -35,6 +35,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -88,6 +89,18 @@ class PartEntry:
     nbytes: int
     checksum: int
     epoch: int
+
+
+class Filled(NamedTuple):
+    """Parts of a slot that its member has finished, and nobody has sealed yet, with their bytes.
+    ``damaged``: names in whose entry another generation stands than in the header of the slot;
+    ``is_foreign``: the slot was written in another epoch, and nothing of it counts."""
+
+    slot: int
+    generation: Generation
+    parts: dict[str, tuple[PartEntry, memoryview]]
+    damaged: list[str]
+    is_foreign: bool
 
 
 def checksum(view: memoryview) -> int:
@@ -182,9 +195,17 @@ class Segment:
         return segment
 
     @staticmethod
-    def open(path: Path, writable: bool = True, budget: Budget | None = None) -> Segment:
-        """Map an existing file. Raises SegmentError when it is not whole, OSError when absent."""
-        role, seat = parse_name(path.name)
+    def open(
+        path: Path,
+        writable: bool = True,
+        budget: Budget | None = None,
+        seat: Seat | None = None,
+    ) -> Segment:
+        """Map an existing file; with ``seat`` one whose name says nothing yet. Raises SegmentError
+        when it is not whole, OSError when absent."""
+        role = None
+        if seat is None:
+            role, seat = parse_name(path.name)
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(path, flags)
         try:
@@ -192,7 +213,7 @@ class Segment:
         except BaseException:
             os.close(file)
             raise
-        if layout.role != role:
+        if role not in (None, layout.role):
             os.close(file)
             raise SegmentError(f"{path} holds role {layout.role}")
         return Segment(path, layout, seat, file, geometry, writable, budget)
@@ -248,10 +269,6 @@ class Segment:
         # A file without a name cannot get one any more.
         self.path.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")
         return True
-
-    def unlink(self) -> None:
-        """Take the file away; mappings (ours and others') stay readable until dropped."""
-        self.path.unlink(missing_ok=True)
 
     def reserve(self, names: Collection[str], slots: Collection[int] | None = None) -> None:
         """Have memory behind the named parts of all or some slots, once.
@@ -339,6 +356,33 @@ class Segment:
             words[base + _E_EPOCH],
         )
 
+    def filled(self, epoch: int) -> Iterator[Filled]:
+        """Yield what the member has finished in this epoch, slot by slot, the oldest first."""
+        for slot in sorted(range(self.slots), key=self.generation):
+            state, generation = self.state(slot), self.generation(slot)
+            # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
+            ready: tuple[PartState, ...] = (PartState.FILLED, PartState.SEALED)
+            if state is SlotState.SEALED:
+                ready = (PartState.FILLED,)
+            elif state is not SlotState.FILLED:
+                continue
+            elif self.epoch(slot) != epoch or generation.lineage != epoch:
+                yield Filled(slot, generation, {}, [], is_foreign=True)
+                continue
+            found = Filled(slot, generation, {}, [], is_foreign=False)
+            for part in self.layout.parts:
+                entry = self.entry(slot, part.name)
+                if entry.state is PartState.FILLED and entry.checksum:
+                    # If the slot has not just been taken anew, its header is damaged.
+                    if self.entry(slot, part.name) == entry:
+                        found.damaged.append(part.name)
+                elif entry.state in ready and entry.epoch == epoch and entry.nbytes <= part.nbytes:
+                    found.parts[part.name] = entry, self.data(slot, part.name, entry.nbytes)
+            if found.parts:
+                settle()
+            if found.parts or found.damaged:
+                yield found
+
     def _identity(self, slot: int, name: str) -> int:
         """Return what every checksum is stored with: the bytes are those of this part of this
         generation of this role, as the header says, or they are not what was sealed.
@@ -410,11 +454,7 @@ class Segment:
 
     def fill_part(self, slot: int, name: str, nbytes: int, epoch: int) -> None:
         """Declare the bytes of one part complete."""
-        words, base = self._slots[slot], self._entry(name)
-        self._store(words, base + _E_NBYTES, nbytes)
-        self._store(words, base + _E_CHECKSUM, self._identity(slot, name))
-        self._store(words, base + _E_EPOCH, epoch)
-        self._store(words, base + _E_STATE, PartState.FILLED)
+        self.seal_part(slot, name, nbytes, 0, epoch, PartState.FILLED)
 
     # Writing by the vault.
 
@@ -428,17 +468,17 @@ class Segment:
         """ABSENT before its bytes change, BAD when they turned out to be damaged."""
         self._store(self._slots[slot], self._entry(name) + _E_STATE, state)
 
-    def seal_part(self, slot: int, name: str, nbytes: int, digest: int, epoch: int) -> None:
-        """Vouch for the bytes of a part."""
-        self._vouch(slot, name, nbytes, digest, epoch, PartState.SEALED)
-
-    def note_part(self, slot: int, name: str, nbytes: int, digest: int, epoch: int) -> None:
-        """Keep what the owner vouches for of an ABSENT part, whose bytes are elsewhere."""
-        self._vouch(slot, name, nbytes, digest, epoch, PartState.ELSEWHERE)
-
-    def _vouch(
-        self, slot: int, name: str, nbytes: int, digest: int, epoch: int, state: PartState
+    def seal_part(
+        self,
+        slot: int,
+        name: str,
+        nbytes: int,
+        digest: int,
+        epoch: int,
+        state: PartState = PartState.SEALED,
     ) -> None:
+        """Vouch for the bytes of a part; with ELSEWHERE for those that its owner has of an ABSENT
+        one."""
         words, base = self._slots[slot], self._entry(name)
         self._store(words, base + _E_NBYTES, nbytes)
         self._store(words, base + _E_CHECKSUM, digest ^ self._identity(slot, name))
@@ -493,12 +533,6 @@ class Geometry:
 def segment_bytes(layout: RoleLayout) -> int:
     """Memory of an own segment with all its slots, headers included."""
     return Geometry(layout, None, layout.slots).nbytes
-
-
-def is_torn(path: Path) -> bool:
-    """True for a file that no version has finished: the magic is written last, and never zero."""
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(8).ljust(8, b"\0"), "little") == 0
 
 
 def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayout, Geometry]:

@@ -33,7 +33,6 @@ from deadpool_megatron.vault.shm.segment import (
     Segment,
     SlotState,
     fence,
-    is_torn,
     own_name,
     parse_name,
 )
@@ -123,7 +122,7 @@ class Table:
                         log.error("%s: this copy goes", error)
                         self.dropped[path.name] = error
                         path.unlink()
-                    elif is_torn(path):
+                    elif _is_torn(path):
                         path.unlink()
                     else:
                         self._unread.append(str(error))
@@ -160,8 +159,9 @@ class Table:
         return next(itertools.chain(holding, others), None)
 
     def remove(self, segment: Segment) -> None:
-        """Take a segment away; its memory goes when ``removed`` is cleared, unlocked."""
-        segment.unlink()
+        """Take the file of a segment away; mappings, ours and others', stay readable, and its
+        memory goes when ``removed`` is cleared, unlocked."""
+        segment.path.unlink(missing_ok=True)
         self.removed.append(segment)
         del self.segments[segment.path.name]
         if self._promised is not None:
@@ -187,9 +187,13 @@ class Table:
         ]
         return sorted(found, key=lambda place: place.segment.seat is None)
 
-    def parts(self, role: int, generation: Generation) -> set[str]:
-        """Names of the parts of a generation that are sealed somewhere on this node."""
-        return {n for s in self.sealed(role) if s.generation == generation for n in s.parts}
+    def held(self, role: int) -> dict[Generation, set[str]]:
+        """Generations of a role with the names of their parts that are sealed on this node."""
+        found: dict[Generation, set[str]] = {}
+        for slot in self.sealed(role):
+            if slot.parts:
+                found.setdefault(slot.generation, set()).update(slot.parts)
+        return found
 
     def elsewhere(self, role: int, generation: Generation) -> dict[str, tuple[int, int]]:
         """Bytes and checksum, as the role had them, of the parts that other roles hold for it."""
@@ -424,6 +428,12 @@ def _drop_parts(segment: Segment, slot: int, late: list[str], epoch: int) -> Non
         unwanted = part.name in late or entry.state is PartState.FILLED
         if unwanted and entry.state is not PartState.ABSENT and entry.epoch < epoch:
             segment.invalidate_part(slot, part.name, PartState.ABSENT)
+
+
+def _is_torn(path: Path) -> bool:
+    """True for a file that no version has finished: the magic is written last, and never zero."""
+    with path.open("rb") as file:
+        return not any(file.read(8))
 
 
 def _settle_twins(segment: Segment) -> None:

@@ -19,9 +19,9 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.shm import verify as verifying
+from deadpool_megatron.vault.shm import slot_check as verifying
 from deadpool_megatron.vault.shm.segment import Segment, copy_name
-from deadpool_megatron.vault.shm.verify import Verdict, verify_segment
+from deadpool_megatron.vault.shm.slot_check import Verdict, verify_segment
 from tests.cli.told import CarryOut, Complain
 from tests.vault.harness import Member, cluster, make_layout
 from tests.vault.protected import begin

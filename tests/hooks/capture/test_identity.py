@@ -26,12 +26,13 @@ from deadpool_megatron.layout.planner import RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, RoleLayout, Seat
 from deadpool_megatron.layout.words import difference
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.disk import dumped_blocks, sources
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.disk import sources
 from deadpool_megatron.vault.disk.sources import last_boundary
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.schemes.parity_decode import dumped_decodings
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name, own_name
 from tests.cluster.machine.rig import Rig
 from tests.trainer.layouts import BF16, MODEL, MOE, PP2, TP2, make_loop
@@ -173,7 +174,7 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
         last_boundary(dump(at, peers(own[0], kept[0]), 0), NEWEST, 2)[0]
     ),
     "dump with parity": lambda at, kept, own: bool(
-        dumped_blocks.dumped_decodings(dump(at, [*own.values(), coded(kept)], 0), 0, SHARD, 7)
+        dumped_decodings(dump(at, [*own.values(), coded(kept)], 0), 0, SHARD, 7)
     ),
     "export of a dump": lambda at, kept, own: passes(
         sources.taken_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"
@@ -181,7 +182,9 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
     "slots": lambda at, kept, own: passes(
         room.ensure_own, vault(at, own_name(0, SEAT), kept[0]), own[0], SEAT
     ),
-    "copies": lambda at, kept, own: passes(vault(at, copy_name(0), kept[0]).ensure_copy, own[0]),
+    "copies": lambda at, kept, own: passes(
+        room.ensure_copy, vault(at, copy_name(0), kept[0]), own[0], NEWEST
+    ),
 }
 
 

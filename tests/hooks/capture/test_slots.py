@@ -17,7 +17,7 @@ from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots, host_ra
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.member import VaultClient
 from deadpool_megatron.vault.shm.segment import segment_bytes
 from tests.vault.harness import make_layout
 

@@ -18,9 +18,9 @@ from deadpool_megatron.layout.records import (
     gradients_part,
 )
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import damaged, dump, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import Cluster, cluster, make_layout
 from tests.vault.protected import begin
@@ -95,7 +95,7 @@ def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path: Path) -> No
     for name in ("shard", "extras@step"):
         strike(segment, G(1, 4), name)
     for _ in range(2):
-        assert dump(state, tmp_path / "dump", G(1, 4), "step", None) == []
+        assert dump(state, tmp_path / "dump", G(1, 4), "step") == []
         assert {one.part for one in damaged(state)} == {"shard", "extras@step"}
 
 
@@ -110,7 +110,7 @@ def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -
     state.table.scan()
     state.table.segments["twin"] = twin
     strike(segment, G(1, 4), "shard")
-    assert len(dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)) == 1
+    assert len(dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")) == 1
     assert damaged(state) == []
     assert newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})[0] is not None
 
@@ -121,7 +121,7 @@ def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path) -> 
     state = vault(tmp_path / "node", {3: whole, 4: whole})
     (segment,) = state.table.segments.values()
     strike(segment, G(1, 4), "shard")
-    dump(state, tmp_path / "dump" / generation_name(G(1, 4)), G(1, 4), "step", None)
+    dump(state, tmp_path / "dump" / generation_name(G(1, 4)), G(1, 4), "step")
     assert damaged(state) == [BadPart(3, 0, G(1, 4), "shard")]
     found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
     assert found is not None
@@ -133,7 +133,7 @@ def test_so_is_what_leads_to_a_damaged_base(tmp_path: Path) -> None:
     state = vault(tmp_path / "node", {2: whole, 3: whole, 4: steps})
     (segment,) = state.table.segments.values()
     strike(segment, G(1, 3), "shard")
-    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
     assert damaged(state) == [BadPart(3, 0, G(1, 3), "shard")]
     found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
     assert found is not None
@@ -143,10 +143,10 @@ def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path: Path) ->
     """As of a salvage that was killed while it gave the memory back, and is begun again."""
     whole = ("shard", *STEP, "extras@step")
     state = vault(tmp_path / "node", {3: whole, 4: whole})
-    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
     (segment,) = state.table.segments.values()
     strike(segment, G(1, 4), "shard")
-    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
     (path,) = (tmp_path / "dump" / "1-4").iterdir()
     dumped = Segment.open(path, writable=False)
     entry = dumped.entry(0, "shard")
@@ -157,10 +157,10 @@ def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path: Path) ->
 
 def test_bytes_of_a_file_that_are_damaged_as_well_are_not_kept(tmp_path: Path) -> None:
     state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
-    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
     (path,) = (tmp_path / "dump" / "1-4").iterdir()
     strike(Segment.open(path), G(1, 4), "shard")
     (segment,) = state.table.segments.values()
     strike(segment, G(1, 4), "shard")
-    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step", None)
+    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
     assert Segment.open(path, writable=False).entry(0, "shard").state is PartState.ABSENT

@@ -14,9 +14,9 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump_held, generation_name
 from deadpool_megatron.vault.disk.sources import newest_whole
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name
 

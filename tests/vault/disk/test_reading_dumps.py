@@ -9,9 +9,9 @@ import pytest
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump
-from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.restore import Obtainer
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.fake_network import FakeNetwork
@@ -50,7 +50,7 @@ def writer(tmp_path: Path) -> VaultState:
 
 
 def _from_dump(writer: VaultState, tmp_path: Path) -> Restore:
-    dump(writer, tmp_path / "dump", GENERATION, "step", None)
+    dump(writer, tmp_path / "dump", GENERATION, "step")
     return Restore("dump", GENERATION, path=str(tmp_path / "dump"))
 
 
@@ -85,5 +85,5 @@ def test_a_file_that_was_not_written_is_not_named(
         segment.data(0, name)[0] ^= 0xFF
     led = [(Generation(1, 3), "shard")]
     monkeypatch.setattr("deadpool_megatron.vault.disk.dump._led_from", lambda *_: led)
-    assert dump(writer, tmp_path / "dump", GENERATION, "step", [0]) == []
+    assert dump(writer, tmp_path / "dump", GENERATION, "step") == []
     assert not list((tmp_path / "dump").iterdir())

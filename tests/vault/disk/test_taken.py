@@ -12,9 +12,9 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk import taken as taking
 from deadpool_megatron.vault.disk.taken import Taken, drop_taken
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.vault.shm.table import Place

@@ -10,8 +10,8 @@ from deadpool_megatron.layout.parity_groups import MEMBERS, Members
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.restore import Obtainer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import copy_name, own_name
 from tests.vault.fake_network import FakeNetwork, FakeTransport

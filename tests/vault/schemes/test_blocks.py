@@ -28,10 +28,11 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.replicate import Sender
-from deadpool_megatron.vault.schemes.parity import Block, Parity
+from deadpool_megatron.vault.schemes.parity import Parity, ParityBlock
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, copy_name, own_name
 from deadpool_megatron.wire.framing import WireError
@@ -131,7 +132,7 @@ class Making:
 
     def held_parts(self) -> tuple[set[str], set[str]]:
         """Parts of the block, and those that it says it was made of."""
-        held = self.state.table.parts(self.block, GENERATION)
+        held = self.state.table.held(self.block).get(GENERATION, set())
         contributions = self.made_of().contributions
         return held - {MEMBERS}, {name for one in contributions.values() for name in one}
 
@@ -259,7 +260,9 @@ def test_whatever_order_and_faults_the_block_is_what_the_code_says(
         making = Making(Path(directory), held, layouts, parities=parities, number=number)
         try:
             placed = ParityPlacement.of_record(making.record)
-            segment = making.state.ensure_copy(placed.layout(making.block, layouts))
+            segment = room.ensure_copy(
+                making.state, placed.layout(making.block, layouts), GENERATION
+            )
             segment.reserve(NAMES, [0])
             segment.data(0, "shard")[:] = chance.randbytes(segment.capacity("shard"))
             victims = chance.sample(sorted(layouts), chance.randint(0, min(2, data)))
@@ -276,7 +279,7 @@ def test_whatever_order_and_faults_the_block_is_what_the_code_says(
                 if role != lacking:
                     wait_until(lambda: making.acknowledged(role), f"role {role} is acknowledged")  # noqa: B023
             failpoints.load(None)
-            assert making.state.table.parts(making.block, GENERATION) == {MEMBERS, *NAMES}
+            assert making.state.table.held(making.block)[GENERATION] == {MEMBERS, *NAMES}
             for name in NAMES:
                 (place,) = making.state.table.find(making.block, GENERATION, name)
                 assert bytes(place.view) == coded.parity(number, name)
@@ -456,13 +459,13 @@ def test_closed_between_the_last_byte_and_the_seal(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making = begin()
-    seal_it = Block._seal
+    seal_it = ParityBlock._seal
 
-    def closed(block: Block, *about: Any) -> None:
+    def closed(block: ParityBlock, *about: Any) -> None:
         making.state.close(1)
         seal_it(block, *about)
 
-    monkeypatch.setattr(Block, "_seal", closed)
+    monkeypatch.setattr(ParityBlock, "_seal", closed)
     owners = [Owner(making, role) for role in (0, 1)]
     assert [owner.bring() for owner in owners] == ["taken", "taken"]
     assert owners[0].bring() == "stale"

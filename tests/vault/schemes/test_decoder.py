@@ -25,7 +25,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
-from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.restore import Obtainer
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, dump_name
 from tests.vault.harness import wait_until
 from tests.vault.schemes.coded import GENERATION, CodedGroup, flip
@@ -289,7 +289,7 @@ def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: P
     vaults.open()
     folder = tmp_path / "dump"
     for state in vaults.states.values():
-        dump(state, folder, GENERATION, "step", None)
+        dump(state, folder, GENERATION, "step")
     assert len(list(folder.glob("dump-*.seg"))) == 7  # 2 whole roles, 2 blocks, 3 roles' extras
     flip(folder / dump_name(1, 1), "shard")
     strange = folder / dump_name(vaults.coded.group.blocks[0], 77)
@@ -321,7 +321,7 @@ def test_a_file_of_a_dump_that_cannot_be_read_is_one_place_less(
     vaults = begin(3, 1, {0})
     vaults.open()
     folder = tmp_path / "dump"
-    dump(vaults.states[1], folder, GENERATION, "step", [1])
+    dump(vaults.states[1], folder, GENERATION, "step")
     broken = folder / dump_name(1, 1)
     shutil.copy(broken, folder / dump_name(1, 9))
     read_into = Segment.read_into

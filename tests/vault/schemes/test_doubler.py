@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from deadpool_megatron.events import Kind as EventKind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
-from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import (
     PartState,
     Segment,
     copy_name,
     own_name,
-    segment_bytes,
 )
 from tests.vault.harness import (
     Cluster,
@@ -26,7 +22,6 @@ from tests.vault.harness import (
     make_layout,
     memory,
     train,
-    wait_until,
 )
 from tests.vault.protected import FIRST, flip
 
@@ -98,27 +93,3 @@ def test_a_vault_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
         assert member.wait(FIRST) == "committed"
         assert second_copy(running, FIRST) == written(FIRST)
         assert running.nodes[0].count("bytes doubled") == 1777, "what was there was copied again"
-
-
-def test_damage_before_it_is_doubled_is_told(tmp_path: Path) -> None:
-    """It can never be there twice: the member must hear of it, or the gate stays shut for ever."""
-    at = {"point": "vault.sealed", "match": {"role": 0, "iteration": 1}}
-    with cluster(tmp_path, 1, faults=[{"id": "damage", "action": "mark", **at}]) as running:
-        member = enter(running, doubled(running))
-        member.step(FIRST)
-        member.write(Generation(1, 1))
-        with pytest.raises(VaultError, match="damaged"):
-            member.wait(Generation(1, 1))
-        assert "shard" not in second_copy(running, Generation(1, 1))
-        assert second_copy(running, FIRST) == written(FIRST)
-
-
-def test_without_room_for_it_the_gate_stays_shut_and_it_is_said_why(tmp_path: Path) -> None:
-    room = segment_bytes(LAYOUT) + (40 << 10)
-    with cluster(tmp_path, 1, memory_gb=room / 1e9) as running:
-        member = enter(running, doubled(running))
-        member.write(FIRST)
-        wait_until(lambda: running.nodes[0].count("second copy"), "the refusal")
-        (event,) = running.nodes[0].told(EventKind.REFUSED)[:1]
-        assert "--deadpool-memory-gb" in event.data["why"]
-        assert member.client.newest_committed is None

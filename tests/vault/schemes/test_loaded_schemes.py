@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from deadpool_megatron.layout.schemes import Kind as SchemeKind
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
+from tests.vault.harness import cluster, wait_until
 
 # Vault, coordinator and the member's side of a vault; then an epoch of the plan is opened.
 PROGRAM = """
@@ -14,12 +19,12 @@ import sys
 from pathlib import Path
 import deadpool_megatron.cluster.coordinator.service
 import deadpool_megatron.vault.__main__
-import deadpool_megatron.vault.member.client
+import deadpool_megatron.vault.member
 import deadpool_megatron.vault.memory
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import plan_of_kind
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.epoch_gate import VaultState
 
 seats = {role: Seat(role, 0, 0) for role in range(3)}
 nodes = {node: NodeAddress("host", node, f"rack{node}") for node in range(3)}
@@ -36,15 +41,11 @@ PARITY = {
 FILES = {
     "buddy": set[str](),
     "parity": PARITY,
-    "recompute": {"vault.schemes.recompute"},
-    "local": {"vault.schemes.local"},
-    "local-twice": {"vault.schemes.local"},
+    "recompute": {"vault.schemes.gradients"},
+    "local": set(),
+    "local-twice": set(),
 }
-OPTIONAL = {
-    *set[str]().union(*FILES.values()),
-    "vault.schemes.parity_code",
-    "vault.disk.dumped_blocks",
-}
+OPTIONAL = {*set[str]().union(*FILES.values()), "vault.schemes.parity_code"}
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -53,3 +54,24 @@ def test_no_file_of_another_scheme_is_loaded(kind: str, tmp_path: Path) -> None:
     told = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
     loaded = {name.removeprefix("deadpool_megatron.") for name in told.split()}
     assert (loaded & OPTIONAL) - {"vault.schemes.parity_code"} == FILES[kind]
+
+
+@pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
+def test_what_decoding_needs_is_loaded_before_anything_is_lost(
+    tmp_path: Path, kind: SchemeKind
+) -> None:
+    """In a spare that holds nothing. Elsewhere it is not at all."""
+    plan = ProtectionPlan(SchemeNumbers(kind, group=2))
+    with cluster(tmp_path, 1) as running:
+        running.open(replace(running.record(1), protection=plan))
+        process = running.nodes[0].process
+        assert process is not None
+        maps = Path(f"/proc/{process.pid}/maps")
+
+        def loaded() -> bool:
+            return "numpy" in maps.read_text()
+
+        if kind is SchemeKind.PARITY:
+            wait_until(loaded, "numpy is loaded")
+        else:
+            assert not loaded()

@@ -144,35 +144,6 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
         assert used < (1 + parities) * (max(SIZES.values()) + 1000) + (64 << 10)
 
 
-def test_groups_of_one_when_few_nodes_are_left(tmp_path: Path) -> None:
-    """Two nodes: a block of one role is its copy."""
-    layouts = layouts_of({0: 20_000, 1: 30_000})
-    with cluster(tmp_path, 2) as running:
-        record = with_parity(running.record(1), group=4)
-        members = running.join(layouts, record)
-        train(members, *(Generation(1, iteration) for iteration in range(3)))
-        check_blocks(running, record, Generation(1, 2), layouts)
-
-
-def test_covered_parts_are_in_no_block(tmp_path: Path) -> None:
-    """Peers hold the bytes: nothing is contributed, and others do not wait for it for ever."""
-    layouts = {
-        0: make_layout(0, 9000, replicas=(0, 1)),
-        1: make_layout(1, 9000, replicas=(0, 1)),
-        2: make_layout(2, 5000),
-    }
-    with cluster(tmp_path, 4, roles=3) as running:
-        record = with_parity(running.record(1))
-        members = running.join(layouts, record)
-        train(members, FIRST)
-        (group,) = ParityPlacement.of_record(record).groups
-        _, _, segment = block_of(running, record, group.blocks[0])
-        entry = segment.entry(0, MEMBERS)
-        found = Members.decode(segment.data(0, MEMBERS, entry.nbytes))
-        assert set(found.contributions) == {2}
-        assert bytes(segment.data(0, "shard", 5000)) == content(2, FIRST, "shard", 5000)
-
-
 def in_the_middle(name: str, point: str, iteration: int, role: int, **more: Any) -> dict[str, Any]:
     """A fault in the second piece of a part on its way to the holder."""
     match = {"iteration": iteration, "role": role, "part": "shard"}

@@ -94,18 +94,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     running.stop()
 
 
-def test_each_buddy_is_sent_its_own_copy(nodes: Nodes) -> None:
-    nodes.adopt()
-    nodes.client.register(LAYOUT, 1)
-    for iteration in range(5):
-        nodes.step(iteration)
-    nodes.check(4)
-    assert nodes.counter(0, "bytes shipped") == 3 * 5 * BYTES
-    assert [nodes.counter(n, "bytes received") for n in (1, 2, 3)] == [5 * BYTES] * 3
-    assert nodes.vaults[0].status()["fit"]["0"]["ship_seconds"] > 0
-    wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")
-
-
 @pytest.mark.parametrize("trouble", ["has not heard", "out of reach", "hangs on its way"])
 def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, trouble: str
@@ -140,25 +128,3 @@ def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
     counters = nodes.vaults[2].status()["counters"]
     assert not any("refused" in name for name in counters), "early is no offence"
     wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")
-
-
-def test_bytes_damaged_on_the_way_to_one_buddy_are_sent_to_it_again(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes.adopt()
-    wanted = {"part": "shard", "iteration": 1, "to": 2}
-    hits: list[int] = []
-
-    def hit(point: str, **facts: object) -> object:
-        if point == "vault.chunk" and wanted.items() <= facts.items():
-            hits.append(1)
-            return object() if len(hits) == 3 else None
-        return None
-
-    monkeypatch.setattr(failpoints, "hit", hit)
-    nodes.client.register(LAYOUT, 1)
-    for iteration in range(3):
-        nodes.step(iteration)
-    nodes.check(2)
-    assert [nodes.counter(n, "corruption") for n in (1, 2, 3)] == [0, 1, 0]
-    assert nodes.counter(0, "bytes shipped") == 3 * 3 * BYTES + (256 << 10)

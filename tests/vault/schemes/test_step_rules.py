@@ -32,13 +32,11 @@ from deadpool_megatron.layout.replaying import (
 )
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.commit import Ledger
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.role import worker as workers
-from deadpool_megatron.vault.role.worker import RoleWorker
-from deadpool_megatron.vault.schemes.base import Target, scheme_of
-from deadpool_megatron.vault.schemes.recompute import Recompute
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault import worker as workers
+from deadpool_megatron.vault.epoch_gate import Ledger, VaultState
+from deadpool_megatron.vault.schemes.gradients import Recompute
+from deadpool_megatron.vault.schemes.scheme import Target, scheme_of
 from deadpool_megatron.vault.shm.segment import (
     PartState,
     Segment,
@@ -47,6 +45,7 @@ from deadpool_megatron.vault.shm.segment import (
     copy_name,
     own_name,
 )
+from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import record_of
 
@@ -235,12 +234,12 @@ def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> N
             assert chain(held, g(one), "shard0"), (iteration, one)
         taken.append(blocks(tmp_path))
     assert taken[9] == taken[-1] < (2 * 3 + 6 + 1) << 20
-    assert not chains.lacks_base(state.table.sealed(0), [1, 24], [gradients_part("shard0")])
-    assert chains.lacks_base(state.table.sealed(0), [1, 17], [gradients_part("shard0")])
+    assert not chains.lacks_base(state.table.held(0), [1, 24], [gradients_part("shard0")])
+    assert chains.lacks_base(state.table.held(0), [1, 17], [gradients_part("shard0")])
     two = [gradients_part("shard0"), gradients_part("shard1")]  # dense and expert, say
-    assert chains.lacks_base(state.table.sealed(0), [1, 24], two), "of one it has the base"
-    assert chains.lacks_base(state.table.sealed(0), None, [gradients_part("shard0")])
-    assert not chains.lacks_base(state.table.sealed(0), None, ["shard0"])
+    assert chains.lacks_base(state.table.held(0), [1, 24], two), "of one it has the base"
+    assert chains.lacks_base(state.table.held(0), None, [gradients_part("shard0")])
+    assert not chains.lacks_base(state.table.held(0), None, ["shard0"])
 
 
 def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_path: Path) -> None:
@@ -303,7 +302,7 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(
             good = [one for one in recent if chain(before, one, "shard0")]
             follows = chains.follows(0, new)
             shown = None if follows is None else follows.to_list()
-            if follows and chains.lacks_base(table.sealed(0), shown, [gradients_part("shard0")]):
+            if follows and chains.lacks_base(table.held(0), shown, [gradients_part("shard0")]):
                 chains.make_whole(0, new)
             step = chains.follows(0, new) is not None
             put(state, layout, new, STEP if step else WHOLE)

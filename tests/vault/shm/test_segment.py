@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.agent_orders import Vault
 from deadpool_megatron.vault.disk.dump import found_slots
 from deadpool_megatron.vault.errors import SegmentError, VaultError
-from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.segment import (
     ENTRIES,
@@ -298,7 +298,7 @@ def test_a_foreign_state_word_is_worth_nothing(tmp_path: Path, word: int) -> Non
     assert segment.entry(1, "shard").state is PartState.BAD
     table = Table(tmp_path)
     assert table.scan() == 1
-    assert table.parts(3, SECOND) == {"tail"}
+    assert table.held(3)[SECOND] == {"tail"}
     table.freeze()
     table.adopt(SECOND, "step", 2, {})
     events: list[Event] = []

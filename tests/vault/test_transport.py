@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from deadpool_megatron.vault.net.transport import Channel, Sent
+from deadpool_megatron.layout.records import Generation, Source
+from deadpool_megatron.vault.transport import UNREACHABLE, Channel, Sent, ask_elsewhere, ask_part
 from deadpool_megatron.wire.sealed_records import RecordSocket
+from tests.vault.fake_network import FakeNetwork
 
 FAMILIES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
@@ -86,3 +90,32 @@ def test_little_of_a_copy_waits_in_a_socket(pair: tuple[RecordSocket, RecordSock
             near.send(bytes(1 << 20))
     (unsent,) = struct.unpack("i", fcntl.ioctl(near, _SIOCOUTQNSD, bytes(4)))
     assert 0 < unsent <= 512 << 10
+
+
+ASKED = Source(1, 0), Generation(1, 1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"t": "part", "nbytes": math.inf, "checksum": 1, "elsewhere": [["shard", 1, math.inf]]},
+        {"t": "part", "nbytes": [1], "checksum": 1, "elsewhere": 7},
+        {"t": "refused", "why": "the moon"},
+        {"t": "part", "nbytes": 1},
+        {},
+    ],
+)
+def test_a_malformed_answer_is_as_good_as_none(answer: dict[str, Any]) -> None:
+    """It ends no vault: who asked goes on to the next place."""
+    network = FakeNetwork()
+    here, there = network.transport("a", 1, 5.0), network.transport("b", 1, 5.0)
+    channel = here.connect(1, "b", 1)
+    peer = there.await_one()
+    for _ in range(2):
+        peer.send(answer)
+    with pytest.raises(UNREACHABLE):
+        ask_part(channel, 1, *ASKED, "shard")
+    with pytest.raises(UNREACHABLE):
+        ask_elsewhere(channel, *ASKED)
+    channel.close()
+    peer.close()

@@ -1,5 +1,9 @@
 """Memory for slots and blocks; where there is none left, that of what nobody is owed any more.
 
+The memory of an own segment may be made before there is a role: a process that waits for one parks
+slots, and its vault gives them the name of the role, or makes others. So there is one who names
+them, whoever of the two needs them first.
+
 With another plan, or other nodes, a vault holds what it kept by the record before until something
 newer has taken its place. Both together may be more than the limit, and what is new would wait for
 room that is only given back once it is there. So the old is given back as soon as it may be:
@@ -15,8 +19,11 @@ Chains of steps are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import os
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from deadpool_megatron.layout.records import (
     Generation,
@@ -26,11 +33,22 @@ from deadpool_megatron.layout.records import (
     kind_of,
     successors_by,
 )
-from deadpool_megatron.layout.replaying import keeps_steps
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import NoRoom, VaultError
-from deadpool_megatron.vault.shm.own_slots import make_own
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name, steps_name
+from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
+from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
+from deadpool_megatron.vault.memory import Budget
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    copy_name,
+    own_name,
+    steps_name,
+)
+
+if TYPE_CHECKING:
+    from deadpool_megatron.vault.epoch_gate import VaultState
+
+T = TypeVar("T")
 
 
 def ensure_own(
@@ -51,7 +69,7 @@ def ensure_own(
         with state.lock:
             is_new = path.name not in state.table.segments and not path.exists()
         if is_new:
-            _make_own(state, path, layout, seat)
+            _with_room(state, None, lambda: make_own(path, layout, seat, state.table.budget))
         with state.lock:
             is_over = epoch is not None and not state.is_open(epoch)
             if is_over and is_new and state.own_roles().get(layout.role) != seat:
@@ -68,29 +86,52 @@ def ensure_own(
     return segment
 
 
-def _make_own(state: VaultState, path: Path, layout: RoleLayout, seat: Seat) -> None:
-    try:
-        make_own(path, layout, seat, state.table.budget)
-    except NoRoom:
-        record = state.record
-        if record is None or not give_back(state, record.restore.generation):
-            raise
-        make_own(path, layout, seat, state.table.budget)
-
-
 def ensure_copy(
     state: VaultState, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
 ) -> Segment:
     """The segment for parts of a role that is seated elsewhere, of ``generation``, which is offered
     here; steps have one of their own. Raises VaultError when there is no room or layouts differ."""
-    steps = _belong_to_step(state, layout, generation, names)
-    ensure = state.ensure_steps if steps else state.ensure_copy
+    name, slots = copy_name(layout.role), layout.slots
+    if _belong_to_step(state, layout, generation, names):
+        name, slots = steps_name(layout.role), generations_kept(layout, state.settings.full_every)
+    return _with_room(state, generation, lambda: _ensure(state, layout, name, slots))
+
+
+def _with_room(state: VaultState, offered: Generation | None, make: Callable[[], T]) -> T:
+    """Make something; where there is no room for it, once more after what may go was given back:
+    by ``offered``, or what the epoch began with."""
     try:
-        return ensure(layout)
+        return make()
     except NoRoom:
-        if not give_back(state, generation):
+        if offered is None and state.record is not None:
+            offered = state.record.restore.generation
+        if offered is None or not give_back(state, offered):
             raise
-    return ensure(layout)
+    return make()
+
+
+def _ensure(state: VaultState, layout: RoleLayout, name: str, slots: int) -> Segment:
+    """Slots get their memory when they are first used."""
+    with state.makes(layout.role):
+        with state.lock:
+            held = state.table.segments.get(name)
+        if held is None:
+            path = state.table.directory / name
+            made = Segment.create(path, layout, None, (), slots, state.table.budget)
+            with state.lock:
+                state.table.segments[name] = made
+            return made
+    if held.layout.layout_hash != layout.layout_hash:
+        raise VaultError(
+            f"layout {layout.layout_hash} of role {layout.role} is not the"
+            f" {held.layout.layout_hash} that node {state.node} holds"
+        )
+    if keeps_steps(layout) and held.slots != slots:
+        raise VaultError(
+            f"{name} on node {state.node} has {held.slots} slots, not {slots}: go on with the"
+            " --deadpool-max-lag and --deadpool-set full-every that the run began with"
+        )
+    return held
 
 
 def _belong_to_step(
@@ -114,12 +155,7 @@ def reserve(
     generation: Generation,
 ) -> None:
     """Have memory behind parts of a claimed slot, for ``generation``. Raises NoRoom."""
-    try:
-        segment.reserve(names, [slot])
-    except NoRoom:
-        if not give_back(state, generation):
-            raise
-        segment.reserve(names, [slot])
+    _with_room(state, generation, lambda: segment.reserve(names, [slot]))
 
 
 def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
@@ -172,6 +208,22 @@ def give_back(state: VaultState, offered: Generation) -> bool:
     return any(given)
 
 
+def remove_unneeded(state: VaultState) -> None:
+    """Take segments away that nothing is written into any more, and of which nothing can be asked
+    for since something newer was sealed here (:meth:`Table.unneeded`). Called now and then."""
+    table = state.table
+    with state.lock:
+        unused = [one for one in table.segments.values() if not state.is_used(one)]
+        if not unused or state.record is None or not state.open_epoch:
+            return
+        newest = max((slot.generation for slot in table.sealed() if slot.parts), default=None)
+        later = successors_by(state.record, newest or state.record.restore.generation)
+        for segment in unused:
+            kept = generations_kept(segment.layout, state.settings.full_every)
+            if table.unneeded(segment, later, kept):
+                table.remove(segment)
+
+
 def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
     """Parts of a role that are owed to this node."""
     ledger = state.ledger
@@ -192,3 +244,56 @@ def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: boo
         segment.invalidate_part(slot, part.name, PartState.ABSENT)
         names.append(part.name)
     return names
+
+
+def park(directory: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Segment:
+    """Make the slots of the process on ``seat``, which waits for a role, most likely one with this
+    ``layout``: to fill gigabytes of memory with zeros takes seconds that a recovery need not have.
+
+    Raises NoRoom.
+    """
+    for left in _parked_on_place(directory, seat):
+        left.unlink(missing_ok=True)
+    return _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget)
+
+
+def unpark(directory: Path, seat: Seat) -> None:
+    """Take away what the process on ``seat`` has parked, if it has not become a role's.
+
+    Its memory first: the process may have it mapped still, but does not look into it any more.
+    """
+    for path in directory.glob(f"{_parked(seat)}*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, 0)
+        path.unlink(missing_ok=True)
+
+
+def make_own(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> None:
+    """Make ``path``, the segment of a role: of what its process has parked, if that is laid out as
+    the role needs it, else of new memory. By the vault alone. Raises NoRoom."""
+    for left in _parked_on_place(path.parent, seat):
+        if not left.name.lstrip(".").startswith(_parked(seat).lstrip(".")):
+            left.unlink(missing_ok=True)  # its process is gone: this one has come after it
+    for parked in path.parent.glob(f"{_parked(seat)}*"):
+        with contextlib.suppress(SegmentError, FileNotFoundError):
+            if Segment.open(parked, budget=budget, seat=seat).become(path, layout):
+                return
+    unpark(path.parent, seat)
+    _create(path, layout, seat, budget)
+
+
+def _parked_on_place(directory: Path, seat: Seat) -> list[Path]:
+    """Return what any process on this place has parked, and what one that was killed has not
+    finished."""
+    place = f"parked-{seat.node}.{seat.slot}.*"
+    return [*directory.glob(f".{place}"), *directory.glob(f"..{place}")]
+
+
+def _parked(seat: Seat) -> str:
+    """Return how the name begins; the process that makes it comes last."""
+    return f".parked-{seat.node}.{seat.slot}.{seat.incarnation}.seg."
+
+
+def _create(path: Path, layout: RoleLayout, seat: Seat, budget: Budget) -> Segment:
+    names = [part.name for part in layout.parts]
+    return Segment.create(path, layout, seat, names, budget=budget)

@@ -10,8 +10,8 @@ import pytest
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout
 from deadpool_megatron.layout.sizing import copy_bytes
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory import allocated_bytes, usable_bytes
 from deadpool_megatron.vault.shm.segment import Segment
@@ -37,7 +37,7 @@ class Keeper:
         settings = Settings(memory_gb=limit / 1e9)
         self.state = VaultState(2, directory, settings, lambda _: None)
         self.adopt(1, Restore("initial", Generation(0, 0)), OLD)
-        self.old = self.state.ensure_copy(self.layouts[OLD])
+        self.old = room.ensure_copy(self.state, self.layouts[OLD], RESTORED)
         for iteration in (5, 6):
             self.put(self.old, Generation(1, iteration), 1)
         self.state.close(1)
@@ -99,6 +99,6 @@ def test_what_somebody_reads_or_is_owed_stays(tmp_path: Path) -> None:
     keeper.adopt(3, Restore("memory", RESTORED, "step"), OLD)
     assert owes(keeper, keeper.layouts[OLD])
     assert not room.give_back(keeper.state, Generation(3, 7))
-    copy = keeper.state.ensure_copy(keeper.layouts[NEW])
+    copy = room.ensure_copy(keeper.state, keeper.layouts[NEW], RESTORED)
     with pytest.raises(NoRoom):
         keeper.put(copy, Generation(3, 7), 3)

@@ -1,13 +1,13 @@
 """Ways of vaults to reach each other: a small seam, and authenticated TCP behind it.
 
 A channel carries frames (JSON objects) and, between them, raw bytes whose number both sides know.
-Every call ends within the channel's deadline or raises.
+Every call ends within the channel's deadline or raises. A part that is asked for goes straight into
+its slot.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import socket
 import struct
@@ -16,10 +16,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import xxhash
+
+from deadpool_megatron.layout.records import Generation, Source
+from deadpool_megatron.vault.errors import MALFORMED, Refusal, Refused
+from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.framing import WireError
 from deadpool_megatron.wire.listener import defer_accept
 from deadpool_megatron.wire.sealed_records import RecordSocket
 
+# What comes of a vault that cannot be reached, or does not speak as it should.
+UNREACHABLE = (OSError, WireError, *MALFORMED)
 # No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
 # TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
@@ -191,16 +199,45 @@ class TcpTransport(Transport):
         self._listener.close()
 
 
-log = logging.getLogger(__name__)
+def begin_thread(name: str, target: Callable[[], None]) -> None:
+    """Run ``target`` in a thread of its own, which does not hold the process. Where the host has
+    none left the vault ends, as by any mistake: its successor goes on with the same slots."""
+    threading.Thread(target=target, name=name, daemon=True).start()
 
 
-def begin_thread(name: str, target: Callable[[], None]) -> bool:
-    """Run ``target`` in a thread of its own, which does not hold the process; False, and said in
-    the log, where the host has none left at the moment, as at a limit of processes.
+def ask_part(
+    channel: Channel, epoch: int, source: Source, generation: Generation, part: str
+) -> tuple[int, int]:
+    """Returns size (bytes) and checksum of a part, whose bytes follow.
+
+    Raises Refused; ConnectionError from one that has not adopted the epoch yet; what
+    :meth:`Channel.receive` raises.
     """
-    try:
-        threading.Thread(target=target, name=name, daemon=True).start()
-    except RuntimeError as error:
-        log.warning("%s: %s", name, error)
-        return False
-    return True
+    about = {"role": source.role, "generation": generation.to_list(), "part": part}
+    channel.send({"t": "fetch", "epoch": epoch, **about})
+    answer = channel.receive()
+    if refused := Refused.in_answer(answer):
+        if refused.why is Refusal.EARLY:
+            raise ConnectionError("has not adopted the epoch yet")
+        raise refused
+    return int(answer["nbytes"]), int(answer["checksum"])
+
+
+def ask_elsewhere(
+    channel: Channel, source: Source, generation: Generation
+) -> dict[str, tuple[int, int]]:
+    """Returns size (bytes) and checksum, as the owner had them, of the parts of a generation that
+    a copy lacks because peers of the role hold the same bytes.
+
+    Raises what :meth:`Channel.receive` raises.
+    """
+    channel.send({"t": "describe", "role": source.role, "generation": generation.to_list()})
+    found = channel.receive()["elsewhere"]
+    return {str(name): (int(nbytes), int(checksum)) for name, nbytes, checksum in found}
+
+
+def receive_part(channel: Channel, segment: Segment, slot: int, name: str, nbytes: int) -> int:
+    """Receive a part's bytes straight into its slot; returns their checksum."""
+    digest = xxhash.xxh3_64()
+    channel.receive_bulk(segment.data(slot, name, nbytes), digest.update)
+    return digest.intdigest()

@@ -13,10 +13,10 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.memory import allocated_bytes
-from deadpool_megatron.vault.role.worker import RoleWorker
+from deadpool_megatron.vault.memory import Budget, allocated_bytes
+from deadpool_megatron.vault.room import make_own, park
 from deadpool_megatron.vault.shm.segment import (
     Segment,
     SlotState,
@@ -25,6 +25,7 @@ from deadpool_megatron.vault.shm.segment import (
     segment_bytes,
 )
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import (
     Cluster,
@@ -34,6 +35,7 @@ from tests.vault.harness import (
     make_layout,
     memory,
     record_of,
+    train,
     wait_until,
 )
 from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
@@ -165,7 +167,7 @@ def test_the_next_process_on_the_place_gets_it_from_the_slots_of_the_last(tmp_pa
         assert old.exists(), "others may still ask for what the epoch began with"
         for iteration in (1, 2):
             fresh.step(Generation(3, iteration))
-        assert not old.exists(), "nobody can any more"
+        wait_until(lambda: not old.exists(), "its end, as nobody can ask for it any more")
 
 
 def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path: Path) -> None:
@@ -251,3 +253,63 @@ def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Pat
     worker._restore(layout)
     gc.collect()
     assert held() is None
+
+
+NBYTES = 3 << 20
+
+
+def _parked(directory: Path) -> list[Path]:
+    return list(directory.glob(".parked-*"))
+
+
+def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        spare = running.nodes[0]
+        member = Member(spare, make_layout(0, nbytes=NBYTES, peers=(0, 1)))
+        member.client.park(make_layout(7, nbytes=NBYTES))
+        (made,) = _parked(spare.directory)
+        taken = allocated_bytes(spare.directory)
+        assert taken > 2 * NBYTES, "their memory is there"
+        known = made.stat()
+        running.open(running.record(1))
+        member.client.register(member.layout, 1)
+        other = Member(running.nodes[1], make_layout(1, nbytes=NBYTES, peers=(0, 1)), 1)
+        assert (spare.directory / own_name(0, member.seat)).stat().st_ino == known.st_ino
+        assert _parked(spare.directory) == []
+        train([member, other], Generation(1, 0))
+        found = Segment.open(spare.directory / own_name(0, member.seat), writable=False)
+        assert found.layout == member.layout
+
+
+def test_a_role_of_another_size_gets_slots_of_its_own(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as running:
+        (node,) = running.nodes
+        member = Member(node, make_layout(0, nbytes=64 << 10))
+        member.client.park(make_layout(7, nbytes=NBYTES))
+        running.open(running.record(1))
+        member.client.register(member.layout, 1)
+        member.write(Generation(1, 0))
+        assert _parked(node.directory) == []
+        assert allocated_bytes(node.directory) < NBYTES
+
+
+def _left_by_the_first(directory: Path) -> None:
+    """Slots that the first process on the place has parked, and some that it was killed over."""
+    park(directory, make_layout(7, nbytes=NBYTES), Seat(0, 3, 0), Budget(directory))
+    (directory / "..parked-0.3.0.seg.7.7").touch()
+
+
+def test_what_a_process_was_killed_over_goes_with_the_next_on_its_place(tmp_path: Path) -> None:
+    _left_by_the_first(tmp_path)
+    later = park(tmp_path, make_layout(7, nbytes=NBYTES), Seat(0, 3, 1), Budget(tmp_path))
+    assert list(tmp_path.iterdir()) == [later.path]
+
+
+def test_a_process_that_gets_a_role_before_it_parks_has_no_slots_of_others_beside_it(
+    tmp_path: Path,
+) -> None:
+    _left_by_the_first(tmp_path)
+    other = park(tmp_path, make_layout(7, nbytes=NBYTES), Seat(0, 4, 0), Budget(tmp_path))
+    own = tmp_path / own_name(7, Seat(0, 3, 1))
+    make_own(own, make_layout(7, nbytes=NBYTES), Seat(0, 3, 1), Budget(tmp_path))
+    assert sorted(tmp_path.iterdir()) == sorted([other.path, own])

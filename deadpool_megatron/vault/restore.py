@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deadpool_megatron.layout.records import (
+    Decoding,
     EpochRecord,
     Generation,
     RoleLayout,
@@ -29,18 +30,24 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.replaying import key
-from deadpool_megatron.vault.core import fetch, room
-from deadpool_megatron.vault.core.fetch import receive_part
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import dumped_parts, recomputed_from, slots_of
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
-from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.transport import (
+    UNREACHABLE,
+    Channel,
+    Transport,
+    ask_elsewhere,
+    ask_part,
+    receive_part,
+)
 
 if TYPE_CHECKING:
-    from deadpool_megatron.vault.schemes.parity_decode import Decoder, Supplier
+    from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
@@ -94,7 +101,7 @@ class Obtainer:
                 layout = channel.receive()["layout"]
                 if layout is not None:
                     return RoleLayout.from_dict(layout)
-            except (_Hopeless, *fetch.UNREACHABLE) as error:
+            except (_Hopeless, *UNREACHABLE) as error:
                 log.info("describe role %d by node %d: %s", self._role, node, error)
                 self._forget(node)
         return None
@@ -195,7 +202,7 @@ class Obtainer:
                     sources.remove(source)
                     if source in wanted.sources:
                         tried.append((source.node, source.role, str(error)))
-                except fetch.UNREACHABLE as error:
+                except UNREACHABLE as error:
                     self._forget(source.node)
                     self._silent.add(source.node)
                     if time.monotonic() > deadline:
@@ -208,21 +215,23 @@ class Obtainer:
         decoding = recipe.decodings.get(text) if recipe is not None else None
         if decoding is None:
             raise RestoreUnavailable(text, tuple(tried))
-        if self._decoder is None:
-            from deadpool_megatron.vault.schemes.parity_decode import VaultSupply
+        return self._decode(layout, text, decoding, tried, deadline)
 
-            self._decoder = self._decoder_of(
-                lambda source, part: VaultSupply(
-                    self._state, self._record, self._dial, source, part
-                )
-            )
-        return self._decoder.obtain(layout, text, decoding, tried, deadline)
-
-    def _decoder_of(self, supplier: Supplier) -> Decoder:
+    def _decode(
+        self,
+        layout: RoleLayout,
+        part: str,
+        decoding: Decoding,
+        tried: list[tuple[int, int, str]],
+        deadline: float,
+    ) -> Place:
         # Imported where something has to be decoded: most runs keep no blocks.
         from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
-        return Decoder(self._state, self._record, self._role, supplier, self._target, self._seal)
+        if self._decoder is None:
+            about = (self._state, self._record, self._role)
+            self._decoder = Decoder(*about, self._dial, self._target, self._seal)
+        return self._decoder.obtain(layout, part, decoding, tried, deadline)
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
@@ -260,10 +269,10 @@ class Obtainer:
             return self._find(layout, wanted)
         channel = self._channel(source.node)
         if wanted.name == self._extras:
-            vouched = fetch.ask_elsewhere(channel, source, wanted.generation)
+            vouched = ask_elsewhere(channel, source, wanted.generation)
             self._vouched[wanted.generation] |= vouched
         try:
-            nbytes, expected = fetch.ask(
+            nbytes, expected = ask_part(
                 channel, self._record.epoch, source, wanted.generation, wanted.name
             )
         except Refused as refused:
@@ -322,12 +331,11 @@ class Obtainer:
                 tried.append((node, role, why))
         if wanted.generation != restored:
             raise RestoreUnavailable(text, tuple(tried))
-        from deadpool_megatron.vault.disk.dumped_blocks import dumped_decodings, supplier
+        from deadpool_megatron.vault.schemes.parity_decode import dumped_decodings
 
         for decoding in dumped_decodings(directory, self._role, wanted.name, restored.iteration):
-            self._decoder = self._decoder_of(supplier(directory))
             with contextlib.suppress(RestoreUnavailable):
-                return self._decoder.obtain(layout, wanted.name, decoding, tried, deadline)
+                return self._decode(layout, wanted.name, decoding, tried, deadline)
         raise RestoreUnavailable(text, tuple(tried))
 
     def _slot_of(

@@ -1,12 +1,13 @@
 """The scheme of an epoch: what has to be where before a generation counts.
 
-One object per epoch and vault, made of the record's protection; a file of another scheme is not
-even imported. It is asked who is owed what (the commit rule, and whoever has it sent there), told
-of what is about to be sealed, and asked what may be given back.
+One object per epoch and vault, made of the record's protection; the files of parity and of
+gradients are imported where it asks for them only. It is asked who is owed what (the commit rule,
+and whoever has it sent there), told of what is about to be sealed, and asked what may be given
+back.
 
 Where a part of a restored generation comes from is not asked here, for it does not depend on the
 plan of the new epoch: blocks and steps that were kept under the one before stand in the record's
-recipes, and in the files of a dump (:mod:`deadpool_megatron.vault.role.restore`).
+recipes, and in the files of a dump (:mod:`deadpool_megatron.vault.restore`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.shm.segment import Segment
 
 if TYPE_CHECKING:
-    from deadpool_megatron.vault.core.state import VaultState
-    from deadpool_megatron.vault.net.transport import Channel, Transport
+    from deadpool_megatron.vault.epoch_gate import VaultState
     from deadpool_megatron.vault.replicate import Sender
-    from deadpool_megatron.vault.shm.table import SealedSlot
+    from deadpool_megatron.vault.transport import Channel, Transport
 
 # Name -> (bytes, checksum).
 Parts = Mapping[str, tuple[int, int]]
@@ -65,10 +65,11 @@ class Offer:
 @dataclass(frozen=True)
 class Owed:
     """``names``: the parts that each target must have. ``is_short``: fewer nodes are left for some
-    of them than are wanted."""
+    of them than are wanted. ``here``: the parts that must be in the own slot, beside extras."""
 
     names: Mapping[Target, frozenset[str]]
     is_short: bool
+    here: frozenset[str]
 
 
 class Scheme(ABC):
@@ -117,11 +118,20 @@ class Scheme(ABC):
         """The thread that brings a target what it is owed."""
         from deadpool_megatron.vault.replicate import Shipper  # which asks the state, which asks us
 
-        return Shipper(state, transport, layout, target, self.record.epoch)
+        return Shipper(state, transport, layout, target, self)
 
-    def lacks_base(self, slots: Iterable[SealedSlot], follows: Any, names: Collection[str]) -> bool:
-        """True when ``slots``, those of a role here, do not hold what offered parts begin from;
-        ``follows``: what is said of that."""
+    def follows(self, role: int, generation: Generation) -> Generation | None:
+        """The generation that a step leads from; None for one that travels whole."""
+        return None
+
+    def make_whole(self, role: int, generation: Generation) -> None:  # noqa: B027  most are whole
+        """A buddy lacks what the step of ``generation`` leads from."""
+
+    def lacks_base(
+        self, held: Mapping[Generation, Collection[str]], follows: Any, names: Collection[str]
+    ) -> bool:
+        """True when ``held``, of a role here, is not what offered parts begin from; ``follows``:
+        what is said of that."""
         return False
 
     def combine(
@@ -141,10 +151,13 @@ class Scheme(ABC):
         found = self._owed.get((layout.role, kind))
         if found is None:
             ways = [(targets, frozenset(names)) for targets, names in self._ways(layout, kind)]
-            found = self._owed[layout.role, kind] = Owed(
-                {target: names for targets, names in ways if names for target in targets},
-                any(names and len(targets) < self.record.replicas for targets, names in ways),
-            )
+            owed = {target: names for targets, names in ways if names for target in targets}
+            is_short = any(names and len(targets) < self.record.replicas for targets, names in ways)
+            here = {*layout.shard_parts}
+            steps = {part.name for part in layout.parts if kind_of(part.name) is PartKind.STEP}
+            if any(steps & names for names in owed.values()):
+                here |= steps
+            found = self._owed[layout.role, kind] = Owed(owed, is_short, frozenset(here))
         return found
 
 
@@ -171,6 +184,34 @@ class Copies(Scheme):
         ]
 
 
+class Local(Scheme):
+    """Generations stay on their own node (REFT's SMP): nothing is owed to anybody."""
+
+    def _ways(
+        self, layout: RoleLayout, kind: PartKind
+    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+        return ()
+
+
+class LocalTwice(Scheme):
+    """All is owed to the own node once more, whatever peers hold, and acknowledged like the copy of
+    a buddy. A damaged slot of a process that has died is repaired without the network: a restore
+    looks at every place of a part on its node, and takes the first one whose checksum matches."""
+
+    def _ways(
+        self, layout: RoleLayout, kind: PartKind
+    ) -> Iterable[tuple[Sequence[Target], Collection[str]]]:
+        names = [one.name for one in layout.parts if kind_of(one.name) in (kind, PartKind.EXTRAS)]
+        return [([Target(self._seats[layout.role])], names)]
+
+    def sender(
+        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
+    ) -> Sender:
+        from deadpool_megatron.vault.replicate import Doubler
+
+        return Doubler(state, transport, layout, target, self)
+
+
 def scheme_of(record: EpochRecord, rehearsed: Collection[int]) -> Scheme:
     """The scheme that a record asks for. ``rehearsed``: roles whose members have shown that a
     replay gives the very bytes of an update, now and whenever it is looked at."""
@@ -180,12 +221,11 @@ def scheme_of(record: EpochRecord, rehearsed: Collection[int]) -> Scheme:
 
             return Parity(record)
         case Kind.RECOMPUTE:
-            from deadpool_megatron.vault.schemes.recompute import Recompute
+            from deadpool_megatron.vault.schemes.gradients import Recompute
 
             return Recompute(record, rehearsed)
-        case Kind.LOCAL | Kind.LOCAL_TWICE:
-            from deadpool_megatron.vault.schemes.local import Local, LocalTwice
-
-            is_twice = record.protection.kind is Kind.LOCAL_TWICE
-            return LocalTwice(record) if is_twice else Local(record)
+        case Kind.LOCAL:
+            return Local(record)
+        case Kind.LOCAL_TWICE:
+            return LocalTwice(record)
     return Copies(record)

@@ -9,7 +9,7 @@ restarted begins with a whole generation.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,9 @@ from deadpool_megatron.layout.records import (
     shard_of,
 )
 from deadpool_megatron.layout.replaying import chain, pack_sums, unpack_sums
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.net.transport import Transport
-from deadpool_megatron.vault.replicate import Sender, Shipper
-from deadpool_megatron.vault.schemes.base import Copies, Owed, Target
+from deadpool_megatron.vault.schemes.scheme import Copies, Owed
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
-from deadpool_megatron.vault.shm.table import Place, SealedSlot
+from deadpool_megatron.vault.shm.table import Place
 
 
 @dataclass
@@ -66,18 +63,12 @@ class Recompute(Copies):
             _write_sums(segment, slot, digests, self.record.epoch)
         self.decide(layout, generation, has_step)
 
-    def sender(
-        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
-    ) -> Sender:
-        return StepShipper(state, transport, layout, target, self.record.epoch, self)
-
-    def lacks_base(self, slots: Iterable[SealedSlot], follows: Any, names: Collection[str]) -> bool:
+    def lacks_base(
+        self, held: Mapping[Generation, Collection[str]], follows: Any, names: Collection[str]
+    ) -> bool:
         shards = [shard for name in names if (shard := shard_of(name)) is not None]
         if not shards or follows is None:
             return bool(shards)
-        held: dict[Generation, set[str]] = {}
-        for slot in slots:
-            held.setdefault(slot.generation, set()).update(slot.parts)
         before = Generation.from_list(follows)
         return not all(chain(held, before, shard) for shard in shards)
 
@@ -101,40 +92,13 @@ class Recompute(Copies):
         way.newest = generation
 
     def follows(self, role: int, generation: Generation) -> Generation | None:
-        """The generation that a step leads from; None for one that travels whole."""
         way = self._chains.get(role)
         return None if way is None else way.steps.get(generation)
 
     def make_whole(self, role: int, generation: Generation) -> None:
-        """A buddy lacks what the step of ``generation`` leads from."""
         way = self._chains.get(role)
         if way is not None and way.steps.pop(generation, None) is not None:
             way.base = max(way.base, generation)
-
-
-class StepShipper(Shipper):
-    """Tells a buddy what a step begins from, and sends a whole copy where it lacks that."""
-
-    def __init__(
-        self,
-        state: VaultState,
-        transport: Transport,
-        layout: RoleLayout,
-        target: Target,
-        epoch: int,
-        scheme: Recompute,
-    ) -> None:
-        super().__init__(state, transport, layout, target, epoch)
-        self._scheme = scheme
-
-    def _follows(self, generation: Generation) -> Generation | None:
-        with self._state.lock:
-            return self._scheme.follows(self._layout.role, generation)
-
-    def _make_whole(self, generation: Generation) -> None:
-        with self._state.changed:
-            self._scheme.make_whole(self._layout.role, generation)
-            self._state.changed.notify_all()
 
 
 def replayed_otherwise(

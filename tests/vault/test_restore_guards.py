@@ -20,12 +20,13 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import dump
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import RestoreUnavailable
-from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.restore import Obtainer
 from deadpool_megatron.vault.server import Server
-from deadpool_megatron.vault.shm.segment import Segment, checksum
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout, record_of
 
@@ -64,7 +65,7 @@ class House:
 
     def keep(self, node: int, names: list[str], layout: RoleLayout = LAYOUT) -> Segment:
         """A sealed copy on a node."""
-        return keep(self.states[node].ensure_copy(layout), names)
+        return keep(room.ensure_copy(self.states[node], layout, BASE), names)
 
     def obtainer(self, restore: Restore | None = None, late: bool = False) -> Obtainer:
         """Of epoch 2; ``late``: others hear of it when node 0 has asked one once in vain."""
@@ -97,7 +98,7 @@ class House:
     def dumped(self, directory: Path, role: int) -> tuple[Path, Restore]:
         """All nodes write what they hold, and forget it; the file of a role, and what reads it."""
         for state in self.states:
-            dump(state, directory, RESTORED, "step", None)
+            dump(state, directory, RESTORED, "step")
             for segment in list(state.table.segments.values()):
                 state.table.remove(segment)
         (path,) = directory.glob(f"dump-{role}-*.seg")
@@ -173,7 +174,7 @@ def test_a_source_that_has_yet_to_hear_of_the_epoch_is_asked_again(house: House)
 def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house: House) -> None:
     """Both are sealed, but this node knows what the role itself had."""
     copy = house.keep(0, [*EXTRAS, "tail"])
-    copy.note_part(0, "shard", 5000, checksum(memoryview(b"other bytes")), 1)
+    copy.seal_part(0, "shard", 5000, checksum(memoryview(b"other bytes")), 1, PartState.ELSEWHERE)
     house.keep(1, SHARDS, replace(LAYOUT, role=1))
     house.refuse("not the bytes that the role had")
 
@@ -185,9 +186,11 @@ def test_a_base_is_not_held_against_what_it_became(house: House) -> None:
     steps = step_parts({"shard": replace(plain.parts[0], nbytes=300)}, 100, 0)
     layout = replace(plain, parts=(plain.parts[0], *steps, *plain.parts[2:]))
     whole = memoryview(content(0, RESTORED, "shard", 1000))
-    house.keep(2, EXTRAS, layout).note_part(0, "shard", 1000, checksum(whole), 1)
-    keep(house.states[1].ensure_copy(layout), ["shard"], BASE)
-    keep(house.states[1].ensure_steps(layout), [step])
+    house.keep(2, EXTRAS, layout).seal_part(
+        0, "shard", 1000, checksum(whole), 1, PartState.ELSEWHERE
+    )
+    keep(room.ensure_copy(house.states[1], layout, BASE), ["shard"], BASE)
+    keep(room.ensure_copy(house.states[1], layout, BASE, [step]), [step])
     chain = {BASE: {"shard": (Source(1, 0),)}, RESTORED: {step: (Source(1, 0),)}}
     recipe = Recipe(replay=Replay(BASE, (RESTORED,), chain))
     extras = {0: {EXTRAS[0]: (Source(2, 0),)}}

@@ -12,8 +12,7 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.member.buffers import SlotWriter
-from deadpool_megatron.vault.member.client import VaultClient, free_slot
+from deadpool_megatron.vault.member import SlotWriter, VaultClient, free_slot
 from deadpool_megatron.vault.shm.segment import Segment, SlotState
 from tests.vault.harness import make_layout
 

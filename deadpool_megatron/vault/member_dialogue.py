@@ -1,28 +1,44 @@
-"""The vault's side of the dialogue with a member: register, look again, restore."""
+"""The vault's side of the dialogue with a member: register, look again, restore.
+
+It goes over the vault's AF_UNIX socket, as the agent's orders do. One named thread reads each
+connection. Sending never waits for the other side, since a stopped member must not hold up
+anybody's commit: what the socket does not take at once is kept and sent as it drains, and a
+connection with too much kept is cut (its owner connects again).
+"""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 import logging
+import select
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Code, Refusal, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.net.links import Link
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.errors import MALFORMED, Code, Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.pace import Pace
-from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import own_name
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.transport import begin_thread
+from deadpool_megatron.vault.worker import RoleWorker
+from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
+_MOST_KEPT_BYTES = 64 << 20
+_MESSAGE_SECONDS = 20.0
+_BACKLOG = 512
 
 
-class Members:
+class MemberDialogues:
     """All members that are connected, by role. Thread-safe."""
 
     def __init__(self, state: VaultState) -> None:
@@ -83,7 +99,7 @@ class MemberDialogue:
     """One connection of one member, from its ``member`` message on."""
 
     def __init__(
-        self, state: VaultState, members: Members, link: Link, hello: Mapping[str, Any]
+        self, state: VaultState, members: MemberDialogues, link: LocalLink, hello: Mapping[str, Any]
     ) -> None:
         self._state = state
         self._members = members
@@ -212,7 +228,7 @@ class MemberDialogue:
             elif record.restore.kind not in ("memory", "dump"):
                 self._answer(epoch, VaultError(f"epoch {epoch} starts from {record.restore.kind}"))
             else:
-                worker.want(self.layout, functools.partial(self._answer, epoch))
+                worker.want(self.layout, partial(self._answer, epoch))
 
     def _answer(self, epoch: int, outcome: dict[str, Place] | VaultError) -> None:
         """Answer a wish of ``epoch``; the member may have continued to a newer one meanwhile."""
@@ -253,3 +269,130 @@ class MemberDialogue:
         with self._state.lock:
             for place in pinned:
                 self._state.table.unpin(place)
+
+
+class LocalLink:
+    """One local connection. :meth:`send` and :meth:`close` from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.settimeout(_MESSAGE_SECONDS)
+        # A time-out belongs to the Python object: the reader waits, the senders never do.
+        self._sender = connection.dup()
+        self._sender.settimeout(0)
+        self._lock = threading.Lock()
+        self._kept = bytearray()
+        self._closed = False
+
+    def send(self, *messages: Mapping[str, Any]) -> None:
+        """Send frames, after what was kept before; what the socket does not take now is kept for
+        later. On a broken connection nothing is done."""
+        with self._lock:
+            if self._closed:
+                return
+            for message in messages:
+                self._kept += framing.encode(message)
+            try:
+                while self._kept:
+                    del self._kept[: self._sender.send(self._kept)]
+            except BlockingIOError:
+                if len(self._kept) > _MOST_KEPT_BYTES:
+                    log.warning("a local connection does not read: cut")
+                    self._shutdown()
+            except OSError:
+                self._shutdown()
+
+    def receive(self, stopping: threading.Event) -> dict[str, Any] | None:
+        """The next frame, or None when the vault stops. Raises WireError or OSError at the end."""
+        while not stopping.is_set():
+            with self._lock:
+                events = select.POLLIN | (select.POLLOUT if self._kept else 0)
+            poll = select.poll()
+            poll.register(self._socket, events)
+            for _, event in poll.poll(500):
+                if event & select.POLLOUT:
+                    self.send()
+                if event & ~select.POLLOUT:
+                    return framing.receive(self._socket)
+        return None
+
+    def close(self) -> None:
+        """Cut the connection."""
+        with self._lock:
+            self._shutdown()
+            self._socket.close()
+            self._sender.close()
+
+    def _shutdown(self) -> None:
+        self._closed = True
+        self._kept.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def listening_at(path: Path) -> socket.socket:
+    """A socket of this user's own that listens there, in place of whatever had the name."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    path.unlink(missing_ok=True)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+class LocalServer:
+    """Accepts local connections and runs ``dialogue(link, stopping)`` for each in a thread."""
+
+    def __init__(
+        self, listener: socket.socket, dialogue: Callable[[LocalLink, threading.Event], None]
+    ) -> None:
+        self._listener = listener
+        self._dialogue = dialogue
+        self._stopping = threading.Event()
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._accept, name="accept-local", daemon=True)
+        self._path = Path(listener.getsockname())
+        self._name = HeldName(self._path, self._listen_again)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def keep_name(self) -> bool:
+        """Listen under the same name again if it is gone; whether it was. Raises OSError."""
+        return self._name.look()
+
+    def _listen_again(self) -> None:
+        self._listener = listening_at(self._path)  # what waits at the old one was accepted before
+
+    def stop(self) -> None:
+        """Accept no more; the threads of open connections end within a second."""
+        self._stopping.set()
+        self._thread.join(timeout=2.0)
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            connection: socket.socket | None = None
+            try:
+                self._listener.settimeout(0.5)
+                connection, _ = self._listener.accept()
+                link = LocalLink(connection)  # takes a second descriptor
+            except TimeoutError:
+                continue
+            except OSError as error:  # no file descriptor left, for one
+                log.warning("accept: %s", error)
+                if connection is not None:
+                    connection.close()
+                self._stopping.wait(0.1)
+                continue
+            begin_thread(f"local-{next(self._numbers)}", partial(self._run, link))
+
+    def _run(self, link: LocalLink) -> None:
+        try:
+            self._dialogue(link, self._stopping)
+        except framing.ConnectionClosed:
+            pass
+        except (WireError, VaultError, OSError, *MALFORMED) as error:
+            log.warning("%s: %s: %s", threading.current_thread().name, type(error).__name__, error)
+        finally:
+            link.close()

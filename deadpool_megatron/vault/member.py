@@ -8,6 +8,7 @@ connects and registers again.
 
 from __future__ import annotations
 
+import mmap
 import select
 import socket
 import threading
@@ -20,13 +21,20 @@ from typing import Any
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Code, Frozen, Interrupted, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.member.buffers import PartsWriter, RestoredParts, SlotWriter
 from deadpool_megatron.vault.memory import Budget
-from deadpool_megatron.vault.shm.own_slots import park, unpark
+from deadpool_megatron.vault.room import park, unpark
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
 from deadpool_megatron.wire import framing
 
-__all__ = ["GateAnswer", "RestoredParts", "SlotWriter", "VaultClient"]
+# A vault that was stopped may not hold up the training thread for longer than this.
+_SEND_SECONDS = 1.0
+_RETRY_SECONDS = 0.05
+# Agent and vault look every ten seconds whether the names that they need are there.
+_NAMELESS_SECONDS = 30.0
+# Another thread may have connected anew since the wait began; look again this often.
+_LOOK_SECONDS = 0.5
+# Sends a message to the vault if it is there.
+Tell = Callable[[Mapping[str, Any]], None]
 
 
 class GateAnswer(StrEnum):
@@ -35,15 +43,6 @@ class GateAnswer(StrEnum):
     COMMITTED = "committed"
     INTERRUPTED = "interrupted"
     RELEASED = "released"  # the record lets the role pass with fewer copies
-
-
-# A vault that was stopped may not hold up the training thread for longer than this.
-_SEND_SECONDS = 1.0
-_RETRY_SECONDS = 0.05
-# Agent and vault look once a second whether the names that they need are there.
-_NAMELESS_SECONDS = 10.0
-# Another thread may have connected anew since the wait began; look again this often.
-_LOOK_SECONDS = 0.5
 
 
 class VaultClient:
@@ -175,9 +174,14 @@ class VaultClient:
         freezes = segment.freezes()
         if segment.is_frozen():
             raise Frozen(f"epoch {epoch} has been closed")
-        if (held := slot_of(segment, generation)) is not None and generation == self._restored:
-            return PartsWriter(self.tell, segment, held, generation, epoch)
-        slot = self._choose(segment, epoch)
+        for held in range(segment.slots) if generation == self._restored else ():
+            # It stays the one of that generation, whatever parts of it have been lost since.
+            if segment.state(held) is SlotState.SEALED and segment.generation(held) == generation:
+                return PartsWriter(self.tell, segment, held, generation, epoch)
+        newest = self.newest_committed
+        known = [newest[0] if newest else None, self._restored]
+        floor = max((one for one in known if one is not None), default=None)
+        slot = free_slot(segment, epoch, floor)
         before = segment.mark_writing(slot)
         # The order matters: WRITING first, then FROZEN (vault/shm/segment.py). The count tells of a
         # vault that has promised this slot, and has opened an epoch since.
@@ -186,12 +190,6 @@ class VaultClient:
             raise Frozen(f"epoch {epoch} has been closed")
         segment.begin(slot, generation, epoch)
         return SlotWriter(self.tell, segment, slot, generation, epoch)
-
-    def _choose(self, segment: Segment, epoch: int) -> int:
-        newest_committed = self.newest_committed
-        known = [newest_committed[0] if newest_committed else None, self._restored]
-        floor = max((g for g in known if g is not None), default=None)
-        return free_slot(segment, epoch, floor)
 
     def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
         """Add an extras part to a generation that is sealed or being sealed."""
@@ -241,8 +239,7 @@ class VaultClient:
         the record lets this role pass with fewer copies. Raises VaultError when the vault has found
         the slot damaged, or a restarted one has not got it: it can never be committed.
         """
-        known = self._known(generation, boundary)
-        if known is not None:
+        if (known := self._known(generation, boundary)) is not None:
             return known
         # Whatever spreads this generation over the iteration has to let it go now.
         self.tell({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
@@ -250,8 +247,7 @@ class VaultClient:
         reports = [started + deadline_seconds, started + report_every_seconds]
         while True:
             self._pump()
-            known = self._known(generation, boundary)
-            if known is not None:
+            if (known := self._known(generation, boundary)) is not None:
                 return known
             if self._bad is not None and self._bad[0] == self._epoch:
                 raise VaultError(self._bad[1])
@@ -269,12 +265,11 @@ class VaultClient:
 
     def _known(self, generation: Generation, boundary: str) -> GateAnswer | None:
         newest = self.newest_committed
-        if newest is None or self._commit is None:
+        wanted = generation, BOUNDARIES.index(boundary)
+        if newest is None or (newest[0], BOUNDARIES.index(newest[1])) < wanted:
             return None
-        order = newest[0], BOUNDARIES.index(newest[1])
-        if order < (generation, BOUNDARIES.index(boundary)):
-            return None
-        return GateAnswer.RELEASED if self._commit[3] else GateAnswer.COMMITTED
+        is_released = self._commit is not None and self._commit[3]
+        return GateAnswer.RELEASED if is_released else GateAnswer.COMMITTED
 
     # Restoring.
 
@@ -471,9 +466,120 @@ def free_slot(segment: Segment, epoch: int, floor: Generation | None) -> int:
     return min(free)[1]
 
 
-def slot_of(segment: Segment, generation: Generation) -> int | None:
-    """The slot that is sealed with a generation, whatever parts of it have been lost since."""
-    for slot in range(segment.slots):
-        if segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation:
-            return slot
-    return None
+class SlotWriter:
+    """One slot that is being written; from ``VaultClient.begin``.
+
+    May be handed to another thread. Once its epoch was closed this writer is left over, and changes
+    nothing of a slot that was begun for another generation.
+    """
+
+    def __init__(
+        self, tell: Tell, segment: Segment, slot: int, generation: Generation, epoch: int
+    ) -> None:
+        self.generation = generation
+        self._tell = tell
+        self._segment = segment
+        self._slot = slot
+        self._epoch = epoch
+        self._freezes = segment.freezes()
+
+    def part(self, name: str) -> memoryview:
+        """Writable bytes of a part, its full capacity; uninitialised."""
+        return self._segment.data(self._slot, name)
+
+    def fill(self, parts: Mapping[str, int]) -> None:
+        """Declare these parts complete (name -> bytes used) and have the vault seal them.
+
+        Raises VaultError when the slot is another's though the epoch was not closed: nobody would
+        ever seal them, and the gate would wait in vain.
+        """
+        for name, nbytes in parts.items():
+            if not 0 <= nbytes <= self._segment.capacity(name):
+                raise VaultError(
+                    f"part {name} has {nbytes} bytes, more than its {self._segment.capacity(name)}"
+                )
+        if self._is_mine():
+            self._declare(parts)
+            self._tell({"t": "filled"})
+        elif self._segment.freezes() == self._freezes:  # looked at last: a close freezes first
+            raise VaultError(f"slot {self._slot} is not that of {self.generation} any more")
+
+    def abandon(self) -> None:
+        """Give the slot back; its bytes count for nothing."""
+        if self._is_mine():
+            self._segment.set_state(self._slot, SlotState.EMPTY)
+
+    def _declare(self, parts: Mapping[str, int]) -> None:
+        self._segment.fill(self._slot, parts, self._epoch)
+
+    def _is_mine(self) -> bool:
+        segment, slot = self._segment, self._slot
+        begun = segment.generation(slot), segment.epoch(slot)
+        return segment.state(slot) is SlotState.WRITING and begun == (self.generation, self._epoch)
+
+
+class PartsWriter(SlotWriter):
+    """Parts that were lost of a generation, in the slot that holds the rest of it.
+
+    No other slot is taken for them: older generations may be asked for until this one is committed
+    again. The parts do not count while they are written, nor does the slot change otherwise.
+    """
+
+    def part(self, name: str) -> memoryview:
+        """As ever; what it held until now was found to be damaged and does not count any more."""
+        self._segment.invalidate_part(self._slot, name, PartState.ABSENT)
+        return super().part(name)
+
+    def abandon(self) -> None:
+        """The parts stay lost."""
+
+    def _declare(self, parts: Mapping[str, int]) -> None:
+        for name, nbytes in parts.items():
+            self._segment.fill_part(self._slot, name, nbytes, self._epoch)
+
+    def _is_mine(self) -> bool:
+        segment, slot = self._segment, self._slot
+        is_sealed = segment.state(slot) is SlotState.SEALED
+        return is_sealed and segment.generation(slot) == self.generation
+
+
+class RestoredParts:
+    """Checked bytes of one generation, read-only; kept by the vault until closed.
+
+    Those in the member's ``own`` slots are seen where it has them mapped, and a device knows them.
+    """
+
+    def __init__(
+        self,
+        tell: Tell,
+        directory: Path,
+        parts: Mapping[str, tuple[str, int, int]],
+        own: Segment | None = None,
+    ) -> None:
+        self._tell = tell
+        self._parts: dict[str, memoryview] = {}
+        maps: dict[str, memoryview] = {}
+        for name, (file_name, offset, nbytes) in parts.items():
+            path = directory / file_name
+            if file_name not in maps and own is not None and own.maps(path):
+                maps[file_name] = own.contents.toreadonly()
+            elif file_name not in maps:
+                with open(path, "rb") as file:
+                    maps[file_name] = memoryview(
+                        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    )
+            self._parts[name] = maps[file_name][offset : offset + nbytes]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parts."""
+        return tuple(self._parts)
+
+    def part(self, name: str) -> memoryview:
+        """Read-only bytes, exactly as many as were filled. Raises KeyError for an unknown part."""
+        return self._parts[name]
+
+    def close(self) -> None:
+        """Let the vault reuse the slots. Views handed out still show whatever is there."""
+        self._parts.clear()
+        self._tell({"t": "release"})

@@ -12,16 +12,22 @@ import pytest
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat, Source
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core import room as making_room
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault import room
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Frozen, Refusal, RestoreUnavailable, VaultError
-from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.role.worker import RoleWorker
-from deadpool_megatron.vault.schemes.base import Target
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
+from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.schemes.scheme import Target
+from deadpool_megatron.vault.shm.segment import (
+    Filled,
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    own_name,
+)
 from deadpool_megatron.vault.shm.table import Place
-from tests.common.threads import short_of_threads
+from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of
 
@@ -146,25 +152,9 @@ def test_what_a_dead_vault_has_sealed_is_held_against_its_checksum(state: VaultS
     worker = RoleWorker(state, FakeNetwork().transport("a", 1, 1.0), state.record, 0, seat)
     worker.seal()
     assert segment.state(0) is SlotState.SEALED
-    assert state.table.parts(0, NEW) == set(NAMES[1:])
+    assert state.table.held(0)[NEW] == set(NAMES[1:])
     assert segment.entry(0, NAMES[0]).state is PartState.BAD
     assert told == [NAMES[0]]
-
-
-def test_a_moment_without_threads_puts_off_who_ships(
-    state: VaultState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody else would begin to within the epoch, and the gate would stay shut."""
-    assert state.record is not None
-    begun = list[str]()
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: begun.append(thread.name))
-    refused = short_of_threads(monkeypatch, "ship-")
-    transport = FakeNetwork().transport("a", 1, 1.0)
-    worker = RoleWorker(state, transport, state.record, 0, Seat(0, 0, 0))
-    worker._start_shippers(LAYOUT)
-    assert refused == ["ship-0-to-1"]
-    worker._start_shippers(LAYOUT)
-    assert begun == refused
 
 
 RESTORED = Generation(0, 3)
@@ -350,7 +340,7 @@ def test_memory_is_given_back_without_the_lock(
     state: VaultState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = make_layout(7, nbytes=1 << 20)
-    copy = state.ensure_copy(layout)
+    copy = room.ensure_copy(state, layout, NEW)
     copy.reserve(NAMES)
     copy.open_slot(0, Generation(1, 0), 1)
     given: list[int] = []
@@ -369,15 +359,15 @@ def test_memory_is_given_back_without_the_lock(
             pass
 
     monkeypatch.setattr(Segment, "give_back", checked)
-    monkeypatch.setattr(making_room, "_owed", lambda *_: ())
-    assert making_room.give_back(state, NEW)
+    monkeypatch.setattr(room, "_owed", lambda *_: ())
+    assert room.give_back(state, NEW)
     assert given == [0, 1]
     assert not state.table.writers
 
 
 def test_a_removed_segment_is_let_go_later(state: VaultState) -> None:
     """Its memory is gigabytes, and whoever removes it holds the lock."""
-    copy = state.ensure_copy(make_layout(7, nbytes=1 << 20))
+    copy = room.ensure_copy(state, make_layout(7, nbytes=1 << 20), NEW)
     alive = weakref.ref(copy)
     with state.lock:
         state.table.remove(copy)
@@ -391,7 +381,9 @@ def test_only_what_is_in_a_slot_of_the_one_who_plays_the_role_is_sealed(state: V
     """A slot may be begun anew while it is hashed, and a member may lose its seat."""
     segment = next(iter(state.table.segments.values()))
     before = segment.entry(0, "shard")
-    assert not state.seal_own(segment, 0, NEW, 1, {"shard": 1}), "the slot holds another one"
+    assert not state.seal_own(segment, Filled(0, NEW, {}, [], False), {"shard": 1}, 1), (
+        "the slot holds another one"
+    )
     assert state.record is not None
     restore = Restore("memory", OLD)
     moved = replace(state.record, epoch=2, seats={0: Seat(0, 0, 1)}, restore=restore)
@@ -399,7 +391,9 @@ def test_only_what_is_in_a_slot_of_the_one_who_plays_the_role_is_sealed(state: V
     assert state.judge(1) is Refusal.STALE
     assert state.adopt(moved)
     assert not state.adopt(moved), "once"
-    assert not state.seal_own(segment, 0, OLD, 2, {"shard": 1}), "its member has no seat"
+    assert not state.seal_own(segment, Filled(0, OLD, {}, [], False), {"shard": 1}, 2), (
+        "its member has no seat"
+    )
     assert segment.entry(0, "shard") == before
 
 
@@ -414,7 +408,7 @@ def test_what_is_committed_is_never_told_backwards(state: VaultState) -> None:
 
 
 def test_what_an_owner_vouches_for_stays_off_sealed_bytes(state: VaultState) -> None:
-    copy = state.ensure_copy(make_layout(7, nbytes=100))
+    copy = room.ensure_copy(state, make_layout(7, nbytes=100), NEW)
     copy.open_slot(0, OLD, 1)
     copy.seal_part(0, "shard", 100, 11, 1)
     state.note_elsewhere(copy, 0, [("shard", 100, 12), ("tail", 10, 13)], 1)

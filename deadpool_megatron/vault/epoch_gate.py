@@ -1,47 +1,43 @@
-"""State that the threads of a vault share: the epoch gate, the table, the ledger, reports.
+"""The epoch gate, and the commit rule: what the threads of a vault share, under one lock.
 
-Closing is atomic with respect to sealing because both happen under one lock: a seal checks the
+Closing is atomic with respect to sealing because both happen under that lock: a seal checks the
 epoch, writes the header and enters the ledger without letting go of it. The lock is never held over
 a checksum, a socket call or the reservation of memory.
+
+A generation of a role is committed at a boundary when its own slot has all shard parts and the
+extras up to that boundary sealed, and every target that the scheme names has acknowledged what it
+is owed: a buddy a copy, the holder of a parity block that the part is in the block, which is
+sealed. Where a generation travels as a step (:mod:`.schemes.gradients`), the parts of the step
+stand for the shard parts that they lead to: a buddy acknowledges them only if it holds what they
+begin from.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import (
+    BOUNDARIES,
     EpochRecord,
     Generation,
     Inventory,
     NodeAddress,
     RoleLayout,
     Seat,
-    successors_by,
+    extras_part,
 )
-from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.commit import Ledger
-from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
+from deadpool_megatron.vault.errors import Refusal, Refused, VaultError, VaultReports
 from deadpool_megatron.vault.memory import Budget
-from deadpool_megatron.vault.pace import Link, Pace
-from deadpool_megatron.vault.schemes.base import Scheme, Target, scheme_of
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
+from deadpool_megatron.vault.pace import Pace, SharedLink
+from deadpool_megatron.vault.schemes.scheme import Scheme, Target, scheme_of
+from deadpool_megatron.vault.shm.segment import Filled, PartState, Segment, SlotState
 from deadpool_megatron.vault.shm.table import Place, Table
-
-log = logging.getLogger(__name__)
-# Strangers must not be able to flood the event log: one event a second for each reason.
-_REFUSAL_EVENT_SECONDS = 1.0
-_MOST_REASONS = 200
-_NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
 
 
 class VaultState:
@@ -63,7 +59,7 @@ class VaultState:
         self.node = node
         self.settings = settings
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
-        self.link = Link(settings, interface)
+        self.link = SharedLink(settings, interface)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None
@@ -74,7 +70,7 @@ class VaultState:
         self.ended: set[int] = set()
         self.open_epoch = 0
         self.closed_epoch = 0
-        self.reports = Reports(node, emit, lambda: self.open_epoch)
+        self.reports = VaultReports(node, emit)
         self.committed: dict[int, tuple[Generation, str]] = {}
         self.on_committed: Callable[[int, Generation, str, bool], None] = lambda *_: None
         self.on_bad: Callable[[int, int, Generation, str], None] = lambda *_: None
@@ -82,7 +78,6 @@ class VaultState:
         # Bytes shipped since the last commit, of roles of which a copy was missing.
         self._shipped: dict[int, int] = {}
         self._closed_at = 0.0
-        self._newest = Generation(0, 0)
         self._making: dict[int, threading.Lock] = {}
 
     # The epoch gate.
@@ -113,7 +108,7 @@ class VaultState:
             if epoch < self.open_epoch:
                 return
             self.closed_epoch = max(self.closed_epoch, epoch)
-            self.open_epoch = 0
+            self.open_epoch = self.reports.epoch = 0
             self._closed_at = time.monotonic()
             self.table.freeze()
             self.changed.notify_all()
@@ -144,16 +139,18 @@ class VaultState:
             self.record, self.ledger = record, Ledger(scheme_of(record, self.rehearsed))
             self.ended = set()
             self.committed = {}
-            self._newest = restore.generation
             self.link.begin()
-            self._remove_unneeded_at_adopt(record)
+            for segment in list(self.table.segments.values()):
+                if not self.table.serves(segment, restore.generation) and not self.is_used(segment):
+                    self.table.remove(segment)
             since = self._closed_at or time.monotonic()
             restored = restore.kind in ("memory", "dump")
             self._unprotected = dict.fromkeys(self.own_roles(), since) if restored else {}
             self._shipped = {}
-            self.open_epoch = record.epoch
+            self.open_epoch = self.reports.epoch = record.epoch
             for role in self.own_roles():  # a role that owes nobody a copy gets no other occasion
-                self._advance(role)
+                if (layout := self.table.layout(role)) is not None:
+                    self._advance(layout, self.table.held(role))
             self.changed.notify_all()
             return True
 
@@ -182,62 +179,26 @@ class VaultState:
         with self.lock:
             return self._making.setdefault(role, threading.Lock())
 
-    def ensure_copy(self, layout: RoleLayout) -> Segment:
-        """The segment for copies of a role; slots get their memory when they are first used.
-
-        Raises VaultError when there is no room or the layouts differ.
-        """
-        return self._ensure(layout, copy_name(layout.role), layout.slots)
-
-    def ensure_steps(self, layout: RoleLayout) -> Segment:
-        """The segment for steps that lead on from these copies. Raises VaultError like that."""
-        slots = generations_kept(layout, self.settings.full_every)
-        return self._ensure(layout, steps_name(layout.role), slots)
-
-    def _ensure(self, layout: RoleLayout, name: str, slots: int) -> Segment:
-        with self.makes(layout.role):
-            with self.lock:
-                segment = self.table.segments.get(name)
-            if segment is None:
-                path = self.table.directory / name
-                segment = Segment.create(path, layout, None, (), slots, self.table.budget)
-                with self.lock:
-                    self.table.segments[path.name] = segment
-            else:
-                self._check_same(segment, layout, slots)
-            return segment
-
-    def _check_same(self, segment: Segment, layout: RoleLayout, slots: int) -> None:
-        """Raise VaultError unless a segment for copies of a role is one for this layout."""
-        held = segment.layout
-        if held.layout_hash != layout.layout_hash:
-            raise VaultError(
-                f"layout {layout.layout_hash} of role {layout.role} is not the"
-                f" {held.layout_hash} that node {self.node} holds"
-            )
-        if keeps_steps(layout) and segment.slots != slots:
-            raise VaultError(
-                f"{segment.path.name} on node {self.node} has {segment.slots} slots, not {slots}:"
-                " go on with the --deadpool-max-lag and --deadpool-set full-every that the run"
-                " began with"
-            )
+    def is_used(self, segment: Segment) -> bool:
+        """True when a segment is still written in the epoch of the record; under the lock."""
+        if self.record is None or self.ledger is None:
+            return False
+        if segment.seat is not None:
+            return self.record.seats.get(segment.layout.role) == segment.seat
+        return bool(self.ledger.scheme.keeps(segment.layout, self.node))
 
     # Sealing: every way for bytes to become restorable goes through one of these three.
 
     def seal_own(
-        self,
-        segment: Segment,
-        slot: int,
-        generation: Generation,
-        epoch: int,
-        digests: dict[str, int],
+        self, segment: Segment, filled: Filled, digests: dict[str, int], epoch: int
     ) -> bool:
-        """Seal the FILLED parts of a member's slot that were check-summed; False when too late."""
-        role = segment.layout.role
+        """Seal parts of a member's slot that were check-summed; False when too late."""
+        role, slot, generation = segment.layout.role, filled.slot, filled.generation
         with self.changed:
-            seat = self.own_roles().get(role)
-            if not self.is_open(epoch) or seat != segment.seat:
-                self.reports.refuse("seal of a closed epoch", role=role, epoch=epoch)
+            if not self.is_open(epoch):  # the slot may be that of the next epoch by now
+                return False
+            if self.own_roles().get(role) != segment.seat:
+                self.reports.refuse("seal of a member without a seat", role=role, epoch=epoch)
                 return False
             state = segment.state(slot)
             if state not in (SlotState.FILLED, SlotState.SEALED):
@@ -246,13 +207,13 @@ class VaultState:
                 return False
             self.scheme(epoch).sealing(segment, slot, digests)
             for name, digest in digests.items():
-                entry = segment.entry(slot, name)
-                segment.seal_part(slot, name, entry.nbytes, digest, epoch)
-            self.fail_point_corrupt("vault.sealed", segment, slot, digests)
+                segment.seal_part(slot, name, segment.entry(slot, name).nbytes, digest, epoch)
+            if failpoints.ACTIVE:
+                self.fail_point_corrupt("vault.sealed", segment, slot, digests)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
                 segment.set_state(slot, SlotState.SEALED)
                 self.link.note(Pace.sealed, role, generation)
-            self._after_seal(role, generation)
+            self._advance(segment.layout, self.table.held(role))
             facts = {"lineage": generation.lineage, "parts": sorted(digests)}
             self.reports.emit(Kind.SEALED, role, generation, facts)
         return True
@@ -273,7 +234,7 @@ class VaultState:
             if not self.is_open(epoch):
                 return False
             segment.seal_part(slot, name, nbytes, digest, epoch)
-            self._after_seal(segment.layout.role, segment.generation(slot))
+            self._advance(segment.layout, self.table.held(segment.layout.role))
         return True
 
     def claim(
@@ -313,8 +274,6 @@ class VaultState:
         self, point: str, segment: Segment, slot: int, names: Collection[str]
     ) -> None:
         """Let a test damage one byte of a slot at an exact moment."""
-        if not failpoints.ACTIVE:
-            return
         role, generation = segment.layout.role, segment.generation(slot)
         if failpoints.hit(point, role=role, iteration=generation.iteration) is None:
             return
@@ -323,13 +282,12 @@ class VaultState:
 
     # Commit.
 
-    def tracked(self, role: int) -> list[Generation]:
-        """Generations of a role that are shipped in this epoch, oldest first."""
+    def _tracked(self, held: Iterable[Generation]) -> list[Generation]:
+        """Those of the generations of a role that are shipped in this epoch, oldest first."""
         if self.record is None:
             return []
         restored = self.record.restore.generation
-        found = {slot.generation for slot in self.table.sealed(role) if slot.parts}
-        return sorted(g for g in found if g == restored or g.lineage == self.open_epoch)
+        return sorted(g for g in held if g == restored or g.lineage == self.open_epoch)
 
     def shipment(
         self, layout: RoleLayout, target: Target, epoch: int
@@ -338,9 +296,9 @@ class VaultState:
         with self.lock:
             if not self.is_open(epoch) or self.ledger is None:
                 return None
-            for generation in self.tracked(layout.role):
-                sealed = self.table.parts(layout.role, generation)
-                missing = self.ledger.missing(layout, generation, sealed, target)
+            held = self.table.held(layout.role)
+            for generation in self._tracked(held):
+                missing = self.ledger.missing(layout, generation, held[generation], target)
                 # Its member may have begun to overwrite the slot since: what a vault that was
                 # restarted has yet to learn to be committed is free to be overwritten.
                 found = (self.table.find(layout.role, generation, name) for name in missing)
@@ -362,7 +320,7 @@ class VaultState:
         with self.lock:
             for name, nbytes, digest in parts if self.is_open(epoch) else ():
                 if segment.entry(slot, name).state is PartState.ABSENT:
-                    segment.note_part(slot, name, nbytes, digest, epoch)
+                    segment.seal_part(slot, name, nbytes, digest, epoch, PartState.ELSEWHERE)
 
     def shipped(self, role: int, nbytes: int, epoch: int) -> None:
         """So many bytes of a role have been sent to protect it."""
@@ -382,7 +340,7 @@ class VaultState:
         with self.changed:
             if self.is_open(epoch) and self.ledger is not None:
                 self.ledger.acknowledge(layout.role, generation, node, names)
-                self._advance(layout.role)
+                self._advance(layout, self.table.held(layout.role))
 
     def forget(self, role: int, generation: Generation, node: int) -> None:
         """A node asks for what it has acknowledged of a generation: it is sent once more."""
@@ -391,29 +349,22 @@ class VaultState:
                 self.ledger.forget(role, generation, node)
                 self.changed.notify_all()
 
-    def _after_seal(self, role: int, generation: Generation) -> None:
-        self._newest = max(self._newest, generation)
-        self._advance(role)
-        self._remove_unneeded()
-        self.changed.notify_all()
-
-    def _advance(self, role: int) -> None:
-        """Report what has become committed; called under the lock."""
-        layout = self.table.layout(role)
-        if layout is None or self.ledger is None or role not in self.own_roles():
-            return
-        tracked = self.tracked(role)
-        if tracked:
-            self.ledger.forget_before(role, tracked[0])
+    def _advance(self, layout: RoleLayout, held: Mapping[Generation, Collection[str]]) -> None:
+        """Report what has become committed of a role, of which this node has ``held``; called under
+        the lock, when that has changed or an acknowledgement has come."""
+        role, ledger = layout.role, self.ledger
+        tracked = self._tracked(held) if ledger is not None and role in self.own_roles() else []
+        if tracked and ledger is not None:
+            ledger.forget_before(role, tracked[0])
         for generation in tracked:
-            sealed = self.table.parts(role, generation)
-            boundary = self.ledger.boundary(layout, generation, sealed)
+            assert ledger is not None
+            boundary = ledger.boundary(layout, generation, held[generation])
             if boundary is None or (generation, boundary) == self.committed.get(role):
                 continue
             if role in self.committed and generation < self.committed[role][0]:
                 continue
             self.committed[role] = generation, boundary
-            released = self.ledger.released(layout, generation)
+            released = ledger.released(layout, generation)
             self._report_commit(role, generation, boundary, released)
         self.changed.notify_all()
 
@@ -435,77 +386,60 @@ class VaultState:
         if shipped_bytes:
             self.reports.emit(Kind.EXPOSED, role, generation, {"seconds": seconds})
 
-    # Memory that is not needed any more.
 
-    def _active(self, segment: Segment, record: EpochRecord) -> bool:
-        """True when the segment is still written in this epoch."""
-        role = segment.layout.role
-        if segment.seat is not None:
-            return record.seats.get(role) == segment.seat
-        return bool(self.ledger and self.ledger.scheme.keeps(segment.layout, self.node))
+class Ledger:
+    """Acknowledged parts of one epoch. Not thread-safe: the vault's lock guards it."""
 
-    def _remove_unneeded_at_adopt(self, record: EpochRecord) -> None:
-        kept = record.restore.generation
-        for segment in list(self.table.segments.values()):
-            if not self.table.serves(segment, kept) and not self._active(segment, record):
-                self.table.remove(segment)
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self._acknowledged: dict[tuple[int, Generation, int], set[str]] = {}
 
-    def _remove_unneeded(self) -> None:
-        if self.record is None:
-            return
-        later = successors_by(self.record, self._newest)
-        for segment in list(self.table.segments.values()):
-            kept = generations_kept(segment.layout, self.settings.full_every)
-            if not self._active(segment, self.record) and self.table.unneeded(segment, later, kept):
-                self.table.remove(segment)
+    def released(self, layout: RoleLayout, generation: Generation) -> bool:
+        """True when the record lets this role pass with fewer copies and it has to."""
+        fewer = self.scheme.record.fewer_copies
+        return layout.role in fewer and self.scheme.owed(layout, generation).is_short
 
-
-class Reports:
-    """Thread-safe. Its lock is a leaf: nothing else is locked while it is held.
-
-    ``send`` takes events without waiting for anybody; ``epoch`` answers which one is open.
-    """
-
-    def __init__(self, node: int, send: Callable[[Event], None], epoch: Callable[[], int]) -> None:
-        self.counters: Counter[str] = Counter()
-        self._node = node
-        self.send = send
-        self._epoch = epoch
-        self._lock = threading.Lock()
-        self._refused: dict[str, float] = {}  # reason -> monotonic time of its newest event
-
-    def emit(self, kind: Kind, role: int, generation: Generation, data: dict[str, Any]) -> None:
-        """Send an event about a generation of a role."""
-        self.send(
-            Event(
-                kind,
-                epoch=self._epoch(),
-                node=self._node,
-                role=role,
-                iteration=generation.iteration,
-                data=data,
-            )
-        )
-
-    def corruption(
-        self, role: int, generation: Generation, name: str, where: str, expected: int, found: int
+    def acknowledge(
+        self, role: int, generation: Generation, node: int, names: Iterable[str]
     ) -> None:
-        """Report bytes that are not what they should be."""
-        log.warning("corruption: role %d %s part %s in %s", role, generation, name, where)
-        checksums = {"expected": f"{expected:016x}", "found": f"{found:016x}"}
-        data = {"part": name, "where": where, **checksums}
-        self.emit(Kind.CORRUPTION, role, generation, data)
+        """A node has sealed these parts, or the parity blocks they are in."""
+        self._acknowledged.setdefault((role, generation, node), set()).update(names)
 
-    def refuse(self, why: str, **facts: object) -> None:
-        """Count something that was not accepted, and report it at most once a second."""
-        now, reason = time.monotonic(), _NUMBERS.sub("N", why)
-        with self._lock:
-            if reason not in self._refused and len(self._refused) >= _MOST_REASONS:
-                reason = "another reason"
-            self.counters[f"refused: {reason}"] += 1
-            if now - self._refused.get(reason, -1e9) < _REFUSAL_EVENT_SECONDS:
-                return
-            self._refused[reason] = now
-        log.warning("refused: %s %s", why, facts)
-        data = {"why": why, **{key: str(value) for key, value in facts.items()}}
-        self.send(Event(Kind.REFUSED, epoch=self._epoch(), node=self._node, data=data))
+    def forget(self, role: int, generation: Generation, node: int) -> None:
+        """A node has lost what it had acknowledged of a generation."""
+        self._acknowledged.pop((role, generation, node), None)
+
+    def forget_before(self, role: int, oldest: Generation) -> None:
+        """No slot holds anything older any more: nothing of it can be asked for."""
+        for key in [k for k in self._acknowledged if k[0] == role and k[1] < oldest]:
+            del self._acknowledged[key]
+
+    def missing(
+        self, layout: RoleLayout, generation: Generation, sealed: Collection[str], target: Target
+    ) -> list[str]:
+        """Sealed parts that a target is owed and has not acknowledged, in layout order."""
+        owed = self.scheme.owed(layout, generation).names.get(target, frozenset())
+        done = self._acknowledged.get((layout.role, generation, target.node), set())
+        left = (owed & {*sealed}) - done
+        return [part.name for part in layout.parts if part.name in left]
+
+    def boundary(
+        self, layout: RoleLayout, generation: Generation, sealed: Collection[str]
+    ) -> str | None:
+        """The last boundary at which the generation is committed, or None."""
+        owed = self.scheme.owed(layout, generation)
+        if owed.is_short and layout.role not in self.scheme.record.fewer_copies:
+            return None
+        lacking = set[str]()
+        for target, names in owed.names.items():
+            lacking |= names - self._acknowledged.get((layout.role, generation, target.node), set())
+        if not owed.here <= {*sealed} - lacking:
+            return None
+        reached = None
+        for boundary in BOUNDARIES:
+            name = extras_part(boundary)
+            if name in sealed:
+                if name in lacking:
+                    break
+                reached = boundary
+        return reached

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
-from deadpool_megatron.vault.core.commit import Ledger
-from deadpool_megatron.vault.schemes.base import Target, scheme_of
+from deadpool_megatron.vault.epoch_gate import Ledger
+from deadpool_megatron.vault.schemes.scheme import Target, scheme_of
 from tests.vault.harness import make_layout, record_of
 
 G = Generation(1, 4)

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import SUMS_PART, EpochRecord, Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import key
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refused, VaultError
-from deadpool_megatron.vault.net.transport import Transport
 from deadpool_megatron.vault.replicate import Sender
-from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, settle
+from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.vault.transport import Transport
 
 log = logging.getLogger(__name__)
 # Answers a member that waits for its state: the places, or why there are none.
@@ -37,6 +37,7 @@ class RoleWorker(threading.Thread):
         self._state = state
         self._transport = transport
         self._record = record
+        self._restored = record.restore.generation
         self._role = role
         self._seat = seat
         self._wake = threading.Event()
@@ -102,24 +103,19 @@ class RoleWorker(threading.Thread):
         return self._layout
 
     def _start_shippers(self, layout: RoleLayout) -> None:
-        if not self._shippers:
-            self._shippers = self._senders(layout)
-        try:
-            for shipper in self._shippers:
-                if shipper.ident is None:
-                    shipper.start()
-        except RuntimeError as error:  # the host has no thread left: once more in a second
-            log.warning("role %d: nobody brings its copies yet: %s", self._role, error)
-
-    def _senders(self, layout: RoleLayout) -> list[Sender]:
         state = self._state
         try:
-            with state.lock:
-                scheme = state.scheme(self.epoch)
-                targets = scheme.owed(layout, self._record.restore.generation).names
+            if not self._shippers:
+                with state.lock:
+                    scheme = state.scheme(self.epoch)
+                    targets = scheme.owed(layout, self._restored).names
+                self._shippers = [
+                    scheme.sender(state, self._transport, layout, target) for target in targets
+                ]
+                for shipper in self._shippers:
+                    shipper.start()
         except Refused:
-            return []
-        return [scheme.sender(state, self._transport, layout, target) for target in targets]
+            return  # closed just now
 
     # Restoring.
 
@@ -142,7 +138,7 @@ class RoleWorker(threading.Thread):
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
                 if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
-                    restored = self._record.restore.generation
+                    restored = self._restored
                     self._state.on_bad(self.epoch, self._role, restored, rotten)
         self._answer(self._outcome)
 
@@ -151,12 +147,12 @@ class RoleWorker(threading.Thread):
         again."""
         with self._state.lock:
             committed = self._state.committed.get(self._role)
-        return committed is not None and committed[0] > self._record.restore.generation
+        return committed is not None and committed[0] > self._restored
 
     def _rotten(self) -> str:
         """A part that was restored, and found damaged before it could be sent on; empty if none."""
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
-        restored = self._record.restore.generation
+        restored = self._restored
         for place in outcome.values():
             segment, slot = place.segment, place.slot
             is_bad = segment.entry(slot, place.name).state is PartState.BAD
@@ -172,7 +168,7 @@ class RoleWorker(threading.Thread):
         used any, or one holds the generation already, which it does not overwrite. Nor is
         anything brought that it has left behind in this epoch, when the vault was restarted.
         """
-        restored = self._record.restore.generation
+        restored = self._restored
         with self._state.lock:
             segment = self._state.table.own(self._role, self._seat)
             if segment is None:
@@ -202,88 +198,49 @@ class RoleWorker(threading.Thread):
                 self._seal(segment)
 
     def _seal(self, segment: Segment) -> None:
-        for slot in sorted(range(segment.slots), key=segment.generation):
-            names = self._filled(segment, slot)
-            if names and self._state.is_open(self.epoch):
-                generation = segment.generation(slot)
-                failpoints.hit("vault.seal", role=self._role, iteration=generation.iteration)
-                settle()
-                digests = {
-                    name: checksum(segment.data(slot, name, segment.entry(slot, name).nbytes))
-                    for name in names
-                }
-                for name in names:
-                    if not self._is_as_sealed(segment, slot, name, digests[name]):
-                        del digests[name]
-                with self._state.lock:
-                    # Not after a close: the slot may be that of the next epoch's worker by now.
-                    if not self._state.is_open(self.epoch):
-                        return
-                    if not self._is_replayed_well(segment, slot, digests):
-                        continue
-                self._state.seal_own(segment, slot, generation, self.epoch, digests)
-
-    def _is_as_sealed(self, segment: Segment, slot: int, name: str, found: int) -> bool:
-        """False for a part that an earlier vault had sealed when it died, and that has changed
-        since: its checksum is worth more than a new one of what is there now."""
-        entry = segment.entry(slot, name)
-        if entry.state is not PartState.SEALED or entry.checksum == found:
-            return True
-        place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
-        self._state.mark_bad(place, found)
-        return False
-
-    @property
-    def _may_replay(self) -> bool:
-        """True when the member of this role recomputes the generation that the epoch begins with;
-        of a dump nobody knows before its files have been read."""
-        if self._record.restore.kind == "dump" and not isinstance(self._outcome, dict):
-            return True
-        recipe = self._record.restore.recipes.get(self._role)
-        return recipe is not None and recipe.replay is not None
+        state, role, epoch = self._state, self._role, self.epoch
+        for filled in segment.filled(epoch):
+            slot, generation = filled.slot, filled.generation
+            if filled.is_foreign and (slot, generation) not in self._refused:
+                self._refused.add((slot, generation))
+                state.reports.refuse("slot of another epoch", role=role, generation=generation)
+            for name in filled.damaged:
+                state.on_bad(epoch, role, generation, name)
+            if not filled.parts or state.open_epoch != epoch:
+                continue
+            if failpoints.ACTIVE:
+                failpoints.hit("vault.seal", role=role, iteration=generation.iteration)
+            digests = {}
+            for name, (entry, view) in filled.parts.items():
+                digests[name] = found = checksum(view)
+                # An earlier vault had sealed it when it died, and it has changed since: its
+                # checksum is worth more than a new one of what is there now.
+                if entry.state is PartState.SEALED and entry.checksum != found:
+                    del digests[name]
+                    place = Place(segment, slot, name, entry.nbytes, entry.checksum, entry.epoch)
+                    state.mark_bad(place, found)
+            if generation != self._restored or self._is_replayed_well(segment, slot, digests):
+                state.seal_own(segment, filled, digests, epoch)
 
     def _is_replayed_well(self, segment: Segment, slot: int, digests: dict[str, int]) -> bool:
-        """False when the member has recomputed something else than the owner had."""
-        generation = self._record.restore.generation
-        if segment.generation(slot) != generation:
-            return True
+        """False when the member has recomputed something else than the owner had, or when what it
+        has to be like is not here yet; of a dump nobody knows before its files have been read."""
         if not any(name in digests for name in segment.layout.shard_parts):
             return True  # extras that were appended
-        outcome = self._outcome if isinstance(self._outcome, dict) else {}
-        place = outcome.get(key(generation, SUMS_PART))
-        if place is None:  # nothing was recomputed, or what it has to be like is not here yet
-            return not self._may_replay
+        outcome = self._outcome if isinstance(self._outcome, dict) else None
+        place = None if outcome is None else outcome.get(key(self._restored, SUMS_PART))
+        if place is None:
+            restore = self._record.restore
+            recipe = restore.recipes.get(self._role)
+            is_recomputed = recipe is not None and recipe.replay is not None
+            return not is_recomputed and (outcome is not None or restore.kind != "dump")
         # Whatever the plan is now: the recipe may be of an epoch before.
-        from deadpool_megatron.vault.schemes.recompute import replayed_otherwise
+        from deadpool_megatron.vault.schemes.gradients import replayed_otherwise
 
-        if wrong := replayed_otherwise(segment, slot, digests, place):
+        with self._state.lock:  # not after a close: the slot may be that of the next epoch by then
+            is_open = self._state.is_open(self.epoch)
+            wrong = replayed_otherwise(segment, slot, digests, place) if is_open else []
+        if wrong:
             self._state.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
-            self._state.on_bad(self.epoch, self._role, generation, wrong[0])
+            self._state.on_bad(self.epoch, self._role, self._restored, wrong[0])
         return not wrong
-
-    def _filled(self, segment: Segment, slot: int) -> list[str]:
-        """Parts that the member has finished in this epoch and nobody has sealed yet."""
-        state, generation = segment.state(slot), segment.generation(slot)
-        if state is SlotState.FILLED:
-            # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
-            ready: tuple[PartState, ...] = (PartState.FILLED, PartState.SEALED)
-            if segment.epoch(slot) != self.epoch or generation.lineage != self.epoch:
-                if (slot, generation) not in self._refused:
-                    self._refused.add((slot, generation))
-                    about = {"role": self._role, "generation": generation}
-                    self._state.reports.refuse("slot of another epoch", **about)
-                return []
-        elif state is SlotState.SEALED:
-            ready = (PartState.FILLED,)
-        else:
-            return []
-        names = []
-        for part in segment.layout.parts:
-            entry = segment.entry(slot, part.name)
-            if entry.state is PartState.FILLED and entry.checksum:
-                # Of another generation: the header is damaged, if it has not just been taken anew.
-                if segment.entry(slot, part.name) == entry:
-                    self._state.on_bad(self.epoch, self._role, generation, part.name)
-            elif entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
-                names.append(part.name)
-        return names

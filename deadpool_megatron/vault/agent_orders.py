@@ -5,8 +5,8 @@ the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for e
 one ``role-*``, one ``ship-*`` for each of its buddies and each parity block that it is part of, or
 a ``double-*`` for its second copy. While copies wait for their pace, ``watch-link`` looks whether
 training sends. Besides: ``block-*-from-*`` fetches a block to decode from, ``block-*`` asks for
-what a block lacks, ``load-code`` imports what decoding needs, and ``dump``, ``dump-held``, ``take``
-and ``probe`` do the slow orders.
+what a block lacks, ``load-code`` imports what decoding needs, and ``dump`` and
+``take`` do the slow orders.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.file_systems import LIKELY_CLEANERS
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
-from deadpool_megatron.vault.net.links import Link, LinkServer
-from deadpool_megatron.vault.net.transport import Transport, begin_thread
-from deadpool_megatron.vault.role.members import MemberDialogue, Members
-from deadpool_megatron.vault.role.worker import RoleWorker
+from deadpool_megatron.vault.member_dialogue import (
+    LocalLink,
+    LocalServer,
+    MemberDialogue,
+    MemberDialogues,
+)
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import Segment, parse_name
+from deadpool_megatron.vault.transport import Transport, begin_thread
+from deadpool_megatron.vault.worker import RoleWorker
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
@@ -63,13 +68,13 @@ class Vault:
         self._settings = settings
         self._transport = transport
         self._state = VaultState(node, directory, settings, self._emit, interface)
-        self._members = Members(self._state)
+        self._members = MemberDialogues(self._state)
         self._server = Server(self._state, transport)
-        self._links = LinkServer(local_listener, self._dialogue)
+        self._links = LocalServer(local_listener, self._dialogue)
         self._workers: dict[int, RoleWorker] = {}
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
-        self._agent: Link | None = None
+        self._agent: LocalLink | None = None
         self._alone_since = time.monotonic()
         self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MOST_KEPT_EVENTS)
         self._damaged: set[tuple[Segment, int, str, int]] = set()
@@ -100,6 +105,7 @@ class Vault:
         """Until told to stop, or for lack of an agent. Then everything is stopped."""
         looked = time.monotonic()
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
+            room.remove_unneeded(self._state)
             self._state.table.removed.clear()
             if time.monotonic() - looked > _NAMES_SECONDS:
                 looked = time.monotonic()
@@ -147,7 +153,7 @@ class Vault:
 
     # Local connections.
 
-    def _dialogue(self, link: Link, stopping: threading.Event) -> None:
+    def _dialogue(self, link: LocalLink, stopping: threading.Event) -> None:
         hello = link.receive(stopping)
         if hello is None:
             return
@@ -165,7 +171,7 @@ class Vault:
             else:
                 self._agent.send({"t": "event", "event": event.to_dict()})
 
-    def _obey(self, link: Link, stopping: threading.Event) -> None:
+    def _obey(self, link: LocalLink, stopping: threading.Event) -> None:
         with self._event_lock:
             self._agent = link
             while self._kept_events:
@@ -178,7 +184,7 @@ class Vault:
                 if self._agent is link:
                     self._agent, self._alone_since = None, time.monotonic()
 
-    def _order(self, link: Link, message: Mapping[str, Any]) -> None:
+    def _order(self, link: LocalLink, message: Mapping[str, Any]) -> None:
         kind, number = str(message.get("t")), message.get("id")
         orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "close": lambda m: self.close_epoch(int(m["epoch"])),
@@ -186,7 +192,6 @@ class Vault:
             "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
             "status": lambda _: self.status(),
             "dump": self._dump,
-            "dump-held": self._dump_held,
             "take": self._take,
             "shutdown": lambda m: self.stop(bool(m["remove"])),
         }
@@ -200,11 +205,10 @@ class Vault:
                 reply = {"ok": False, "code": code, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind not in ("dump", "dump-held", "take"):
+        if kind in ("dump", "take"):  # slow: an order to close must not wait behind it
+            begin_thread(kind, answer)
+        else:
             answer()
-        elif not begin_thread(kind, answer):  # slow: an order to close must not wait behind it
-            text = f"{kind}: this host has no thread left for it"
-            link.send({"t": "reply", "id": number, "ok": False, "code": Code.FAILED, "text": text})
 
     # Orders.
 
@@ -223,7 +227,8 @@ class Vault:
         """
         self._keep_names()  # where copies and slots are made
         with self._order_lock:
-            self._cut_stale(record.epoch)
+            if self._state.open_epoch not in (0, record.epoch):
+                self._cut()
             if not self._state.adopt(record):
                 return
             self._state.table.removed.clear()  # what is made for new roles may need the room
@@ -277,23 +282,19 @@ class Vault:
         self._damaged = found
 
     def _dump(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        generation = Generation.from_list(message["generation"])
-        roles, directory = message.get("roles"), Path(message["directory"])
-        files = dump(self._state, directory, generation, str(message["boundary"]), roles)
-        return {"files": files, "damaged": [one.to_list() for one in damaged(self._state)]}
-
-    def _dump_held(self, message: Mapping[str, Any]) -> list[str]:
-        held = [Generation.from_list(one) for one in message["held"]]
-        return dump_held(self._state, Path(message["directory"]), held)
+        state, directory = self._state, Path(message["directory"])
+        if held := [Generation.from_list(one) for one in message["held"]]:
+            # All that is intact is written: there is nothing left to try for what is damaged.
+            return {"files": dump_held(state, directory, held)}
+        files = dump(
+            state, directory, Generation.from_list(message["generation"]), message["boundary"]
+        )
+        return {"files": files, "damaged": [one.to_list() for one in damaged(state)]}
 
     def _take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         name, iteration = str(message["name"]), int(message["iteration"])
         taken = take(self._state, name, iteration, float(message["limit_seconds"]))
         return [one.to_dict() for one in taken]
-
-    def _cut_stale(self, epoch: int) -> None:
-        if self._state.open_epoch not in (0, epoch):
-            self._cut()
 
     def _cut(self) -> None:
         """Break every connection to and from other vaults; workers see that they are over."""

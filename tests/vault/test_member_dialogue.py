@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -14,11 +15,16 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Restore, RoleLayout, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.net.links import Link
-from deadpool_megatron.vault.role.members import MemberDialogue, Members
+from deadpool_megatron.vault.member import VaultClient
+from deadpool_megatron.vault.member_dialogue import (
+    LocalLink,
+    LocalServer,
+    MemberDialogue,
+    MemberDialogues,
+    listening_at,
+)
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
@@ -28,13 +34,13 @@ LAYOUT = make_layout(3, nbytes=100)
 
 
 def greeted(
-    state: VaultState, members: Members, seat: Seat, *, has_slots: bool = False
+    state: VaultState, members: MemberDialogues, seat: Seat, *, has_slots: bool = False
 ) -> tuple[MemberDialogue, socket.socket]:
     """A member has said who it is; also its end of the connection."""
     ours, theirs = socket.socketpair()
     told = {"has_slots": has_slots, "rehearsed": False}
     hello = {"layout": LAYOUT.to_dict(), "seat": seat.to_list(), **told}
-    return MemberDialogue(state, members, Link(ours), hello), theirs
+    return MemberDialogue(state, members, LocalLink(ours), hello), theirs
 
 
 def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched(
@@ -49,7 +55,7 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     segment.seal_part(slot, "shard", 10, checksum(segment.data(slot, "shard", 10)), 1)
     state.table.release(segment, slot)
     places = {"shard": state.table.find(3, Generation(1, 4), "shard")[0]}
-    dialogue, theirs = greeted(state, Members(state), Seat(0, 0, 0), has_slots=True)
+    dialogue, theirs = greeted(state, MemberDialogues(state), Seat(0, 0, 0), has_slots=True)
     dialogue._answer(1, places)
     assert state.table.pins[places["shard"].key] == 1, "its member has not released it yet"
     theirs.close()
@@ -67,7 +73,7 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path
     restored = Generation(1, 4)
     restore = Restore("memory", restored)
     state.adopt(record_of(2, count=1, seats={3: Seat(0, 0, 1)}, restore=restore))
-    members, asked = Members(state), list[RoleLayout]()
+    members, asked = MemberDialogues(state), list[RoleLayout]()
     worker: Any = SimpleNamespace(epoch=2, want=lambda layout, answer: asked.append(layout))
     members.set_workers({3: worker})
     wish = {"t": "restore", "epoch": 2, "generation": restored.to_list(), "boundary": "step"}
@@ -132,7 +138,7 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     """A vault that was restarted finds it before the member connects again. Nothing else would ever
     end its wait for a commit of that part."""
     state = VaultState(0, tmp_path, Settings(), lambda _: None)
-    members = Members(state)
+    members = MemberDialogues(state)
     state.on_bad(1, 3, Generation(1, 4), "shard")
     dialogue, theirs = greeted(state, members, Seat(0, 0, 0))
     theirs.shutdown(socket.SHUT_WR)
@@ -146,3 +152,47 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     theirs.close()
     bad = {"t": "bad", "epoch": 1, "generation": [1, 4], "part": "shard"}
     assert [one for one in said if one["t"] == "bad"] == [bad]
+
+
+SECONDS = 10.0
+
+
+def refuses_once_and_serves_the_next(lacking: list[str], path: Path) -> None:
+    """``lacking``: what has been lacking; ``path``: of the socket."""
+    served = threading.Event()
+
+    def dialogue(_link: LocalLink, _stopping: threading.Event) -> None:
+        served.set()
+
+    listener = listening_at(path)
+    server = LocalServer(listener, dialogue)
+    server.start()
+    try:
+        with socket.socket(socket.AF_UNIX) as refused:
+            refused.settimeout(SECONDS)
+            refused.connect(str(path))
+            assert refused.recv(1) == b"", "told at once, to come again"
+        assert lacking
+        with socket.socket(socket.AF_UNIX) as taken:
+            taken.connect(str(path))
+            assert served.wait(SECONDS)
+    finally:
+        server.stop()
+        listener.close()
+
+
+def test_a_moment_without_descriptors_does_not_end_the_vault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection takes two of them."""
+    lacking = list[str]()
+    dup = socket.socket.dup
+
+    def dup_or_not(connection: socket.socket) -> socket.socket:
+        if not lacking:
+            lacking.append("descriptors")
+            raise OSError(errno.EMFILE, "Too many open files")
+        return dup(connection)
+
+    monkeypatch.setattr(socket.socket, "dup", dup_or_not)
+    refuses_once_and_serves_the_next(lacking, tmp_path / "s")

@@ -1,1 +1,0 @@
-"""State that all threads of a vault share: the gate, what is committed, room."""

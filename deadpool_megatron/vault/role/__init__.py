@@ -1,1 +1,0 @@
-"""One role that is seated here: its worker, its restore, the dialogue with its member."""
