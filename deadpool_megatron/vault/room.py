@@ -144,7 +144,7 @@ def _belong_to_step(
     # Extras alone, of a later boundary: a slot of their own would be that of a whole copy.
     with state.lock:
         segment = state.table.segments.get(steps_name(layout.role))
-        return segment is not None and state.table.holds(segment, generation)
+        return segment is not None and generation in state.table.holds(segment)
 
 
 def reserve(

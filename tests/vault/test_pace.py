@@ -96,16 +96,6 @@ def test_a_gate_that_was_shut_once_is_forgotten_in_time() -> None:
     assert pace.seconds() == pytest.approx(1.0)
 
 
-def test_gates_of_the_first_iterations_say_nothing() -> None:
-    """They wait for what is made once; nothing is spread yet. Nor is a new lineage a gap."""
-    pace = Pace()
-    pace.waits(Generation(1, 0), 100.0)
-    pace.committed(Generation(1, 0), 100.0)
-    run(pace, [1.0] * 5)
-    pace.sealed(Generation(2, 3), 900.0)
-    assert pace.seconds() == 1.0
-
-
 def test_a_member_that_asks_when_all_is_done_has_not_waited() -> None:
     """Its word and the vault's have crossed: counted as a wait it would last until the next one."""
     pace = Pace()
@@ -132,15 +122,6 @@ def test_late_is_what_somebody_waits_for_or_what_has_a_successor() -> None:
     pace.sealed(Generation(1, 6), 106.0)
     assert not pace.is_late(Generation(1, 6))
     assert pace.is_late(NEWEST)
-
-
-def test_from_the_seal_to_the_commit() -> None:
-    pace = Pace()
-    pace.sealed(NEWEST, 1.0)
-    pace.committed(NEWEST, 3.5)
-    assert pace.fit == {"ship_seconds": 0.0, "window_seconds": None, "commit_seconds": 2.5}
-    pace.committed(Generation(1, 9), 4.0)
-    assert pace.fit["commit_seconds"] is None
 
 
 # Shipments.

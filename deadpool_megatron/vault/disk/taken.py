@@ -17,20 +17,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import checksum
-from deadpool_megatron.vault.shm.table import Place, SealedSlot
+from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.wire.forms import Coded
 
 _PREFIX = "taken-"
 
 
 @dataclass(frozen=True)
-class Taken:
+class Taken(Coded):
     """A role's generation in a file: ``parts`` maps names to (offset, bytes, checksum); the extras
     are those of ``boundary``, the last moment before the next iteration. ``elsewhere``: the files
     of parts that do not lie in ``path``."""
@@ -42,17 +42,6 @@ class Taken:
     path: str
     parts: Mapping[str, tuple[int, int, int]]
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
-        return {**vars(self), "generation": self.generation.to_list()}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Taken:
-        """Inverse of :meth:`to_dict`."""
-        parts = {name: tuple(place) for name, place in values["parts"].items()}
-        generation = Generation.from_list(values["generation"])
-        return Taken(**{**values, "generation": generation, "parts": parts})
 
 
 def drop_taken(directory: Path, name: str = "") -> None:
@@ -87,7 +76,7 @@ def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) 
     takers = [_Taker(state, name, Generation(epoch, iteration), role) for role in roles]
     try:
         for taker in takers:
-            taker.reserve(taker.await_layout(limit))
+            taker.reserve(limit)
         for taker in takers:
             taker.copy_shard(limit)
         return [taker.finish(limit) for taker in takers]
@@ -113,17 +102,13 @@ class _Taker:
         self._end = 0
         self.path = state.table.directory / f"{_PREFIX}{name}-{role}"
 
-    def await_layout(self, limit: float) -> RoleLayout:
-        """The layout of the role, as soon as its member has made its segment."""
-        state = self._state
-        with state.changed:
-            while (layout := state.table.layout(self._role)) is None:
+    def reserve(self, limit: float) -> None:
+        """Have memory for the shard parts and one extras part, as soon as the member has made its
+        segment. Raises VaultError without room."""
+        with self._state.changed:
+            while (layout := self._state.table.layout(self._role)) is None:
                 self._wait(limit, "the layout")
         self._layout = layout
-        return layout
-
-    def reserve(self, layout: RoleLayout) -> None:
-        """Have memory for the shard parts and one extras part. Raises VaultError without room."""
         names = (*layout.shard_parts, extras_part("step"))
         needed = sum(part.nbytes for part in layout.parts if part.name in names)
         self.path.unlink(missing_ok=True)  # of an order that was given before
@@ -149,9 +134,13 @@ class _Taker:
         state, wanted = self._state, self._generation
         assert self._layout is not None
         with state.changed:
-            while not self._followed():
+            while not self._newer() and self._role not in state.ended:
                 self._wait(limit, f"iteration {wanted.iteration + 1}")
-        boundary = self._boundary()
+            held = state.table.held(self._role).get(wanted, ())
+        reached = [boundary for boundary in BOUNDARIES if extras_part(boundary) in held]
+        if not reached:
+            raise self._too_late()
+        boundary = reached[-1]
         self._copy(self._sealed(extras_part(boundary), limit))
         with state.changed:
             while state.committed.get(self._role, (Generation(0, 0), ""))[0] < wanted:
@@ -172,20 +161,9 @@ class _Taker:
             os.close(self._file)
             self._file = -1
 
-    def _slots(self) -> list[SealedSlot]:
-        return [slot for slot in self._state.table.sealed(self._role) if slot.parts]
-
-    def _followed(self) -> bool:
-        newer = any(slot.generation > self._generation for slot in self._slots())
-        return newer or self._role in self._state.ended
-
-    def _boundary(self) -> str:
-        with self._state.lock:
-            held = self._state.table.held(self._role).get(self._generation, ())
-        found = [boundary for boundary in BOUNDARIES if extras_part(boundary) in held]
-        if not found:
-            raise self._too_late()
-        return found[-1]
+    def _newer(self) -> bool:
+        """Return whether something newer is sealed; the lock is held."""
+        return any(held > self._generation for held in self._state.table.held(self._role))
 
     def _sealed(self, name: str, limit: float) -> Place:
         """The place of a part, as soon as there is one; nothing keeps it from being overwritten."""
@@ -195,8 +173,7 @@ class _Taker:
                 found = state.table.find(self._role, wanted, name)
                 if found:
                     return found[0]
-                newer = [slot.generation for slot in self._slots() if slot.generation > wanted]
-                if newer:
+                if self._newer():
                     raise self._too_late()
                 self._wait(limit, f"iteration {wanted.iteration}")
 

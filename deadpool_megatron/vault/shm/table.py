@@ -372,14 +372,11 @@ class Table:
     def serves(self, segment: Segment, generation: Generation) -> bool:
         """True when a segment holds something of the generation that an epoch begins with, or may
         hold what that is computed from: the base of a chain may lie elsewhere than its end."""
-        held = self._held(segment)
+        held = self.holds(segment)
         return generation in held or (bool(held) and keeps_steps(segment.layout))
 
-    def holds(self, segment: Segment, generation: Generation) -> bool:
-        """True when a segment holds something of a generation."""
-        return generation in self._held(segment)
-
-    def _held(self, segment: Segment) -> set[Generation]:
+    def holds(self, segment: Segment) -> set[Generation]:
+        """Generations of which a segment holds something."""
         return {
             slot.generation
             for slot in self.sealed(segment.layout.role)
@@ -401,7 +398,7 @@ class Table:
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]
         if any(self.pins[key] or key in self.writers for key in keys):
             return False
-        held = self._held(segment)
+        held = self.holds(segment)
         # A segment without any was just made, for bytes that are on their way.
         return bool(held) and all(successors(generation) >= kept for generation in held)
 
