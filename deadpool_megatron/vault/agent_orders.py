@@ -5,7 +5,8 @@ the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for e
 one ``role-*``, one ``ship-*`` for each of its buddies and each parity block that it is part of, or
 a ``double-*`` for its second copy. While copies wait for their pace, ``watch-link`` looks whether
 training sends. Besides: ``block-*-from-*`` fetches a block to decode from, ``block-*`` asks for
-what a block lacks, ``load-code`` imports what decoding needs, and ``dump`` and ``take`` do the slow orders.
+what a block lacks, ``load-code`` imports what decoding needs, ``dump`` and ``take`` do the slow
+orders.
 """
 
 from __future__ import annotations
