@@ -19,7 +19,8 @@ from deadpool_megatron.layout.sizing import (
     own_bytes,
 )
 from deadpool_megatron.vault.memory import allocated_bytes
-from deadpool_megatron.vault.shm.segment import Segment, copy_name, segment_bytes, steps_name
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, steps_name
+from tests.vault.harness import segment_bytes
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
 

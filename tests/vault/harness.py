@@ -32,6 +32,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.member import RestoredParts, VaultClient
+from deadpool_megatron.vault.shm.segment import Geometry
 from deadpool_megatron.wire import auth
 from tests.common import forks
 from tests.common.waiting import wait_for
@@ -43,6 +44,11 @@ RUN_ID = "test-run"
 VAULT = tuple(
     f"deadpool_megatron.vault.{name}" for name in ("agent_orders", "transport", "processors")
 )
+
+
+def segment_bytes(layout: RoleLayout) -> int:
+    """Memory of an own segment with all its slots, headers included."""
+    return Geometry(layout, None, layout.slots).nbytes
 
 
 def make_layout(

@@ -27,8 +27,8 @@ from deadpool_megatron.vault.memory import (
     usable_bytes,
     warnings,
 )
-from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name, segment_bytes
-from tests.vault.harness import make_layout
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
+from tests.vault.harness import make_layout, segment_bytes
 
 NAMES = ("shard", "tail", "extras@step")
 SEAT = Seat(0, 0, 0)

@@ -17,13 +17,7 @@ from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory import Budget, allocated_bytes
 from deadpool_megatron.vault.room import make_own, park
-from deadpool_megatron.vault.shm.segment import (
-    Segment,
-    SlotState,
-    copy_name,
-    own_name,
-    segment_bytes,
-)
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.worker import RoleWorker
 from tests.vault.fake_network import FakeNetwork
@@ -35,6 +29,7 @@ from tests.vault.harness import (
     make_layout,
     memory,
     record_of,
+    segment_bytes,
     train,
     wait_until,
 )

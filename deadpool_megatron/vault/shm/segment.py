@@ -210,12 +210,11 @@ class Segment:
         file = os.open(path, flags)
         try:
             layout, geometry = read_description(file, path, seat)
+            if role not in (None, layout.role):
+                raise SegmentError(f"{path} holds role {layout.role}")
         except BaseException:
             os.close(file)
             raise
-        if role not in (None, layout.role):
-            os.close(file)
-            raise SegmentError(f"{path} holds role {layout.role}")
         return Segment(path, layout, seat, file, geometry, writable, budget)
 
     def __del__(self) -> None:
@@ -237,8 +236,10 @@ class Segment:
     def become(self, path: Path, layout: RoleLayout) -> bool:
         """Make of it, as long as nothing was written into it, the segment of another role with
         parts as large; it appears under that name whole. False where they are not."""
-        geometry = Geometry(layout, self.seat, self.slots, self._geometry.page_bytes)
-        if not geometry.is_laid_out_as(self._geometry) or layout.slots != self.slots:
+        own = self._geometry
+        geometry = Geometry(layout, self.seat, self.slots, own.page_bytes)
+        places = [(one.first, one.stride, one.offsets) for one in (geometry, own)]
+        if places[0] != places[1] or layout.slots != self.slots:
             return False
         self.layout, self._geometry = layout, geometry
         self._describe()
@@ -521,18 +522,9 @@ class Geometry:
             self.stride += self.pages(part.nbytes)
         self.nbytes = self.first + self.stride * slots
 
-    def is_laid_out_as(self, other: Geometry) -> bool:
-        """Return whether the same parts lie in the same places."""
-        return (self.first, self.stride, self.offsets) == (other.first, other.stride, other.offsets)
-
     def pages(self, nbytes: int) -> int:
         """Bytes of the whole pages that so many bytes take."""
         return -(-nbytes // self.page_bytes) * self.page_bytes
-
-
-def segment_bytes(layout: RoleLayout) -> int:
-    """Memory of an own segment with all its slots, headers included."""
-    return Geometry(layout, None, layout.slots).nbytes
 
 
 def read_description(file: int, path: Path, seat: Seat | None) -> tuple[RoleLayout, Geometry]:

@@ -18,8 +18,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.member import VaultClient
-from deadpool_megatron.vault.shm.segment import segment_bytes
-from tests.vault.harness import make_layout
+from tests.vault.harness import make_layout, segment_bytes
 
 LAYOUT = make_layout(0, nbytes=3 << 20)
 
