@@ -46,6 +46,7 @@ def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> H
     """
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     interface = interface_of(address)
+    answer = health.ask(command, limit_seconds) if command else health.Answer()
     return HostFacts(
         hostname=socket.gethostname(),
         address=address,
@@ -58,7 +59,8 @@ def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> H
         memory_bytes=available_memory() or 0,
         memlock_bytes=memlock_bytes(),
         open_files=_limit(resource.RLIMIT_NOFILE),
-        health=health.ask(command, limit_seconds) if command else health.Answer(),
+        health=answer.health,
+        health_text=answer.text,
     )
 
 

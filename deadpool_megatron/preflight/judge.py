@@ -7,14 +7,13 @@ run on Jean Zay). Facts are plain data, sizes in bytes. Pure functions.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from deadpool_megatron.preflight.health import Answer, Health
+from deadpool_megatron.preflight.health import Health
+from deadpool_megatron.wire.forms import Coded
 
 # Containers get 64 MiB of shared memory unless told otherwise: only a tiny model fits in it.
 CONTAINER_SHM_BYTES = 64 << 20
@@ -22,11 +21,10 @@ LEAST_OPEN_FILES = 1024
 # Nodes compute the same with different drivers.
 _MAY_DIFFER = ("nvidia driver",)
 _GB = 1e9
-_PLAIN = {"str": str, "int": int, "bool": bool}
 
 
 @dataclass(frozen=True)
-class HostFacts:
+class HostFacts(Coded):
     """The facts that a node tells about itself. ``None`` for a limit means that there is none."""
 
     hostname: str
@@ -42,27 +40,10 @@ class HostFacts:
     memlock_bytes: int | None = None
     open_files: int | None = None
     # What the site's own command says; good where there is none.
-    health: Answer = field(default_factory=Answer)
+    health: Health = Health.GOOD
+    health_text: str = ""
     # Why an earlier run speaks against this host; empty where none does.
     noted: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        health = {"health": int(self.health.health), "health_text": self.health.text}
-        return {**dataclasses.asdict(self), "versions": dict(self.versions), **health}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> HostFacts:
-        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
-        health = Answer(Health(values["health"]), str(values["health_text"]))
-        versions = {str(key): str(value) for key, value in dict(values["versions"]).items()}
-        plain: dict[str, Any] = {}
-        for entry in dataclasses.fields(HostFacts):
-            name, _, may_miss = str(entry.type).partition(" | ")
-            if name in _PLAIN:
-                value = values[entry.name]
-                plain[entry.name] = None if may_miss and value is None else _PLAIN[name](value)
-        return HostFacts(**plain, health=health, versions=versions)
 
 
 @dataclass(frozen=True)
@@ -175,10 +156,10 @@ def problems(facts: HostFacts, needs: Needs) -> list[Flaw]:
     found = []
     if facts.noted:
         found.append(_out(facts.noted))
-    if facts.health.health is Health.OUT:
-        found.append(_out(f"its health command says: {facts.health.text}"))
-    elif facts.health.health is Health.SPARE_ONLY:
-        found.append(_weak(f"its health command says: {facts.health.text}"))
+    if facts.health is Health.OUT:
+        found.append(_out(f"its health command says: {facts.health_text}"))
+    elif facts.health is Health.SPARE_ONLY:
+        found.append(_weak(f"its health command says: {facts.health_text}"))
     if not facts.interface_up:
         found.append(_out(f"interface {facts.interface} of {facts.address} is down"))
     if facts.shm_free_bytes < needs.shm_bytes:

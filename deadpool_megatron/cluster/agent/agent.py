@@ -39,7 +39,7 @@ from deadpool_megatron.cluster.failures import ExitStatus, FailureKind, kind_of_
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.rendezvous import StoreRelay
-from deadpool_megatron.cluster.process.children import ProcessEnd, patiently, start_child
+from deadpool_megatron.cluster.process.children import ProcessEnd, answer_of, patiently
 from deadpool_megatron.cluster.process.fork_server import Starter, StartError
 from deadpool_megatron.cluster.process.logs import Files, LocalLogs
 from deadpool_megatron.cluster.process.posix import Orphans
@@ -497,22 +497,16 @@ class Departure:
         self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
 
     async def _drain_and_end(self) -> None:
+        options = self._options
+        drain = ("drain", str(options.run.path), "--wait", "--node", str(options.node))
         try:
-            said = await self._ask_for_drain()
+            log = options.segments / "drain.txt"
+            said = (
+                await answer_of(["-m", "deadpool_megatron", *drain], log, options.leave_seconds)
+                or "it was drained"
+            )
         except (OSError, TimeoutError) as error:
             said = f"its roles have not moved: {error!r}"
-        text = f"agent of node {self._options.node} got SIGTERM: {said}"
+        text = f"agent of node {options.node} got SIGTERM: {said}"
         print(text, file=sys.stderr, flush=True)
         self._end()
-
-    async def _ask_for_drain(self) -> str:
-        options = self._options
-        answer = options.segments / "drain.txt"
-        command = ("-m", "deadpool_megatron", "drain", str(options.run.path), "--wait")
-        child = start_child([*command, "--node", str(options.node)], log=answer)
-        try:
-            await asyncio.wait_for(child.ended.wait(), options.leave_seconds)
-        finally:
-            child.kill()
-        *_, line = answer.read_text().splitlines() or ["it was drained"]
-        return line

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.process.children import start_child
+from deadpool_megatron.cluster.process.children import answer_of
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight.judge import HostFacts
 
@@ -84,12 +84,6 @@ class Examiner:
         return record is not None and all(seat.node != self._options.node for seat in seats)
 
     async def _read(self) -> HostFacts:
-        answer = self._options.segments / "host.json"
-        answer.unlink(missing_ok=True)
-        child = start_child(["-m", *self._command], log=answer)
-        try:
-            await asyncio.wait_for(child.ended.wait(), self._limit_seconds)
-        finally:
-            child.kill()
-        *_, line = answer.read_text().splitlines() or [""]
+        log = self._options.segments / "host.json"
+        line = await answer_of(["-m", *self._command], log, self._limit_seconds)
         return HostFacts.from_dict(json.loads(line)["facts"])

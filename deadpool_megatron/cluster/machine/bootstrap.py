@@ -204,8 +204,8 @@ def told(core: Core, event: ev.FactsTold) -> None:
     before, known.facts = known.facts, event.facts
     if event.node not in core.state.seats.nodes:
         _look_again(core, event.node, fresh=False)
-    elif event.facts.health.health is not Health.GOOD and event.node not in fleet.drains:
-        _move_away(core, event.node, event.facts, None if before is None else before.health.health)
+    elif event.facts.health is not Health.GOOD and event.node not in fleet.drains:
+        _move_away(core, event.node, event.facts, None if before is None else before.health)
 
 
 def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -> None:
@@ -215,12 +215,12 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
     A node that was moved away from is a spare of last resort from then on: a check that fails only
     where somebody trains moves roles to each node once, not to and fro.
     """
-    text = facts.health.text
-    if facts.health.health is Health.OUT:
+    text = facts.health_text
+    if facts.health is Health.OUT:
         cause = f"node {node} is put aside, its health command says: {text}"
         core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
     else:
-        if before is not facts.health.health:
+        if before is not facts.health:
             judged = Judgement(Standing.WEAK, (f"its health command says: {text}",))
             _emit(core, node, judged, facts, core.state.fleet.nodes[node].domain)
         if not _can_spare(core, drained(core.state) | {node}):

@@ -161,6 +161,21 @@ def start_child(
     return ChildWatch(process.pid, on_end)
 
 
+async def answer_of(command: Sequence[str], log: Path, limit_seconds: float) -> str:
+    """Return the last line that a child prints to ``log``; it is killed after the limit.
+
+    Raises OSError or TimeoutError.
+    """
+    log.unlink(missing_ok=True)
+    child = start_child(command, log=log)
+    try:
+        await asyncio.wait_for(child.ended.wait(), limit_seconds)
+    finally:
+        child.kill()
+    *_, line = log.read_text().splitlines() or [""]
+    return line
+
+
 async def patiently(make: Callable[[], Awaitable[Made]], limit_seconds: float) -> Made:
     """Return what ``make`` returns, called again with growing pauses while something is short.
 

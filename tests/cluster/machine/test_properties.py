@@ -23,14 +23,14 @@ from hypothesis.stateful import (
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.layout.schemes import plan_of_kind
-from deadpool_megatron.preflight.health import Answer, Health
+from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.preflight.judge import HostFacts
 from tests.cluster.machine.stale import feed_stale
 from tests.cluster.machine.world import World
 
 INDEX = st.integers(0, 1_000)
 FIT = HostFacts("host")
-SICK = replace(FIT, health=Answer(Health.OUT, "row remapping failed"))
+SICK = replace(FIT, health=Health.OUT, health_text="row remapping failed")
 
 
 class Cluster(RuleBasedStateMachine):

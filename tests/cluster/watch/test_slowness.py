@@ -132,12 +132,6 @@ def test_a_new_epoch_begins_a_new_window_and_forgets_nodes_without_roles() -> No
     assert job.run(0.1, 0.1, 0.1, 0.1) == []
 
 
-def test_roles_without_peers_elsewhere_are_not_judged() -> None:
-    job = Job(groups="abcd")
-    for _ in range(WINDOWS + 1):
-        assert job.run(0.1, 0.2, 0.9, 0.1) == []
-
-
 def seen(every: int, step: float, commit: float, fit: bool = True) -> Stretch:
     """A long stretch in which copies take ``commit`` seconds and a step without waits ``step``."""
     iterations = every * max(LEAST_ITERATIONS, int(LEAST_SECONDS / step) + 1)

@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Holding, Inventory
-from deadpool_megatron.preflight.health import Answer, Health
+from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.preflight.judge import HostFacts, Standing
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout, nodes_of
 
@@ -126,7 +126,7 @@ def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> No
 
 def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
     """It is asked each minute, and after a device error."""
-    sick = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed"))
+    sick = dataclasses.replace(GOOD, health=Health.OUT, health_text="row remapping failed")
     rig = Rig(nodes=2, spares=1)
     come(rig)
     rig.opened()
@@ -141,7 +141,7 @@ def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
 
 def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_good() -> None:
     """It says so of itself each minute; what it is moved away from is no better one afterwards."""
-    worse = dataclasses.replace(GOOD, health=Answer(Health.SPARE_ONLY, "hot"))
+    worse = dataclasses.replace(GOOD, health=Health.SPARE_ONLY, health_text="hot")
     rig = Rig(nodes=2, spares=1)
     come(rig)
     rig.opened()
@@ -192,7 +192,7 @@ def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
     assert judged == {0: "good", 1: "good" if enough else "left out", 2: "left out"}
 
 
-SICK = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed"))
+SICK = dataclasses.replace(GOOD, health=Health.OUT, health_text="row remapping failed")
 
 
 def test_a_node_that_comes_back_not_fit_brings_what_it_holds() -> None:
