@@ -34,7 +34,7 @@ from deadpool_megatron.wire.sealed_records import (
 )
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
-# A stranger's first frame may be no larger than a challenge needs.
+# The first frame of an unauthenticated peer may be no larger than a challenge needs.
 _HANDSHAKE_BYTES = 4096
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _LEAST_SECRET_BYTES = 16
@@ -185,7 +185,7 @@ def connect(
 ) -> RecordSocket:
     """Open an authenticated TCP connection; the timeout stays set on the socket.
 
-    Raises OSError when nobody listens, and AuthenticationError for a stranger.
+    Raises OSError when nobody listens, and AuthenticationError for a peer of another run.
     """
     connection = RecordSocket.of(socket.create_connection(address, timeout=timeout_seconds))
     try:

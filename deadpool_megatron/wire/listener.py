@@ -1,11 +1,12 @@
-"""Listener for connections on an asyncio loop: the handshake, and a limit for strangers.
+"""Listener for connections on an asyncio loop: the handshake, and a limit for peers that have not
+proved yet that they know the run secret: these are pending.
 
-Who has not proved yet that it knows the run secret is a stranger. Who says nothing at all stays in
-the kernel, which hands a connection over when there is something to read. There are never more than
-``most_strangers`` on this side of it: a newcomer then waits in the kernel's queue until one has
-proved itself, or until one has had its time and is put out: the oldest of the address that has most
-of them. So a crowd of real agents gets in, one after the other, and somebody who opens thousands of
-connections takes neither all descriptors nor the place of others for long.
+Who says nothing at all stays in the kernel, which hands a connection over when there is something
+to read. There are never more than ``most_pending`` on this side of it: a newcomer then waits in the
+kernel's queue until one has proved itself, or until one has had its time and is put out: the oldest
+of the address that has most of them. So a crowd of real agents gets in, one after the other, and
+somebody who opens thousands of connections takes neither all descriptors nor the place of others
+for long.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 from deadpool_megatron.wire.sealed_records import RecordReader, accepted_stream
 
-# In a crowd a stranger has at least so long: for its first message, and for the whole handshake,
+# In a crowd a pending one has at least so long: for its first message, and for the whole handshake,
 # which takes milliseconds where both sides are not busy.
 _MUTE_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
@@ -33,11 +34,11 @@ _PATIENCE_SECONDS = 1.0
 _LAST_CALL_SECONDS = 0.05
 _PAUSE_SECONDS = 0.1
 # As many as a busy process hears out in the time that one has in a crowd.
-_MOST_STRANGERS = 256
+_MOST_PENDING = 256
 
 
-class Visitors(Protocol):
-    """Visitors behind the door."""
+class Service(Protocol):
+    """The use of connections that have come in."""
 
     async def serve(self, reader: RecordReader, writer: asyncio.StreamWriter, who: str) -> None:
         """A connection that knows the run secret, until its end."""
@@ -46,17 +47,8 @@ class Visitors(Protocol):
         """Somebody was not let in."""
 
 
-@dataclass(frozen=True)
-class Lock:
-    """The conditions to get in. ``seconds``: limit for the handshake."""
-
-    secret: bytes
-    run_id: str
-    seconds: float
-
-
 @dataclass(eq=False)
-class _Stranger:
+class _Pending:
     source: str
     port: int
     since: float
@@ -78,22 +70,25 @@ class _Stranger:
         return self.since + (_PATIENCE_SECONDS if self.has_spoken else _MUTE_SECONDS)
 
 
-class Door:
-    """Used from one loop only. The listening socket belongs to the door from now on."""
+class Listener:
+    """Used from one loop only. The listening socket belongs to it from now on; ``seconds``: limit
+    for a handshake."""
 
     def __init__(
         self,
         listener: socket.socket,
-        lock: Lock,
-        visitors: Visitors,
-        most_strangers: int | None = None,
+        secret: bytes,
+        run_id: str,
+        seconds: float,
+        service: Service,
+        most_pending: int | None = None,
     ) -> None:
         self._listener = listener
-        self._lock = lock
-        defer_accept(listener, lock.seconds)
-        self._visitors = visitors
-        self._most_strangers = most_strangers or _quarter_of_descriptors()
-        self._strangers: dict[_Stranger, None] = {}  # in order of arrival
+        self._secret, self._run_id, self._seconds = secret, run_id, seconds
+        defer_accept(listener, seconds)
+        self._service = service
+        self._most_pending = most_pending or _quarter_of_descriptors()
+        self._pending: dict[_Pending, None] = {}  # in order of arrival
         self._fewer = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -108,11 +103,11 @@ class Door:
             except OSError:  # no descriptor left, for one; or it was gone before it was taken
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            stranger = _Stranger(str(address[0]), int(address[1]), time.monotonic())
-            self._strangers[stranger] = None
-            stranger.task = loop.create_task(self._admit(connection, stranger))
-            self._tasks.add(stranger.task)
-            stranger.task.add_done_callback(self._tasks.discard)
+            pending = _Pending(str(address[0]), int(address[1]), time.monotonic())
+            self._pending[pending] = None
+            pending.task = loop.create_task(self._admit(connection, pending))
+            self._tasks.add(pending.task)
+            pending.task.add_done_callback(self._tasks.discard)
             # A connection that waits is handed over without a pause, one after the other: who is
             # in already could say nothing meanwhile, and would have to go when its time is over.
             await asyncio.sleep(0)
@@ -122,63 +117,64 @@ class Door:
         self._listener.close()
 
     async def _make_room(self) -> None:
-        while len(self._strangers) >= self._most_strangers:
+        while len(self._pending) >= self._most_pending:
             first, now = self._next_to_go(), time.monotonic()
             left = first.until - now
             if left <= 0 and not first.was_called:
-                for stranger in self._strangers:
-                    stranger.was_called |= stranger.until <= now
+                for pending in self._pending:
+                    pending.was_called |= pending.until <= now
                 # To its end, even if one goes meanwhile: it is the time of all the others, too.
                 await asyncio.sleep(_LAST_CALL_SECONDS)
                 continue
             if left <= 0:
-                del self._strangers[first]
+                del self._pending[first]
                 assert first.task is not None
                 first.task.cancel()
-                self._visitors.refuse(first.who, "too many strangers at once: this one goes")
+                self._service.refuse(
+                    first.who, "too many unauthenticated peers at once: this one goes"
+                )
                 return
             self._fewer.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._fewer.wait(), left)
 
-    def _next_to_go(self) -> _Stranger:
-        """Of the address with most strangers, the one whose time is over first."""
-        counts = Counter(stranger.source for stranger in self._strangers)
+    def _next_to_go(self) -> _Pending:
+        """Of the address with most of them, the one whose time is over first."""
+        counts = Counter(pending.source for pending in self._pending)
         most = max(counts.values())
         return min(
-            (one for one in self._strangers if counts[one.source] == most),
+            (one for one in self._pending if counts[one.source] == most),
             key=lambda one: one.until,
         )
 
-    async def _admit(self, connection: socket.socket, stranger: _Stranger) -> None:
+    async def _admit(self, connection: socket.socket, pending: _Pending) -> None:
         """One connection, from accept to its end."""
-        who, writer = stranger.who, None
+        who, writer = pending.who, None
         try:
             try:
-                async with asyncio.timeout(self._lock.seconds):
+                async with asyncio.timeout(self._seconds):
                     connection.setblocking(False)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     reader, writer = await accepted_stream(connection)
-                    lock = self._lock
                     await accept_stream(
-                        reader, writer, lock.secret, lock.run_id, stranger.has_said_hello
+                        reader, writer, self._secret, self._run_id, pending.has_said_hello
                     )
             except TimeoutError:
-                limit = f"{self._lock.seconds:g} s"
-                self._visitors.refuse(who, f"no complete greeting within {limit}")
+                limit = f"{self._seconds:g} s"
+                self._service.refuse(who, f"no complete greeting within {limit}")
                 return
             except WireError as error:
                 # A standby knocks to learn whether anybody listens, and scanners of ports do.
                 if type(error) is not ConnectionClosed:
-                    self._visitors.refuse(who, f"{type(error).__name__}: {error}")
+                    self._service.refuse(who, f"{type(error).__name__}: {error}")
                 return
             except OSError:
                 return  # a reset: somebody was in a hurry, or its host is gone
             finally:
-                self._strangers.pop(stranger, None)
+                self._pending.pop(pending, None)
                 self._fewer.set()
-            await self._visitors.serve(reader, writer, who)
+            await self._service.serve(reader, writer, who)
         finally:
             if writer is None:
                 connection.close()
@@ -194,4 +190,4 @@ def defer_accept(listener: socket.socket, seconds: float) -> None:
 
 def _quarter_of_descriptors() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(64, min(soft // 4, _MOST_STRANGERS))
+    return max(64, min(soft // 4, _MOST_PENDING))

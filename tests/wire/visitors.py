@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from deadpool_megatron.wire import auth, framing
-from deadpool_megatron.wire.listener import Door, Lock
+from deadpool_megatron.wire.listener import Listener
 from deadpool_megatron.wire.sealed_records import open_stream
 
 SECRET = b"a secret of thirty-two characters"
@@ -47,7 +47,7 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def open_door(
-    most_strangers: int | None = None,
+    most_pending: int | None = None,
     seconds: float = SECONDS,
     listener: socket.socket | None = None,
     host: str = "127.0.0.1",
@@ -56,7 +56,7 @@ async def open_door(
     inside, listening = Recorder(), listener or socket.socket()
     listening.bind((host, 0))
     listening.listen(1024)
-    door = Door(listening, Lock(SECRET, "run", seconds), inside, most_strangers)
+    door = Listener(listening, SECRET, "run", seconds, inside, most_pending)
     opened = asyncio.create_task(door.run())
     try:
         yield inside, listening.getsockname()

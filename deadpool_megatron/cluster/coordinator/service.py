@@ -59,7 +59,7 @@ from deadpool_megatron.file_systems import run_to_end
 from deadpool_megatron.layout.planner import is_kept, is_thrown_away
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.process_names import set_process_name, show_thread_names
-from deadpool_megatron.wire.listener import Door, Lock
+from deadpool_megatron.wire.listener import Listener
 
 # The loop lets go of the interpreter with each frame that it reads, checks or sends, and the thread
 # that decides gives it back after so long. With Python's 5 ms beats are answered seconds late.
@@ -140,12 +140,17 @@ class Coordinator:
             loop.add_signal_handler(number, self.feed, stop)
         living = asyncio.create_task(self.sign.run())
         options, settings = self.options, self._settings
-        lock = Lock(options.secret, options.info.run_id, settings.connect_seconds)
-        door = Door(options.listener, lock, self.peers)
+        listener = Listener(
+            options.listener,
+            options.secret,
+            options.info.run_id,
+            settings.connect_seconds,
+            self.peers,
+        )
         port = options.listener.getsockname()[1]
         if (record := self.state.record) is not None:
             await asyncio.to_thread(self.orders.prepare, record)
-        self.spawn(door.run())
+        self.spawn(listener.run())
         pid, hostname = os.getpid(), socket.gethostname()
         started = {str(pid): posix.start_time(pid)}
         process = {"pid": pid, "hostname": hostname, "started": started}
@@ -179,7 +184,7 @@ class Coordinator:
             self.sign.close()
             for spawned in self._tasks:
                 spawned.cancel()
-            door.close()
+            listener.close()
             self.files.close(self._settings.close_seconds)
         assert self._exit_status is not None
         return self._exit_status

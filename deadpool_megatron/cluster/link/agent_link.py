@@ -9,7 +9,7 @@ A greeting without an answer is not closed, for to a coordinator that has taken 
 like the death of the node; another one is sent beside it. Greetings are numbered, and a coordinator
 takes none that is older than one it has taken. So once one is welcomed, all older ones can go.
 
-Nor is the first one closed that still waits for its handshake: at a door with a crowd before it
+Nor is the first one closed that still waits for its handshake: at a listener with a crowd before it
 whoever comes again goes to the end of the queue. Others try beside it, one at a time, each for a
 short time: the network may have been mended, or the coordinator may be elsewhere by now.
 """

@@ -1,6 +1,6 @@
 """The coordinator's connections: who is connected, what they said last, what they are told.
 
-A connection has come through the door (:mod:`~deadpool_megatron.wire.listener`). It is an agent's
+A connection has been authenticated (:mod:`~deadpool_megatron.wire.listener`). It is an agent's
 (first message ``join``) or a command's (``control``). Who is refused is counted, and reported now
 and then.
 

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 _ORPHAN_SECONDS = 10.0
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
-# Of libraries, logs, listeners, the loop; strangers at a door have a quarter of the limit.
+# Of libraries, logs, listeners, the loop; unauthenticated peers have a quarter of the limit.
 _OWN_FILES = 256
 
 

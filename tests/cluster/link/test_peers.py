@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
-from deadpool_megatron.wire.listener import Door, Lock
+from deadpool_megatron.wire.listener import Listener
 from deadpool_megatron.wire.sealed_records import open_stream
 
 SECRET = b"secret"
@@ -92,7 +92,7 @@ def serve(scenario: Scenario) -> Events:
         peers = Peers(Settings(connect_seconds=SECONDS), events, term=1)
         events.peers = peers
         listener = socket.create_server(("127.0.0.1", 0))
-        door = Door(listener, Lock(SECRET, "run", SECONDS), peers)
+        door = Listener(listener, SECRET, "run", SECONDS, peers)
         opened = asyncio.create_task(door.run())
         try:
             await scenario(events, listener.getsockname())
