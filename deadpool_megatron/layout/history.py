@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.wire.forms import read, write
 
 # Last iteration of the lineage that is being computed now: unknown, so unlimited.
 NO_LIMIT = sys.maxsize
@@ -62,49 +63,29 @@ class History:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the newest part of what would grow without end."""
-        kept = sorted(self.kept.items())[-_MOST_LINEAGES:]
-        told = self.protection_told
         known = sorted(self.gone)
         newest = [known.pop() for _ in known[-_MOST_CAUSES:]]
         return {
-            "kept": [[lineage, last] for lineage, last in kept],
+            **write(self),
+            "kept": [[*one] for one in sorted(self.kept.items())[-_MOST_LINEAGES:]],
             "gone": {str(node): self.gone[node][:_LONGEST_CAUSE] for node in newest},
             # To turn an old one away its number is enough. Numbers are given one after the other,
             # so that these are a few stretches, between nodes that live.
             "gone_before": _stretches(known),
-            "wrong": sorted(self.wrong),
-            "wrong_hosts": sorted(self.wrong_hosts),
-            "nonfinite": sorted(self.nonfinite.items())[-_MOST_NONFINITE:],
-            "struck": sorted(self.struck),
-            "failures": [dict(failure) for failure in self.failures],
-            "recoveries": self.recoveries,
-            "steps_recomputed": self.steps_recomputed,
-            "protection_told": None if told is None else told.to_dict(),
+            "nonfinite": [[*one] for one in sorted(self.nonfinite.items())[-_MOST_NONFINITE:]],
         }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> History:
         """Inverse of :meth:`to_dict`."""
-        told = values["protection_told"]
-        return History(
-            kept={int(lineage): int(last) for lineage, last in values["kept"]},
-            gone={
-                **{
-                    node: "it was given up before"
-                    for first, last in values.get("gone_before", ())
-                    for node in range(int(first), int(last) + 1)
-                },
-                **{int(node): str(cause) for node, cause in values["gone"].items()},
-            },
-            wrong=frozenset(int(node) for node in values.get("wrong", ())),
-            wrong_hosts=frozenset(str(host) for host in values.get("wrong_hosts", ())),
-            nonfinite={int(k): int(lineage) for k, lineage in values["nonfinite"]},
-            struck=frozenset(str(path) for path in values.get("struck", ())),
-            failures=tuple(dict(failure) for failure in values["failures"]),
-            recoveries=int(values["recoveries"]),
-            steps_recomputed=int(values["steps_recomputed"]),
-            protection_told=None if told is None else ProtectionPlan.from_dict(told),
-        )
+        before = {
+            node: "it was given up before"
+            for first, last in values.get("gone_before", ())
+            for node in range(int(first), int(last) + 1)
+        }
+        pairs = {name: dict(values[name]) for name in ("kept", "nonfinite")}
+        found: History = read(History, {**values, **pairs, "gone": {**before, **values["gone"]}})
+        return found
 
 
 def _stretches(numbers: Iterable[int]) -> list[list[int]]:

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if claimed is None:
         return 0
     term, listener = claimed
-    newest = standby.estate.record
+    newest = standby.recovered.record
     begins_anew = newest is not None and newest.epoch <= info.ended_epoch
     # Where its agent never met the coordinator before it, that one has died with all the others.
     restarted = begins_anew or (term.number > 1 and not standby.was_in_touch)
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
             listener=listener,
             term=term,
             journal=journal,
-            estate=standby.estate,
+            recovered=standby.recovered,
             restarted=restarted,
             begins_anew=begins_anew,
         )

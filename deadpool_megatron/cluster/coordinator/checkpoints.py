@@ -364,7 +364,7 @@ class Checkpoints:
             is_closed = state.standing_epoch != export.epoch
             return f"epoch {export.epoch} was closed" if is_closed else ""
         # Rule 5: it may belong to a line of this run that was left.
-        kept = is_kept(state.line.kept, export.generation)
+        kept = is_kept(state.lineage.kept, export.generation)
         return "" if kept else "training has gone on from before it"
 
     def _begin_if_due(self, state: State) -> None:
@@ -449,9 +449,9 @@ class Checkpoints:
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
-            return is_kept(self._coordinator.state.line.kept, generation)
+            return is_kept(self._coordinator.state.lineage.kept, generation)
 
-        struck = self._coordinator.state.line.struck
+        struck = self._coordinator.state.lineage.struck
         try:
             await asyncio.to_thread(publish_export, *place, counts, struck, may_be_pruned=is_own)
         except DurableError as error:
@@ -468,7 +468,7 @@ class Checkpoints:
             state = self._coordinator.state
             # A recovery may just be loading an older one: the next export prunes, then.
             keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
-            needed = {one.path for one in state.line.valid[:1]}
+            needed = {one.path for one in state.lineage.valid[:1]}
             place_of_list = (self._run, self._run_id, final, keep, needed)
             try:
                 await asyncio.to_thread(remember_and_prune, *place_of_list)
@@ -558,7 +558,7 @@ class Checkpoints:
             return coordinator.state.standing_epoch == epoch
 
         try:
-            await asyncio.to_thread(make_valid, *place, counts, coordinator.state.line.struck)
+            await asyncio.to_thread(make_valid, *place, counts, coordinator.state.lineage.struck)
         except DurableError as error:
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))

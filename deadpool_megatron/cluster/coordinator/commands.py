@@ -85,7 +85,7 @@ class Commands:
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
                 fleet, hostname = self._coordinator.state.fleet, str(message.get("hostname", ""))
-                taken = {*fleet.nodes, *fleet.gone}
+                taken = {*fleet.nodes, *fleet.removed}
                 return await asyncio.to_thread(self._attach, hostname, taken)
             case "kill":
                 return self._strike(message)

@@ -70,7 +70,7 @@ class RunEnd:
         if await self._is_superseded():
             return
         state = self._coordinator.state
-        finish = finish.going_on(state.line.durable)
+        finish = finish.going_on(state.lineage.durable)
         self._status = finish.exit_status
         said = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
         epoch = 0 if state.record is None else state.record.epoch

@@ -87,11 +87,11 @@ class Coordinator:
         now = time.monotonic()
         machine = Machine(_machine_config(options), now)
         self._not_understood: list[str] = []
-        begin(machine, self._journal, options.estate, self._not_understood.append)
+        begin(machine, self._journal, options.recovered, self._not_understood.append)
         # The machine's, which changes it with each input.
         self.state = state = machine.state
         self._requests = state.requests
-        self._progress = ReportedProgress(divergence_is_fatal(self._settings), state.line.newest)
+        self._progress = ReportedProgress(divergence_is_fatal(self._settings), state.lineage.newest)
         self.files = RunFiles(options.run, options.info, term, self._progress)
         self.peers = Peers(self._settings, self, term)
         self.sign = SignOfLife(
@@ -168,7 +168,7 @@ class Coordinator:
         for trouble in self._not_understood:
             self.warn(trouble)
         self.spawn(self._commands.requests.begin())
-        if not options.estate.is_durable_read:
+        if not options.recovered.is_durable_read:
             self.spawn(self._look_for_durable())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
@@ -207,9 +207,9 @@ class Coordinator:
                 self.orders.give(action)
             case actions.WriteRecord(record):
                 self.spawn(self._write_record(record))
-            case actions.NoteGone(node, cause):
+            case actions.RecordRemoved(node, cause):
                 self.spawn(asyncio.to_thread(note_node, self._journal, GONE, node, cause))
-            case actions.NoteWrong(node, host, cause):
+            case actions.RecordQuarantined(node, host, cause):
                 entry = (self._journal, WRONG, node, cause)
                 self.spawn(asyncio.to_thread(note_node, *entry, host=host))
             case actions.Welcome(node, record):
@@ -325,7 +325,7 @@ class Coordinator:
         """
         is_late = report.kind in protocol.NUMBERS and report.epoch < self._epoch
         computed = Generation(report.epoch, report.iteration or 0)
-        if is_late and not is_kept(self.state.line.kept, computed) and self._is_stale(report):
+        if is_late and not is_kept(self.state.lineage.kept, computed) and self._is_stale(report):
             return
         event, item = self._progress.take(report)
         if event is not None:
@@ -416,7 +416,7 @@ class Coordinator:
             except ValueError as error:
                 self.warn(str(error))
                 return
-        line, nonfinite = self.state.line, self.state.blame.nonfinite
+        line, nonfinite = self.state.lineage, self.state.blame.nonfinite
         for one in found:
             known = one.path in {other.path for other in line.valid} | line.struck
             bad = is_thrown_away(one.generation, nonfinite)

@@ -22,7 +22,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.succession import (
-    Estate,
+    RecoveredState,
     look_up,
     valid_checkpoints,
 )
@@ -95,7 +95,7 @@ class Standby:
         # The run directory may hang, while the journal is somewhere else.
         self._result = TimedRead(partial(_read_result, options.run.final))
         self._durable = TimedRead(partial(valid_checkpoints, options.run))
-        self.estate = Estate()  # what was read just before the term was claimed
+        self.recovered = RecoveredState()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True
         self._trouble = ""
@@ -157,7 +157,7 @@ class Standby:
         if self._term != before:
             return None  # claimed by somebody whose sign of life has not come yet
         # All that takes its time comes before the claim: from there on a sign of life is awaited.
-        self.estate = look_up(self._journal, self._durable, self.estate.record)
+        self.recovered = look_up(self._journal, self._durable, self.recovered.record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
         failpoints.hit("standby.claim", term=number)

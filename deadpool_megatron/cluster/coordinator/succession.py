@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deadpool_megatron.cluster.journal.journal import (
+    GONE,
+    WRONG,
     Journal,
     JournalError,
-    gone_since,
-    wrong_since,
+    notes_since,
 )
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.machine import Machine
@@ -28,7 +29,7 @@ _DURABLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Estate:
+class RecoveredState:
     """Inheritance of a coordinator, as far as it was read before its term was claimed: the newest
     record, and the valid checkpoints. ``is_durable_read``: whether these could be read; if not, the
     coordinator learns of them as soon as the run directory answers.
@@ -43,9 +44,9 @@ class Estate:
 class CoordinatorOptions:
     """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by;
     ``term`` was claimed by the caller, who gives up its journal to the coordinator.
-    ``estate``: what was read before that. ``restarted``: all processes of the run had ended before;
-    ``begins_anew``: with the command and settings of a new start, in which nothing has been decided
-    yet.
+    ``recovered``: what was read before that. ``restarted``: all processes of the run had ended
+    before; ``begins_anew``: with the command and settings of a new start, in which nothing has been
+    decided yet.
     """
 
     run: RunDirectory
@@ -55,20 +56,20 @@ class CoordinatorOptions:
     listener: socket.socket
     term: Term
     journal: Journal
-    estate: Estate
+    recovered: RecoveredState
     restarted: bool = False
     begins_anew: bool = False
 
 
 def look_up(
     journal: Journal, durable: TimedRead[Valid], known: EpochRecord | None = None
-) -> Estate:
+) -> RecoveredState:
     """Read it; ``known``: a record that was read before. Raises JournalError, or OSError."""
     record = newest_record(journal, known)
     try:
-        return Estate(record, durable.look(_DURABLE_SECONDS))
+        return RecoveredState(record, durable.look(_DURABLE_SECONDS))
     except TimeoutError:
-        return Estate(record, is_durable_read=False)
+        return RecoveredState(record, is_durable_read=False)
     except ValueError as error:
         raise JournalError(str(error)) from error
 
@@ -82,20 +83,22 @@ def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRe
 
 
 def begin(
-    machine: Machine, journal: Journal, estate: Estate, on_trouble: Callable[[str], None]
+    machine: Machine, journal: Journal, recovered: RecoveredState, on_trouble: Callable[[str], None]
 ) -> None:
     """Have the machine take over what the journal says. The term is claimed: no record is written
     any more but by a coordinator that had begun before, whose record is found here. What is read
     takes the same time however old the run is. ``on_trouble(text)``: for each note on a node that
     is not understood. Raises JournalError for a journal that does not work.
     """
-    record = newest_record(journal, estate.record)
+    record = newest_record(journal, recovered.record)
     if record is None:
         return
     gone, wrong = record.history.gone, record.history.wrong
-    lost = gone_since(journal, gone, on_trouble)
-    found = wrong_since(journal, wrong, on_trouble)
-    machine.take_over(record, estate.valid, gone=lost, wrong=found)
+    unknown = "was given up (its note in the journal is not understood)"
+    lost = notes_since(journal, (GONE, "cause"), gone, unknown, on_trouble)
+    # With the host from which none has a role any more; empty where it has other nodes.
+    found = notes_since(journal, (WRONG, "host"), wrong, "", on_trouble)
+    machine.take_over(record, recovered.valid, gone=lost, wrong=found)
 
 
 def valid_checkpoints(run: RunDirectory) -> Valid:

@@ -197,34 +197,15 @@ def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -
         journal.write(kind, node, {"cause": cause, **more})
 
 
-def gone_since(
-    journal: Journal, known: Collection[int], on_trouble: Callable[[str], None]
-) -> Mapping[int, str]:
-    """Nodes that were given up, but those ``known``, with the cause. ``on_trouble(text)``: for each
-    note that is not understood; its node is gone all the same. Raises JournalError."""
-    unknown = "was given up (its note in the journal is not understood)"
-    return _notes_since(journal, (GONE, "cause"), known, unknown, on_trouble)
-
-
-def wrong_since(
-    journal: Journal, known: Collection[int], on_trouble: Callable[[str], None]
-) -> Mapping[int, str]:
-    """Nodes that were found to be wrong, but those ``known``, with the host from which none has a
-    role any more; empty where it has other nodes. ``on_trouble(text)``: for each note that is not
-    understood; its node is wrong all the same, on a host that is not known. Raises JournalError.
-    """
-    return _notes_since(journal, (WRONG, "host"), known, "", on_trouble)
-
-
-def _notes_since(
+def notes_since(
     journal: Journal,
     note: tuple[str, str],
     known: Collection[int],
     unknown: str,
     on_trouble: Callable[[str], None],
 ) -> Mapping[int, str]:
-    """Return what a ``note`` (kind and key) says of each node; ``unknown``: of one without
-    sense."""
+    """What a ``note`` (kind and key) says of each node but those ``known``; ``unknown``: of one
+    that is not understood, of which ``on_trouble(text)`` is told. Raises JournalError."""
     (kind, key), found = note, {}
     for node in journal.numbers(kind):
         if node not in known:

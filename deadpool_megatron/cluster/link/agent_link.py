@@ -23,7 +23,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cluster.link.pacing import Metronome, Outbox, answer_seconds, contact_seconds
+from deadpool_megatron.cluster.link.pacing import (
+    Metronome,
+    RetransmitQueue,
+    answer_seconds,
+    contact_seconds,
+)
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
@@ -228,7 +233,7 @@ class CoordinatorLink:
         self._pace = Metronome(settings.beat_interval_seconds)
         self._told: Mapping[str, Any] = {}  # in beats of this session
         self._telling = Metronome(_TELLING_SECONDS)
-        self._unacknowledged = Outbox(_MOST_REPORTS, _MOST_REPORT_BYTES)
+        self._unacknowledged = RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
         self._ordered = 0  # newest order had of that coordinator
@@ -435,7 +440,7 @@ class CoordinatorLink:
         successor may end before it has arrived.
         """
         frames = {number: data for _, number, data in self._retained} | dict(self._unacknowledged)
-        self._unacknowledged = Outbox(_MOST_REPORTS, _MOST_REPORT_BYTES)
+        self._unacknowledged = RetransmitQueue(_MOST_REPORTS, _MOST_REPORT_BYTES)
         for number in sorted(frames):
             self._unacknowledged.add(number, frames[number])
 

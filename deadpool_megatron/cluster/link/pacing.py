@@ -81,7 +81,7 @@ class Metronome:
         return True
 
 
-class Outbox:
+class RetransmitQueue:
     """Messages of one end to the other, and those that it has not acknowledged yet: numbered frames
     in order, the oldest first. Not thread-safe.
     """

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.link.pacing import Outbox, acknowledge_seconds
+from deadpool_megatron.cluster.link.pacing import RetransmitQueue, acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError, reset
@@ -67,7 +67,9 @@ class AgentPeer:
     welcomed: bool = False
     dropped: bool = False
     pinged: bool = False
-    orders: Outbox = field(default_factory=lambda: Outbox(_MOST_ORDERS, MAXIMUM_PENDING_BYTES))
+    orders: RetransmitQueue = field(
+        default_factory=lambda: RetransmitQueue(_MOST_ORDERS, MAXIMUM_PENDING_BYTES)
+    )
 
     def ping(self) -> None:
         """Send something to an agent that has been silent, once for each silence: whether it is

@@ -25,7 +25,7 @@ class WriteRecord(Action):
 
 
 @dataclass(frozen=True)
-class NoteGone(Action):
+class RecordRemoved(Action):
     """Journal that a node was given up: the record that says so may come much later."""
 
     node: int
@@ -33,7 +33,7 @@ class NoteGone(Action):
 
 
 @dataclass(frozen=True)
-class NoteWrong(Action):
+class RecordQuarantined(Action):
     """Journal that a node gets no role any more, for the same reason. ``host``: no other node from
     there does, either; empty where others are on that host."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.cluster.failures import OF_THE_HOST, FailureKind
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, Restore
+from deadpool_megatron.wire.forms import read, write
 
 # A failed communication is mostly a consequence; its cause is reported within this time.
 GRACE_SECONDS = 0.5
@@ -41,14 +42,12 @@ class Failure:
     @staticmethod
     def from_record(values: Mapping[str, Any]) -> Failure:
         """Return what :meth:`to_record` has kept."""
-        kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
-        cause, evidence = str(values["cause"]), str(values["evidence"])
-        return Failure(cause, kind, signature, bool(values["exited"]), values["node"], evidence)
+        found: Failure = read(Failure, values)
+        return found
 
     def to_record(self, iteration: int) -> dict[str, Any]:
         """Return what a record of the next epoch says of it; see :class:`History`."""
-        told = {**asdict(self), "kind": str(self.kind), "signature": list(self.signature)}
-        return {**told, "iteration": iteration}
+        return {**write(self), "iteration": iteration}
 
 
 @dataclass(frozen=True)

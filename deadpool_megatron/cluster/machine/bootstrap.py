@@ -54,7 +54,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         return
     address = event.host, event.vault_port, event.domain
     joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
-    is_wrong = joined.host_name in fleet.wrong_hosts
+    is_wrong = joined.host_name in fleet.quarantined_hosts
     if is_wrong and _is_new(event):
         why = f"left out: {joined.host_name} was put aside for the rest of this run"
         core.refuse(f"join of node {node}", why, node)
@@ -65,7 +65,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
         return
     fleet.nodes[node] = joined
     if is_wrong:  # what it brings may be wanted, but it gets no role
-        fleet.wrong |= {node}
+        fleet.quarantined |= {node}
     if event.found is not None:
         state.memory.found[node] = event.found
     spare = node not in state.seats.nodes
@@ -99,8 +99,8 @@ def _refusal(core: Core, event: ev.NodeJoined) -> str:
         return "the run is ending"
     if left_behind := takeover.left_behind(core, event):
         return left_behind
-    if node in state.fleet.gone:
-        return state.fleet.gone[node]
+    if node in state.fleet.removed:
+        return state.fleet.removed[node]
     return "it is connected already" if node in state.fleet.nodes else ""
 
 
@@ -141,7 +141,7 @@ def check_gathered(core: Core) -> None:
             if not begun and not _enough_have_come(core, gathering.deadline):
                 return
             if _is_judged(core, gathering) and not _seated_is_starting(core.state):
-                seats = seating(core, core.state.fleet.leaving)
+                seats = seating(core, core.state.fleet.draining)
                 places = [(seat.node, seat.slot) for seat in seats.seats.values()]
                 if not seats.unseated and all(_runs(core, place) for place in places):
                     decide(core)
@@ -153,7 +153,8 @@ def _enough_have_come(core: Core, deadline: float) -> bool:
     began = deadline - config.settings.start_seconds
     patient = core.now < began + config.settings.connect_seconds or config.check_only
     wanted = config.nodes + (config.spares if patient else 0)
-    return len(fleet.nodes) + len(fleet.gone) >= wanted and not fleet.absent(core.state.seats.nodes)
+    known = len(fleet.nodes) + len(fleet.removed)
+    return known >= wanted and not fleet.absent(core.state.seats.nodes)
 
 
 def _seated_is_starting(state: State) -> bool:
@@ -170,14 +171,14 @@ def gathered_enough(core: Core, gathering: Gathering, waited: str) -> None:
     """Go on without the late ones if spares can take their place, else end the run."""
     state, fleet = core.state, core.state.fleet
     for node in fleet.absent(state.seats.nodes):
-        fleet.gone[node] = "did not join in time"
+        fleet.removed[node] = "did not join in time"
     if not _is_judged(core, gathering):
         return
     for node in sorted({place[0] for place in fleet.members if not _runs(core, place)}):
         drop_node(core, node, silent(node, "did not start its members in time"))
     unseated = seating(core, frozenset()).unseated
     if unseated:
-        who = ", ".join(f"node {n}: {why}" for n, why in sorted(fleet.gone.items()))
+        who = ", ".join(f"node {n}: {why}" for n, why in sorted(fleet.removed.items()))
         why = f"no members for roles {list(unseated)} ({who or waited})"
         finish(core, ExitStatus.BAD_INPUT, why)
     else:
@@ -240,13 +241,13 @@ def _look_again(core: Core, node: int, *, fresh: bool) -> None:
         return
     if judged.standing is Standing.LEFT_OUT and core.state.phase not in _AT_REST:
         # What it holds may be what is restored or saved; it will tell its facts again.
-        fleet.avoid |= {node}
+        fleet.deprioritized |= {node}
         return
     _emit(core, node, judged, known.facts, known.domain)
     if judged.standing is Standing.WEAK:
-        fleet.avoid |= {node}
+        fleet.deprioritized |= {node}
     elif judged.standing is Standing.GOOD and known.judged.standing is Standing.WEAK:
-        fleet.avoid -= {node}
+        fleet.deprioritized -= {node}
     known.judged = judged
     if judged.standing is Standing.LEFT_OUT:
         _leave_out(core, node, judged)
@@ -285,7 +286,7 @@ def _judge_all(core: Core) -> None:
         _leave_out(core, node, judged[node])
     _weak_ones_last(core, judged)
     left = state.fleet
-    more_may_come = len(left.nodes) + len(left.gone) < config.nodes + config.spares
+    more_may_come = len(left.nodes) + len(left.removed) < config.nodes + config.spares
     if len(left.nodes) < min(config.nodes, len(facts)) and not more_may_come:
         finish(core, ExitStatus.SAVED, _not_enough(len(left.nodes), config, judged))
 
@@ -304,19 +305,19 @@ def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:
     """Weak nodes give their roles to good spares, as far as there are any."""
     weak = {node for node, one in judged.items() if one.standing is Standing.WEAK}
     fleet, seated = core.state.fleet, core.state.seats.nodes
-    fleet.avoid |= weak
+    fleet.deprioritized |= weak
     spares = sum(node not in seated and node not in weak for node in fleet.nodes)
     leaving = sorted(weak & seated)[:spares]
     while leaving and not _can_spare(core, frozenset(leaving)):
         leaving.pop()
-    fleet.leaving = frozenset(leaving)
+    fleet.draining = frozenset(leaving)
 
 
 def _can_spare(core: Core, leaving: frozenset[int]) -> bool:
     """Return whether good nodes take the roles of all these."""
     found = seating(core, leaving)
     new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
-    return not found.unseated and not new & core.state.fleet.avoid
+    return not found.unseated and not new & core.state.fleet.deprioritized
 
 
 def _leave_out(core: Core, node: int, judged: Judgement) -> None:
@@ -329,7 +330,7 @@ def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
     state, config = core.state, core.config
     absent = set(range(config.nodes + config.spares)) - judged.keys()
     for node in sorted(absent):
-        why = state.fleet.gone.get(node, "did not join in time")
+        why = state.fleet.removed.get(node, "did not join in time")
         _emit(core, node, Judgement(Standing.LEFT_OUT, (why,)), None, "")
     good = sum(one.standing is Standing.GOOD for one in judged.values())
     enough = good >= config.nodes

@@ -39,7 +39,7 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
     """Returns the question what the next epoch is restored from."""
     state, start, held = core.state, core.config.start, core.state.memory.held
     # A coordinator that has taken over knows of the first epoch only what memory shows.
-    begins = state.line.is_empty and not state.memory.has_computed
+    begins = state.lineage.is_empty and not state.memory.has_computed
     begins = begins or (core.config.from_scratch and state.restarted)
     return RestoreQuery(
         epoch=state.epoch + 1,
@@ -47,11 +47,11 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
         inventories=held,
         seats=seats,
         owners=state.seats,
-        kept=state.line.kept,
+        kept=state.lineage.kept,
         layouts=state.memory.layouts,
         bad_parts=state.blame.bad_parts,
         bad_generations=state.blame.untrusted(held.values()),
-        durable=next(iter(state.blame.trusted(state.line.valid)), None),
+        durable=next(iter(state.blame.trusted(state.lineage.valid)), None),
         start=start if start.kind == "initial" and begins else None,
         every=1 if state.record is None else state.record.protection.every,
     )
@@ -63,7 +63,7 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
 def must_look(core: Core) -> bool:
     """Return whether there are checkpoints that were not looked at since the epoch was closed: the
     epoch is not decided before, nor does the run end."""
-    line, doing = core.state.line, core.state.doing
+    line, doing = core.state.lineage, core.state.doing
     if line.seen or not line.valid:
         return False
     if not (isinstance(doing, Closing) and doing.looks):
@@ -74,7 +74,7 @@ def must_look(core: Core) -> bool:
 
 def looked_at(core: Core, gone: frozenset[str]) -> None:
     """Those that are gone are not decided on."""
-    line = core.state.line
+    line = core.state.lineage
     for path in sorted(gone & {one.path for one in line.valid}):
         core.log("warning", f"checkpoint {path} is not there any more, or without its index")
     line.remove(gone)
@@ -83,7 +83,7 @@ def looked_at(core: Core, gone: frozenset[str]) -> None:
 
 def with_struck(core: Core, reason: str) -> str:
     """Return why nothing can be restored, and which checkpoints there would have been."""
-    struck = sorted(core.state.line.struck)
+    struck = sorted(core.state.lineage.struck)
     return f"{reason}; could not be loaded: {', '.join(struck)}" if struck else reason
 
 
@@ -256,7 +256,7 @@ def _generations_held(state: State, nodes: list[int]) -> tuple[Generation, ...]:
     inventories = [state.memory.held[node] for node in nodes]
     held = {holding.generation for found in inventories for holding in found.holdings}
     trusted = held - state.blame.untrusted(inventories)
-    return tuple(sorted(filter(state.line.keeps, trusted), reverse=True))
+    return tuple(sorted(filter(state.lineage.keeps, trusted), reverse=True))
 
 
 def _chains(restore: Restore) -> frozenset[Generation]:

@@ -94,10 +94,10 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
     core.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
     live = {node for node in record.nodes if node in state.fleet.nodes}
     state.doing = Closing(core.now + core.config.settings.gather_seconds, live)
-    state.recoveries.close(failure, signs, core.now, state.line.newest, record)
+    state.recoveries.close(failure, signs, core.now, state.lineage.newest, record)
     state.memory.promised = {}
     state.blame.suspicion = None
-    state.line.seen = False
+    state.lineage.seen = False
     check_closed(core)
 
 
@@ -143,8 +143,8 @@ def seating(core: Core, leaving: frozenset[int]) -> Seating:
         core.state.seats,
         {place: member.incarnation for place, member in fleet.members.items()},
         warm=frozenset(p for p, m in fleet.members.items() if m.status is MemberStatus.WARM),
-        leaving=leaving | fleet.wrong,
-        avoid=fleet.avoid,
+        leaving=leaving | fleet.quarantined,
+        avoid=fleet.deprioritized,
     )
 
 
@@ -163,12 +163,12 @@ def decide(core: Core) -> None:
     if state.last_words is not None:
         dump(core)
         return
-    not_to = drained(state) if fleet.leaving - fleet.wrong else frozenset[int]()
-    seats = seating(core, fleet.leaving | not_to)
-    if seats.unseated and fleet.leaving - fleet.wrong:
+    not_to = drained(state) if fleet.draining - fleet.quarantined else frozenset[int]()
+    seats = seating(core, fleet.draining | not_to)
+    if seats.unseated and fleet.draining - fleet.quarantined:
         # The spare for the drain has gone in the meantime.
-        fleet.leaving &= fleet.wrong
-        seats = seating(core, fleet.leaving)
+        fleet.draining &= fleet.quarantined
+        seats = seating(core, fleet.draining)
     restore = planner.choose_restore(restore_query(core, seats.seats))
     if (isinstance(restore, NoRestore) or restore.kind != "memory") and must_look(core):
         return
@@ -190,7 +190,7 @@ def decide(core: Core) -> None:
         restore=restore,
         replicas=losses_survived(settings, plan),
         protection=plan,
-        emitted_up_to=state.line.newest,
+        emitted_up_to=state.lineage.newest,
         fewer_copies=owed_copies(seats.seats, nodes, core),
         cause="; then ".join(recovery.causes) if recovery else "start",
         history=_history(state, restore),
@@ -242,7 +242,7 @@ def _without_restore(core: Core, reason: str) -> None:
 def _with_scheme(core: Core, reason: str) -> str:
     """Return why nothing can be restored, and the choice that has led to it."""
     kind = core.state.protection.plan.kind
-    if core.state.fleet.gone and kind.is_local:
+    if core.state.fleet.removed and kind.is_local:
         return (
             f"--deadpool-protection {kind} keeps the state of a node on that node only, and one was"
             f" lost: {reason}; save checkpoints more often, or protect with buddy or parity"
@@ -266,7 +266,7 @@ def _wait_for_spare(core: Core, text: str) -> None:
 
 def _wait_or_end(core: Core, why: str, restore: Restore) -> None:
     """Wait for another node, which can help, unless the run is only about to begin."""
-    if not core.state.line.ever_ran and restore.kind != "memory":
+    if not core.state.lineage.ever_ran and restore.kind != "memory":
         finish(core, ExitStatus.BAD_INPUT, why)
     else:
         limit = core.config.settings.spare_timeout_seconds
@@ -279,12 +279,12 @@ def _history(state: State, restore: Restore) -> History:
     recovery = state.recoveries.current
     again = 0 if recovery is None else recovery.recomputed(restore)
     return History(
-        kept=planner.keep_line(state.line.kept, restore, state.epoch + 1),
-        gone=dict(sorted(state.fleet.gone.items())),
-        wrong=state.fleet.wrong,
-        wrong_hosts=state.fleet.wrong_hosts,
+        kept=planner.keep_line(state.lineage.kept, restore, state.epoch + 1),
+        gone=dict(sorted(state.fleet.removed.items())),
+        wrong=state.fleet.quarantined,
+        wrong_hosts=state.fleet.quarantined_hosts,
         nonfinite=state.blame.nonfinite,
-        struck=state.line.struck,
+        struck=state.lineage.struck,
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),
         steps_recomputed=state.recoveries.steps_recomputed + again,
@@ -317,11 +317,11 @@ def journal_failed(core: Core, epoch: int, text: str) -> None:
 def _announce(core: Core, record: EpochRecord) -> None:
     """The pending record is durable: it is the truth from now on."""
     state, restore, seats = core.state, record.restore, SeatTable(record.seats)
-    before, leaving, poisoned = state.seats, state.fleet.leaving, state.blame.poisoned_from
+    before, leaving, poisoned = state.seats, state.fleet.draining, state.blame.poisoned_from
     state.recoveries.spend("decide", core.now)
     if state.restarted:
         _tell_restart(core, restore)
-    memory, fleet, line = state.memory, state.fleet, state.line
+    memory, fleet, line = state.memory, state.fleet, state.lineage
     if restore.kind == "memory":
         # Before the inventories are dropped: what they say of roles whose members have not yet.
         found = memory.in_slots(core.config.world_size)
@@ -334,8 +334,8 @@ def _announce(core: Core, record: EpochRecord) -> None:
     state.record, state.seats, state.restarted = record, seats, False
     if fleet.drains.isdisjoint(seats.nodes):
         fleet.drains = frozenset()
-    fleet.avoid |= leaving
-    fleet.leaving = fleet.returning = frozenset()
+    fleet.deprioritized |= leaving
+    fleet.draining = fleet.returning = frozenset()
     line.kept = record.history.kept
     # Of an iteration that was thrown away: nothing says so once that is computed again.
     line.valid = state.blame.trusted(line.valid)
@@ -432,7 +432,7 @@ def check_opened(core: Core) -> None:
     for place in state.seats.role_by_place:
         core.set_member(place, MemberStatus.WARM)
     state.doing = Running(opening.done, opening.pause)
-    state.line.ever_ran = True
+    state.lineage.ever_ran = True
     state.recoveries.open(core.now)
     if state.record is not None and state.record.restore.kind == "initial":
         for place in sorted(members.building):  # the data is ready: they can begin

@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.machine.actions import AskNccl, EmitEvent
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end
-from deadpool_megatron.cluster.machine.membership import drop_node, note_wrong, put_aside
+from deadpool_megatron.cluster.machine.membership import drop_node, put_aside, quarantine
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart, Generation
@@ -57,7 +57,7 @@ def believe(core: Core) -> None:
         return
     path = record.restore.path
     state.blame.believe(suspicion, record.restore)
-    if suspicion.doubtful and path and state.line.doubt(path):  # the next older one is tried
+    if suspicion.doubtful and path and state.lineage.doubt(path):  # the next older one is tried
         core.log("warning", f"checkpoint {path} is struck off: {suspicion.failure.cause}")
     close(core, suspicion.failure)
 
@@ -124,7 +124,7 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     for node in nodes:
         if not put_aside(core, node, f"as {failure.cause}", kind):
             left.append(node)
-        note_wrong(core, node, failure.cause)
+        quarantine(core, node, failure.cause)
     for node in left:
         drop_node(core, node, replace(failure, node=node))
     close(core, failure)
@@ -140,7 +140,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
     if blame.is_poisoned(computed):
         return  # told by another role already, or it follows from what was told
     # Nothing computes iteration 0: it is what was built or loaded.
-    if k < 1 or state.phase in LAST_PHASES or not state.line.keeps(computed):
+    if k < 1 or state.phase in LAST_PHASES or not state.lineage.keeps(computed):
         why = f"nothing goes on from it in epoch {event.epoch}"
         core.refuse(f"{event.number} of step {k}", why)
         return
@@ -172,4 +172,4 @@ def _origin(state: State) -> int | None:
     if record is None or record.restore.kind not in ("memory", "dump"):
         return None
     k = record.restore.generation.iteration
-    return k if any(one.generation.iteration < k for one in state.line.valid) else None
+    return k if any(one.generation.iteration < k for one in state.lineage.valid) else None

@@ -32,8 +32,8 @@ from deadpool_megatron.cluster.machine.state import (
     Deciding,
     Dumping,
     Gathering,
-    KeptLine,
     LeaveTaking,
+    LineageProgress,
     Opening,
     Pausing,
     Rejoining,
@@ -69,7 +69,7 @@ class Machine(Core):
         state = State(
             Gathering(now + config.settings.start_seconds),
             SeatTable(wished),
-            line=KeptLine(valid=saved),
+            lineage=LineageProgress(valid=saved),
             protection=ChosenProtection(first_plan(config.settings)),
         )
         super().__init__(config, state, now)
@@ -85,7 +85,7 @@ class Machine(Core):
         """Begin as a coordinator that takes over a run: ``last`` is the newest record,
         ``valid`` the checkpoints that were made valid, the newest first, ``gone`` the nodes that
         were given up since the record, ``wrong`` those found to be wrong since, with their hosts
-        (see :class:`.actions.NoteWrong`).
+        (see :class:`.actions.RecordQuarantined`).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training continues meanwhile, and afterwards in the same epoch unless
@@ -103,11 +103,11 @@ class Machine(Core):
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
         state.restarted = config.restarted
         fleet = state.fleet
-        fleet.gone = {**history.gone, **gone}
-        fleet.wrong = history.wrong | wrong.keys()
-        fleet.wrong_hosts = history.wrong_hosts | {host for host in wrong.values() if host}
-        fleet.leaving = fleet.wrong & state.seats.nodes
-        line = state.line
+        fleet.removed = {**history.gone, **gone}
+        fleet.quarantined = history.wrong | wrong.keys()
+        fleet.quarantined_hosts = history.wrong_hosts | {host for host in wrong.values() if host}
+        fleet.draining = fleet.quarantined & state.seats.nodes
+        line = state.lineage
         line.kept, line.ever_ran = history.kept, last.restore.kind == "memory"
         line.newest = max(last.emitted_up_to, config.finished)
         for one in reversed(valid):
@@ -164,7 +164,7 @@ class Machine(Core):
                 faults.roles_hung(self, event)
             case ev.DurableValid(iteration, path, boundary):
                 found = Restore("durable", Generation(0, iteration), boundary, path)
-                state.line.add_valid(found)
+                state.lineage.add_valid(found)
             case ev.CheckpointsSeen(gone):
                 ending.looked_at(self, gone)
                 epoch.check_closed(self)
@@ -215,7 +215,7 @@ class Machine(Core):
         if state.record is None or number != state.heard_epoch:
             self.refuse(f"step {iteration}", f"epoch {number} is not open")
             return
-        state.line.report(Generation(number, iteration))
+        state.lineage.report(Generation(number, iteration))
         is_first = state.recoveries.current is not None
         is_new = iteration > state.record.restore.generation.iteration
         if is_first and is_new and isinstance(state.doing, Running | Pausing):

@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.failures import (
 )
 from deadpool_megatron.cluster.machine import chosen_plan
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.actions import DropNode, NoteGone, NoteWrong
+from deadpool_megatron.cluster.machine.actions import DropNode, RecordQuarantined, RecordRemoved
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import (
@@ -107,10 +107,10 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
 
 def give_up(core: Core, node: int, cause: str, kind: FailureKind) -> None:
     """A node has no part in the run any more; none comes back under its number."""
-    core.state.fleet.gone[node] = cause
+    core.state.fleet.removed[node] = cause
     core.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
     if core.state.record is not None and core.state.phase not in LAST_PHASES:
-        core.act(NoteGone(node, cause))
+        core.act(RecordRemoved(node, cause))
 
 
 def drop_node(core: Core, node: int, failure: Failure) -> None:
@@ -192,7 +192,7 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
     """Have the roles of the node go to a spare; False if none can take all of them."""
     if not _has_better(core, node):
         return False
-    core.state.fleet.leaving |= {node}
+    core.state.fleet.draining |= {node}
     core.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is put aside {why}", kind=kind)
     return True
 
@@ -200,26 +200,26 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
 def _has_better(core: Core, node: int) -> bool:
     """Return whether all roles of the node can go to a spare that was not put aside itself."""
     fleet = core.state.fleet
-    found = seating(core, fleet.leaving | {node})
+    found = seating(core, fleet.draining | {node})
     new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
-    return not found.unseated and not new & fleet.avoid and node not in fleet.leaving
+    return not found.unseated and not new & fleet.deprioritized and node not in fleet.draining
 
 
-def note_wrong(core: Core, node: int, cause: str) -> None:
+def quarantine(core: Core, node: int, cause: str) -> None:
     """The node has no role any more, under whatever number it comes back: its host is remembered,
     unless other nodes continue there, which are as good as any."""
     fleet = core.state.fleet
     if (known := fleet.nodes.get(node)) is None:
         return
     is_shared = any(
-        one.host_name == known.host_name and other not in fleet.wrong
+        one.host_name == known.host_name and other not in fleet.quarantined
         for other, one in fleet.nodes.items()
         if other != node
     )
     host = "" if is_shared else known.host_name
-    fleet.wrong |= {node}
-    fleet.wrong_hosts |= {host} if host else set()
-    core.act(NoteWrong(node, host, cause))
+    fleet.quarantined |= {node}
+    fleet.quarantined_hosts |= {host} if host else set()
+    core.act(RecordQuarantined(node, host, cause))
 
 
 def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
@@ -227,11 +227,11 @@ def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
     roles of its node move. Without a spare they wait for one: there they would fail again."""
     node, fleet = event.node, core.state.fleet
     fleet.members.drop((node, event.slot))
-    if node in fleet.wrong:
+    if node in fleet.quarantined:
         return
     cause = f"node {node} is put aside for the rest of the run: {failure.cause}"
-    fleet.leaving |= {node}
-    note_wrong(core, node, cause)
+    fleet.draining |= {node}
+    quarantine(core, node, cause)
     core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
 
 
@@ -360,7 +360,7 @@ def _lost(core: Core, event: ev.MemberLost) -> None:
     _tell(core, Kind.MEMBER_LOST, event, role, cause=cause, **facts)
     if state.phase in LAST_PHASES:
         return
-    begins = not state.line.ever_ran and not state.survived
+    begins = not state.lineage.ever_ran and not state.survived
     if event.exit_code == ExitStatus.BAD_INPUT and begins:
         # The command itself says that its arguments cannot work: no other process will like them.
         end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
@@ -407,9 +407,9 @@ def _lost(core: Core, event: ev.MemberLost) -> None:
 def _cannot_begin_without(core: Core, node: int) -> bool:
     """Return whether no other node takes its roles, and none is awaited that could."""
     fleet, config = core.state.fleet, core.config
-    if node in fleet.wrong or node not in core.state.seats.nodes:
+    if node in fleet.quarantined or node not in core.state.seats.nodes:
         return False
-    all_came = len(fleet.nodes) + len(fleet.gone) >= config.nodes + config.spares
+    all_came = len(fleet.nodes) + len(fleet.removed) >= config.nodes + config.spares
     return all_came and not _has_better(core, node)
 
 

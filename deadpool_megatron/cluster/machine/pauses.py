@@ -205,5 +205,5 @@ def check_paused(core: Core, *, overdue: bool = False) -> None:
     # Cheap for all but the last: a role that is done may have paused, too.
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
-        core.state.fleet.leaving = order.leaving
+        core.state.fleet.draining = order.leaving
         close(core, Failure(order.cause, FailureKind.DRAINED))

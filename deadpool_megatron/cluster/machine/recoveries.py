@@ -7,11 +7,11 @@ afterwards; when another failure comes in between, it is one recovery with two c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.wire.forms import Coded
 
 # So many recoveries are told one by one when the run ends; the events have all of them.
 RECOVERIES_SHOWN = 100
@@ -32,8 +32,9 @@ PHASES = (
 
 
 @dataclass
-class RecoveryReport:
-    """A finished recovery; all times in seconds, ``phases`` has every name of PHASES."""
+class RecoveryReport(Coded):
+    """A finished recovery: the entry of final.json, and the data of the ``recovered`` event (plus
+    ``epoch``). All times in seconds, ``phases`` has every name of PHASES."""
 
     epoch: int
     cause: str
@@ -45,15 +46,6 @@ class RecoveryReport:
     steps_recomputed: int
     exposed_seconds: float
     seats_changed: Mapping[int, tuple[Seat, Seat]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The entry of final.json, and the data of the ``recovered`` event (plus ``epoch``)."""
-        changed = self.seats_changed.items()
-        return {
-            **asdict(self),
-            "generation": self.generation.to_list(),
-            "seats_changed": {str(r): [old.to_list(), new.to_list()] for r, (old, new) in changed},
-        }
 
 
 @dataclass

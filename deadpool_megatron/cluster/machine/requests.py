@@ -138,7 +138,7 @@ def _drain(core: Core, request: Request) -> Request:
     if state.phase in LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
     if node not in fleet.nodes:
-        why = fleet.gone.get(node, "is not connected")
+        why = fleet.removed.get(node, "is not connected")
         return request.at(
             Stage.REFUSED, why if why.startswith(f"node {node}") else f"node {node} {why}"
         )
@@ -147,10 +147,10 @@ def _drain(core: Core, request: Request) -> Request:
         if state.phase is not Phase.RUNNING or state.recoveries.current is not None:
             return request
         return request.at(Stage.DONE, f"node {node} has no role")
-    if node not in fleet.drains and node not in fleet.leaving:
+    if node not in fleet.drains and node not in fleet.draining:
         drain(core, node)
     paused = state.doing.order.leaving if isinstance(state.doing, Pausing) else frozenset[int]()
-    if node in fleet.leaving | paused:
+    if node in fleet.draining | paused:
         return request.at(Stage.UNDER_WAY, "its roles move")
     return request.at(Stage.ASKED, "waits for a spare node")
 

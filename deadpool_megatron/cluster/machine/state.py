@@ -159,33 +159,35 @@ class NodeState:
 
 @dataclass
 class Fleet:
-    """``nodes``: connected ones. ``gone``: those given up, with the cause. ``drains``: nodes whose
-    roles are to move as soon as a spare can take them, and as long as there are such those that
-    have moved: no spares for the others; ``leaving``: nodes that have no role in the
-    next record; ``avoid``: nodes that get a role last; ``wrong``: those found to compute or hold
-    wrong numbers, or to have a broken device, which get none any more; ``wrong_hosts``: those all
-    of whose nodes were found so, from where none gets any. ``returning``: nodes whose agents ended
-    in this recovery, and may come back.
+    """``nodes``: connected ones. ``removed``: those given up, with the cause. ``drains``: nodes
+    whose roles are to move as soon as a spare can take them, and as long as there are such those
+    that have moved: no spares for the others; ``draining``: nodes that have no role in the next
+    record; ``deprioritized``: nodes that get a role last; ``quarantined``: those found to compute
+    or hold wrong numbers, or to have a broken device, which get none any more;
+    ``quarantined_hosts``: those all of whose nodes were found so, from where none gets any.
+    ``returning``: nodes whose agents ended in this recovery, and may come back.
     """
 
     nodes: dict[int, NodeState] = field(default_factory=dict)
-    gone: dict[int, str] = field(default_factory=dict)
+    removed: dict[int, str] = field(default_factory=dict)
     members: MemberTable = field(default_factory=MemberTable)
     drains: frozenset[int] = frozenset()
-    leaving: frozenset[int] = frozenset()
-    avoid: frozenset[int] = frozenset()
-    wrong: frozenset[int] = frozenset()
-    wrong_hosts: frozenset[str] = frozenset()
+    draining: frozenset[int] = frozenset()
+    deprioritized: frozenset[int] = frozenset()
+    quarantined: frozenset[int] = frozenset()
+    quarantined_hosts: frozenset[str] = frozenset()
     returning: frozenset[int] = frozenset()
 
     @property
     def aside(self) -> frozenset[int]:
         """Nodes that are no good spares."""
-        return self.avoid | self.wrong
+        return self.deprioritized | self.quarantined
 
     def absent(self, wished: Iterable[int]) -> list[int]:
         """Returns nodes that neither are here nor will ever come, ascending."""
-        return sorted(node for node in wished if node not in self.nodes and node not in self.gone)
+        return sorted(
+            node for node in wished if node not in self.nodes and node not in self.removed
+        )
 
 
 @dataclass
@@ -227,7 +229,7 @@ class Memory:
 
 
 @dataclass
-class KeptLine:
+class LineageProgress:
     """``kept``: see layout.planner.keep_line. ``newest``: last iteration reported by an open
     epoch. ``valid``: what the run can fall back to on disk, the newest first; ``seen``: whether
     that was looked at since the last epoch was closed. ``struck``: paths of checkpoints that could
@@ -467,7 +469,7 @@ class Ended:
 # The epoch is open; its members are heard while agents come back, too.
 Open = Opening | Running | Pausing
 Heard = Rejoining | Open
-Doing = Gathering | Heard | Closing | WaitingSpare | Deciding | Dumping | LeaveTaking | Ended
+PhaseObject = Gathering | Heard | Closing | WaitingSpare | Deciding | Dumping | LeaveTaking | Ended
 
 
 @dataclass
@@ -483,13 +485,13 @@ class State:
     until they are judged.
     """
 
-    doing: Doing
+    doing: PhaseObject
     seats: SeatTable
     epoch: int = 0
     record: EpochRecord | None = None
     fleet: Fleet = field(default_factory=Fleet)
     memory: Memory = field(default_factory=Memory)
-    line: KeptLine = field(default_factory=KeptLine)
+    lineage: LineageProgress = field(default_factory=LineageProgress)
     blame: Blame = field(default_factory=Blame)
     protection: ChosenProtection = field(default_factory=ChosenProtection)
     recoveries: Recoveries = field(default_factory=Recoveries)
@@ -536,7 +538,7 @@ class State:
         """The last iteration of the newest epoch that is known to be over."""
         if self.record is None:
             return 0
-        begun, told = self.record.restore.generation.iteration, self.line.told
+        begun, told = self.record.restore.generation.iteration, self.lineage.told
         return max(begun, told.iteration) if told.lineage == self.record.epoch else begun
 
     @property

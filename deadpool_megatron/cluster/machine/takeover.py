@@ -67,7 +67,7 @@ def check_all_back(core: Core, rejoining: Rejoining, record: EpochRecord) -> Non
     if (
         (state.survived or not state.restarted)
         # The counts are looked at first: this is asked for every join and every hello.
-        and len(state.fleet.nodes) + len(state.fleet.gone) >= len(record.nodes)
+        and len(state.fleet.nodes) + len(state.fleet.removed) >= len(record.nodes)
         and not state.fleet.absent(record.nodes)
         and (rejoining.missed is not None or not _is_unclear(core, record))
     ):
@@ -80,7 +80,7 @@ def _is_unclear(core: Core, record: EpochRecord) -> bool:
     state = core.state
     if len(state.memory.layouts) >= len(record.seats):
         return False
-    lost = {node for node in state.fleet.gone if node in record.nodes}
+    lost = {node for node in state.fleet.removed if node in record.nodes}
     return (
         bool(lost)
         and lost.isdisjoint(state.seats.nodes)
@@ -108,7 +108,7 @@ def _go_on(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
         known = [node.facts for node in fleet.nodes.values() if node.facts is not None]
         state.agreed = judge.agree(known)
     if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
-        fleet.returning |= fleet.gone.keys() & record.nodes.keys()
+        fleet.returning |= fleet.removed.keys() & record.nodes.keys()
     refuse_assumed(core, rejoining.requests)
     failure = rejoining.missed or _happened(core, record)
     deadline = core.now + opening_seconds(core, record)
@@ -131,13 +131,13 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
             "all processes were started again" if len(ended) == len(record.seats) else some,
             FailureKind.RESTART,
         )
-    if wrong := sorted(state.fleet.leaving & set(state.fleet.nodes)):
+    if wrong := sorted(state.fleet.draining & set(state.fleet.nodes)):
         node = wrong[0]
         cause = f"node {node} was put aside for the rest of the run"
         return Failure(cause, FailureKind.LEFT_OUT, ("node", str(node)), node=node)
     for node in sorted(set(record.nodes) - set(state.fleet.nodes)):
         if matters(state, record, node):
-            cause = f"node {node}: {state.fleet.gone.get(node, 'gone')}"
+            cause = f"node {node}: {state.fleet.removed.get(node, 'gone')}"
             return Failure(cause, FailureKind.NODE_LOST, ("node", str(node)), node=node)
     if ended:
         cause = f"members of roles {ended} ended while there was no coordinator"

@@ -17,7 +17,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator import standby
 from deadpool_megatron.cluster.coordinator.standby import Standby
 from deadpool_megatron.cluster.coordinator.succession import (
-    Estate,
+    RecoveredState,
     look_up,
     valid_checkpoints,
 )
@@ -123,7 +123,7 @@ def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path)
     os.mkfifo(run.latest)
     durable = TimedRead(partial(valid_checkpoints, run))
     began = time.monotonic()
-    assert look_up(journal, durable) == Estate(is_durable_read=False)
+    assert look_up(journal, durable) == RecoveredState(is_durable_read=False)
     assert time.monotonic() - began < 5.0
     saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
     run.latest.write_text(json.dumps(saved.to_dict()))

@@ -86,7 +86,7 @@ def test_without_a_good_spare_or_without_the_setting_it_stays(evict: str) -> Non
     job = Job(evict=evict, spares=int(evict == "off"))
     if evict == "on":
         job.rig.join(4)
-        job.rig.alter("fleet", avoid=frozenset({4}))
+        job.rig.alter("fleet", deprioritized=frozenset({4}))
     events, found = job.until_told()
     assert (kinds(events), found) == ([Kind.SLOW_NODE], [])
 

@@ -145,7 +145,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
     if not run.path.exists():
         run.create(info)
     journal = opened(name)
-    estate = look_up(journal, TimedRead(partial(valid_checkpoints, run)))
+    recovered = look_up(journal, TimedRead(partial(valid_checkpoints, run)))
     newest = journal.newest("term")
     number = 1 if newest is None else newest[0] + 1
     return Coordinator(
@@ -157,7 +157,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
             listener=socket.socket(),
             term=claim_term(journal, number, "127.0.0.1", 1, None),
             journal=journal,
-            estate=estate,
+            recovered=recovered,
         )
     )
 

@@ -42,7 +42,7 @@ def stale_inputs(world: World) -> Iterable[ev.Input]:
         yield ev.MemberHello(node, slot, gone)
         yield ev.MemberWarm(node, slot, gone)
         yield ev.MemberSuspected(node, slot, gone, "late")
-    for node in world.state.fleet.gone:
+    for node in world.state.fleet.removed:
         yield ev.NodeLost(node, "late")
         yield ev.NodeJoined(node, "host", 1, "anywhere")
         yield ev.Dumped(node, Generation(1, 0))

@@ -318,7 +318,7 @@ def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -
     for _ in range(3):
         world.train()
     world.settle()
-    assert world.state.line.newest == 3
+    assert world.state.lineage.newest == 3
     assert world.common is not None
     assert world.common.iteration == 3
     world.lose(1)
@@ -330,7 +330,7 @@ def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -
     for _ in range(2):
         world.train()
     world.settle()
-    assert world.state.line.newest == 5
+    assert world.state.lineage.newest == 5
     assert world.protected
     world.end_member(0, 0)
     world.lose(2)

@@ -74,7 +74,7 @@ class World(Agents):
         waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
         assert (self.state.deadline is not None) == waits
         assert self.state.epoch >= before
-        for node in set(self.state.fleet.gone) & set(self.nodes):
+        for node in set(self.state.fleet.removed) & set(self.nodes):
             self.lose(node, report=False)  # given up without a word: its agent fences itself
         for action in actions:
             self._carry_out(action)
@@ -119,7 +119,7 @@ class World(Agents):
     def _note_loss(self, event: ev.Input) -> None:
         if not isinstance(event, ev.NotFinite) or self.state.phase in LAST_PHASES:
             return
-        if self.state.line.keeps(Generation(event.epoch, event.iteration)):
+        if self.state.lineage.keeps(Generation(event.epoch, event.iteration)):
             self.poisoned_from = event.iteration
 
     def see_nan(self, role: int) -> None:
@@ -254,7 +254,7 @@ class World(Agents):
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_line(line, record.restore, record.epoch)
-            assert self.state.line.kept == line, "the newest record has it whole"
+            assert self.state.lineage.kept == line, "the newest record has it whole"
         last = self.journaled[-1] if self.journaled else None
         if last is not None and last.epoch > max((r.epoch for r in self.announced), default=0):
             self._check_restore(last)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.succession import Estate, begin
+from deadpool_megatron.cluster.coordinator.succession import RecoveredState, begin
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import WRONG, Journal, note_node
 from deadpool_megatron.cluster.machine import actions as act
@@ -98,17 +98,17 @@ def test_a_successor_knows_what_was_struck_off_and_what_has_replaced_it() -> Non
     record = EpochRecord.from_dict(rig.record.to_dict())
     noted = [Restore("durable", g(k), "save", f"/ck/{k}") for k in (20, 10)]
     rig.take_over(record, noted)
-    assert [one.path for one in rig.state.line.valid] == ["/ck/10"]
+    assert [one.path for one in rig.state.lineage.valid] == ["/ck/10"]
     rig.feed(ev.DurableValid(20, "/ck/20"))
-    assert [one.path for one in rig.state.line.valid] == ["/ck/20", "/ck/10"]
-    assert not rig.state.line.struck
+    assert [one.path for one in rig.state.lineage.valid] == ["/ck/20", "/ck/10"]
+    assert not rig.state.lineage.struck
 
 
 def test_a_better_cause_strikes_nothing_off() -> None:
     rig = fallen_back(10, 20)
     rig.feed(ev.NotRestored(*rig.seat(0), rig.record.epoch, "", "cannot be loaded: OSError"))
     rig.feed(ev.NodeLost(3, "gone"))
-    assert not rig.state.line.struck
+    assert not rig.state.lineage.struck
 
 
 def test_the_last_line_names_one_that_is_there() -> None:
@@ -239,12 +239,12 @@ def test_a_drained_node_is_one() -> None:
 def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_path: Path) -> None:
     """Whether its order to close has come to the agents or not."""
     old = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    rig, (note,) = successor(old), old.of(act.NoteWrong)
+    rig, (note,) = successor(old), old.of(act.RecordQuarantined)
     journal = Journal(tmp_path)
     journal.write("epoch", 1, old.record.to_dict())
     note_node(journal, WRONG, note.node, note.cause, host=note.host)
     rig.anew()
-    begin(rig.machine, journal, Estate(), pytest.fail)
+    begin(rig.machine, journal, RecoveredState(), pytest.fail)
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
     cause = "node 1 was put aside for the rest of the run"
     assert rig.one(act.CloseEpoch).cause == (CLOSED_BEFORE if closed else cause)

@@ -148,7 +148,7 @@ def test_node_with_too_many_restarts_is_put_aside() -> None:
         if iteration < 3:
             rig.opened()
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
-    assert "2 restarts" in rig.state.fleet.gone[1]
+    assert "2 restarts" in rig.state.fleet.removed[1]
 
 
 def test_all_agents_gone_ends_the_coordinator() -> None:

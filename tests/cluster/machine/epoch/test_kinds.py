@@ -70,7 +70,7 @@ def test_second_error_of_a_host_moves_its_roles_to_a_spare(line: str, kind: str)
         recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     assert kinds(rig, Kind.NODE_ASIDE) == [kind]
-    assert rig.state.fleet.avoid == {1}
+    assert rig.state.fleet.deprioritized == {1}
 
 
 def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
@@ -78,7 +78,7 @@ def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
     rig = Rig(spares=1).run(3)
     rig.feed(ended(rig, 1, XID))
     assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
-    (note,) = rig.of(act.NoteWrong, rig.log)
+    (note,) = rig.of(act.RecordQuarantined, rig.log)
     assert (note.node, "Xid" in note.cause) == (1, True)
     recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
@@ -256,7 +256,7 @@ def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
 def test_nan_with_ignore_is_a_step_like_any_other() -> None:
     rig = Rig(nonfinite="ignore").run()
     nan(rig, 5)
-    assert (rig.state.line.newest, rig.state.phase) == (5, Phase.RUNNING)
+    assert (rig.state.lineage.newest, rig.state.phase) == (5, Phase.RUNNING)
 
 
 def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
@@ -405,7 +405,7 @@ def test_a_coordinator_that_takes_over_does_not_trust_the_checkpoint_of_a_bad_it
     def durable(found: Generation) -> Restore | None:
         restore = Restore("durable", found, "save", "/saves")
         state = rig.take_over(records[-1], [restore])
-        return next(iter(state.line.valid), None)
+        return next(iter(state.lineage.valid), None)
 
     assert durable(g(5)) is durable(g(6)) is None
     for good in (g(4), g(5, 2)):

@@ -74,7 +74,7 @@ def test_a_weak_node_waits_as_the_last_spare() -> None:
     come(rig, n0=FEW_FILES, n2=FEW_FILES)
     assert nodes_of(rig.pending) == {0: 3, 1: 1}
     rig.journal()
-    assert rig.state.fleet.avoid == {0, 2}
+    assert rig.state.fleet.deprioritized == {0, 2}
     assert standing(rig, 0) is Standing.WEAK
 
 
@@ -106,7 +106,7 @@ def test_a_node_that_joins_later_is_held_against_the_run() -> None:
     assert (rig.one(act.DropNode).node, rig.one(act.DropNode).left_out) == (5, True)
     assert not rig.of(act.StartMembers)
     rig.feed(joined(6, FEW_FILES))
-    assert 6 in rig.state.fleet.avoid
+    assert 6 in rig.state.fleet.deprioritized
     assert rig.of(act.StartMembers)
     rig.feed(joined(7))
     assert not rig.emitted(Kind.NODE_JUDGED)

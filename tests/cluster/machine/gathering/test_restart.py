@@ -62,7 +62,7 @@ def said(rig: Rig) -> str:
 def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
-    rig.state.fleet.gone[1] = "connection closed"
+    rig.state.fleet.removed[1] = "connection closed"
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 5, 1, generations=(g(7),))
     closed(rig, 0, 0, generations=(g(7),))
@@ -157,7 +157,7 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     """A node whose disk is full, in the epoch in which its slots were found as it came."""
     old = Rig(nodes=2, spares=0).run(7)
     rig = started_again(old)
-    rig.alter("line", newest=7)
+    rig.alter("lineage", newest=7)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 1, 1, generations=(g(7),))
     rig.feed(ev.DumpRequested("enough"))
@@ -211,7 +211,7 @@ def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump()
     old = Rig(nodes=4, spares=0).run(7)
     dump = Restore("dump", g(7), "step", path="/dump/1-7")
     rig = started_again(old, dump)
-    rig.alter("line", newest=7)
+    rig.alter("lineage", newest=7)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 3, 3, generations=(g(7),))
     rig.tick(rig.settings.start_seconds)

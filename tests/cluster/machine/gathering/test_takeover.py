@@ -144,14 +144,14 @@ def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(
     rejoin(rig, old, 0)
     rig.tick(rig.settings.rejoin_seconds - 0.1)
     assert rig.state.phase is Phase.GATHERING
-    assert not rig.state.fleet.gone
+    assert not rig.state.fleet.removed
     if comes:
         rejoin(rig, old, 1)
         assert rig.state.phase is Phase.RUNNING
         assert not rig.of(act.CloseEpoch, rig.log)
     else:
         rig.tick(0.1)
-        assert dict(rig.state.fleet.gone) == {1: "did not join again in time"}
+        assert dict(rig.state.fleet.removed) == {1: "did not join again in time"}
         assert rig.one(act.CloseEpoch).epoch == 1
 
 

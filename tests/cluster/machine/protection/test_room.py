@@ -210,7 +210,7 @@ def test_no_epoch_runs_with_a_plan_that_does_not_fit(
 
 def check(rig: Room) -> None:
     if rig.state.phase is not Phase.RUNNING:
-        if rig.state.record is None or not rig.state.line.ever_ran:
+        if rig.state.record is None or not rig.state.lineage.ever_ran:
             (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
             assert end.exit_status == 2
         return
