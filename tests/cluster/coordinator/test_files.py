@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
-from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Rig
@@ -26,30 +25,6 @@ def step(iteration: int) -> Event:
 
 def info() -> RunInfo:
     return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/deadpool-ab")
-
-
-def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    first = RunFiles(run, info(), 1, ReportedProgress())
-    first.write(step(1))
-    first.write(step(2))
-    first.close(10.0)
-    with open(run.events, "a") as file:
-        file.write('{"kind":"step","iter')
-    second = RunFiles(run, info(), 2, ReportedProgress(newest=3))
-    second.write(step(3))
-    rig = Rig()
-    rig.alter("recoveries", count=7, steps_recomputed=3)
-    state = rig.state
-    second.write_result(Finish(0, ""), state, second.result(Finish(0, ""), state))
-    second.close(10.0)
-    assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
-    assert sorted(path.name for path in tmp_path.glob("events*")) == [
-        "events-0002.jsonl",
-        "events.jsonl",
-    ]
-    final = json.loads(run.final.read_text())
-    assert (final["iterations"], final["recovery_count"], final["steps_recomputed"]) == (3, 7, 3)
 
 
 async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(

@@ -69,13 +69,6 @@ def test_a_drain_waits_for_a_spare_and_says_so() -> None:
     assert outcome(rig)[0] is Stage.UNDER_WAY
 
 
-def test_a_drain_that_a_failure_overtakes_is_done_all_the_same() -> None:
-    rig = begun()
-    ask(rig, Verb.DRAIN, node=1)
-    rig.feed(ev.NodeLost(1, "gone"))
-    assert outcome(rig) == (Stage.REFUSED, "node 1: gone")
-
-
 def test_a_drain_moves_nothing_to_a_node_that_another_one_has_freed() -> None:
     """Who has asked may end that node: it has been told that it has no role."""
     rig = with_one_of_two_drained()
@@ -108,17 +101,6 @@ def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
     rig = successor(old, restarted=restarted)
     rig.feed(ev.RequestsFound(known, restarted))
     return rig
-
-
-def test_a_takeover_finds_what_the_one_before_had_done() -> None:
-    old = begun()
-    ask(old, Verb.DRAIN, node=1)
-    before = old.state.requests
-    moved(old)
-    old.state.requests = before
-    rig = taken_over(old)
-    rejoin(rig, old, 0, 1, 2, closed=1)
-    assert outcome(rig) == (Stage.DONE, "node 1 has no role")
 
 
 STARTED_AGAIN = (Stage.REFUSED, "all processes of the run were started again")

@@ -174,15 +174,6 @@ def test_devices_lost_within_one_step_are_not_the_programs_fault() -> None:
     assert not rig.record.history.failures
 
 
-def test_a_spare_without_a_device_gets_no_role() -> None:
-    rig = Rig(spares=2).run(3)
-    finds_none(rig, 2)
-    assert rig.state.phase is Phase.RUNNING
-    rig.feed(ev.NodeLost(1, "gone"))
-    recover(rig, 3)
-    assert nodes_of(rig.record) == {0: 0, 1: 3}
-
-
 def test_a_run_begins_without_a_node_that_has_no_device() -> None:
     """Both of its processes say so, before the spare has come; another one needs the spare."""
     rig = Rig(nproc=2)
@@ -207,32 +198,6 @@ def found_wrong(rig: R, *roles: int) -> R:
 
 def go_on(rig: Rig, iteration: int = 3) -> None:
     rig.reopened(g(iteration))
-
-
-def waits_without(rig: Rig, *roles: int) -> None:
-    assert rig.state.phase is Phase.WAITING_SPARE
-    (told,) = (e for e in rig.of(act.EmitEvent, rig.log) if e.kind is Kind.WAITING_FOR_SPARE)
-    assert told.data["text"] == f"roles {list(roles)} wait for a spare node to join"
-
-
-def test_a_wrong_node_has_no_role_when_its_spare_is_lost_while_closing() -> None:
-    rig = found_wrong(Rig(nodes=3, spares=1).run(), 1)
-    rig.lose(3, g(3))
-    waits_without(rig, 1)
-    rig.join(4)
-    assert nodes_of(rig.pending) == {0: 0, 1: 4, 2: 2}
-
-
-def test_a_drained_node_is_one() -> None:
-    rig = Rig(nodes=3, spares=1).run(3)
-    rig.feed(ev.DrainRequested(1))
-    pause = rig.one(act.Pause)
-    rig.feed(*(ev.Paused(*rig.seat(r), 1, pause.iteration) for r in range(3)))
-    go_on(rig, pause.iteration)
-    reap(rig)
-    assert nodes_of(rig.record) == {0: 0, 1: 3, 2: 2}
-    rig.lose(2, g(pause.iteration), g(pause.iteration, 2))
-    assert nodes_of(rig.pending) == {0: 0, 1: 3, 2: 1}
 
 
 @pytest.mark.parametrize("closed", [False, True])

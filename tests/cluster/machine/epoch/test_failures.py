@@ -6,8 +6,6 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.watch.hang import table_of
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of
 
@@ -23,20 +21,6 @@ def test_nothing_but_its_deadline_ends_the_closing(late: ev.Input) -> None:
     assert rig.one(act.DropNode).node == 2
     assert rig.state.phase is Phase.DECIDING
     assert set(rig.pending.nodes) == {0, 1}
-
-
-def test_loss_while_the_journal_writes_makes_the_next_number() -> None:
-    rig = Rig(nodes=3, spares=2, replicas=2).run()
-    rig.lose(1, g(7))
-    assert nodes_of(rig.pending)[1] == 3
-    rig.feed(ev.NodeLost(3, "gone"))
-    assert rig.state.phase is Phase.DECIDING
-    rig.journal()
-    assert not rig.of(act.Announce)
-    assert rig.one(act.WriteRecord).record.epoch == 3
-    rig.journal()
-    record = rig.one(act.Announce).record
-    assert (record.epoch, nodes_of(record)) == (3, {0: 0, 1: 4, 2: 2})
 
 
 def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decision() -> None:
@@ -102,34 +86,6 @@ def test_process_that_cannot_be_killed_costs_the_node() -> None:
     rig.tick(rig.settings.close_seconds + 0.1)
     assert rig.one(act.DropNode).node == 1
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
-
-
-def test_hang_kills_the_culprits() -> None:
-    rig = Rig().run()
-    rig.feed(ev.RolesHung(1, (1,), "role 1 in section forward", table_of({})))
-    orders = [type(one) for one in rig.last if isinstance(one, act.AskNccl | act.CloseEpoch)]
-    assert orders == [act.AskNccl, act.CloseEpoch], "when all is aborted NCCL has nothing to say"
-    told = [one for one in rig.of(act.EmitEvent) if one.kind in (Kind.HANG, Kind.EPOCH_CLOSED)]
-    assert [one.kind for one in told] == [Kind.HANG, Kind.EPOCH_CLOSED]
-    assert told[0].data == {"roles": [1], "groups": [], "left_out": 0}
-    assert rig.one(act.KillMember).node == 1
-    assert rig.one(act.CloseEpoch).cause == "role 1 in section forward"
-    nobody = Rig().run()
-    nobody.feed(ev.RolesHung(1, (), "all wait", table_of({})))
-    assert not nobody.of(act.KillMember)
-    assert nobody.one(act.CloseEpoch)
-
-
-def test_idle_spare_may_go_but_not_one_that_holds_a_copy() -> None:
-    rig = Rig(nodes=2, spares=1).run()
-    rig.feed(ev.NodeLost(2, "gone"))
-    assert rig.state.phase is Phase.RUNNING
-    holder = Rig(nodes=1, spares=2).run()
-    copies = [n for n in (1, 2) if holder.inventory(n, g(0)).inventory.holdings]
-    holder.feed(ev.NodeLost(copies[0], "gone"))
-    assert holder.one(act.CloseEpoch)
-    holder.closed(g(7))
-    assert nodes_of(holder.pending) == {0: 0}
 
 
 def test_spare_that_does_not_get_warm_is_restarted() -> None:

@@ -218,24 +218,6 @@ def test_who_is_wrong_of_two_cannot_be_told() -> None:
     assert "node 0 and node 1" in end.reason
 
 
-def test_what_repeats_on_the_way_back_from_a_checkpoint_has_progress_in_between() -> None:
-    rig = Rig(nodes=2, spares=2).run(100)
-    rig.feed(ev.DurableValid(50, "/saves/iter_50"))
-    rig.feed(ev.NodeLost(0, "gone"), ev.NodeLost(1, "gone"))
-    rig.reopened()
-    assert rig.record.restore.generation == g(50, 2)
-    for iteration in (60, 70, 80):
-        rig.steps(iteration)
-        rig.feed(killed(rig, 0))
-        assert rig.state.last_words is None
-        recover(rig, iteration)
-    rig.feed(killed(rig, 0))
-    recover(rig, 80)
-    rig.steps(80)
-    rig.feed(killed(rig, 0))
-    assert rig.state.last_words is not None, "the third time after the same iteration"
-
-
 # Losses that are not finite.
 
 

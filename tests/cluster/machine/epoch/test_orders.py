@@ -9,7 +9,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.recoveries import PHASES
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Restore, Seat
-from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
+from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 
 def drained() -> Rig:
@@ -181,16 +181,6 @@ def test_wanted_dump_before_the_first_record_was_announced() -> None:
     rig.journal()
     assert not rig.of(act.Announce)
     assert rig.one(act.Finish).exit_status == 75
-
-
-def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:
-    rig = drained()
-    rig.feed(killed(rig, 0))
-    assert rig.one(act.CloseEpoch)
-    rig.decided(g(8))
-    assert nodes_of(rig.record) == {0: 0, 1: 1}
-    rig.restored()
-    assert rig.one(act.Pause).epoch == 2
 
 
 def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:

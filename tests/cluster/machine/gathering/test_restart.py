@@ -206,25 +206,6 @@ def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
     assert rig.pending.seats[1] == Seat(4, 0, 0)
 
 
-def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump() -> None:
-    """The coordinator was lost with its node, while the dump became a checkpoint."""
-    old = Rig(nodes=4, spares=0).run(7)
-    dump = Restore("dump", g(7), "step", path="/dump/1-7")
-    rig = started_again(old, dump)
-    rig.alter("lineage", newest=7)
-    join(rig, 0, 0, generations=(g(7),))
-    join(rig, 3, 3, generations=(g(7),))
-    rig.tick(rig.settings.start_seconds)
-    closed(rig, 0, 0, generations=(g(7),))
-    closed(rig, 3, 3, generations=(g(7),))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    rig.feed(*(ev.Dumped(node, g(7)) for node in rig.one(act.Dump).nodes))
-    finish = rig.one(act.Finish)
-    assert finish.exit_status == 75
-    assert finish.resume is not None
-    assert (finish.resume.kind, finish.resume.path) == ("dump", "/dump/1-7")
-
-
 @pytest.mark.parametrize(("finished", "ends"), [(7, True), (0, False)])
 @pytest.mark.parametrize("anew", [False, True])
 def test_nothing_is_begun_where_iterations_were_finished(

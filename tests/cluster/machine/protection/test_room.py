@@ -15,7 +15,6 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.chosen_plan import scene_of
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.schemes import Kind as SchemeNumbers
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from deadpool_megatron.layout.sizing import GROUP_SIZES, memory_needs
 from tests.cluster.machine import rig as rig_module
@@ -81,27 +80,6 @@ def sizes(nodes: int = 6, spares: int = 0, replicas: int = 1) -> tuple[int, int]
     plans = [plan_of_kind("parity", rig.settings, 1, size) for size in groups]
     found = [needs(rig.state, plan, rig) for plan in (ProtectionPlan(), *plans)]
     return found[0], min(found)
-
-
-def test_what_does_not_fit_is_left_before_anything_is_waited_for() -> None:
-    copies, least = sizes()
-    assert least < copies
-    rig = room(copies - 1, nodes=6, spares=0)
-    rig.gather()
-    rig.journal()
-    assert rig.record.protection == ProtectionPlan(), "nobody knows yet what the state is like"
-    rig.restored()
-    assert rig.state.phase is Phase.CLOSING
-    rig.closed()
-    assert rig.pending.epoch == 2
-    assert rig.pending.restore.kind == "initial"
-    assert rig.pending.protection.kind is SchemeNumbers.PARITY
-    assert "buddy needs more memory than there is" in rig.pending.cause
-    rig.opened()
-    assert rig.state.phase is Phase.RUNNING
-    (told,) = rig.emitted(Kind.PROTECTION)
-    assert told.data["why"].startswith("for want of memory: parity(2) fits")
-    assert "for copies node 0 would need" in told.data["why"]
 
 
 def test_what_fits_stays() -> None:
