@@ -204,7 +204,7 @@ def notes_since(
     unknown: str,
     on_trouble: Callable[[str], None],
 ) -> Mapping[int, str]:
-    """What a ``note`` (kind and key) says of each node but those ``known``; ``unknown``: of one
+    """Return what a ``note`` (kind and key) says of nodes but those ``known``; ``unknown``: of one
     that is not understood, of which ``on_trouble(text)`` is told. Raises JournalError."""
     (kind, key), found = note, {}
     for node in journal.numbers(kind):
