@@ -154,38 +154,11 @@ def test_damage_that_was_found_while_its_member_was_away_is_said_when_it_comes(
     assert [one for one in said if one["t"] == "bad"] == [bad]
 
 
-SECONDS = 10.0
-
-
-def refuses_once_and_serves_the_next(lacking: list[str], path: Path) -> None:
-    """``lacking``: what has been lacking; ``path``: of the socket."""
-    served = threading.Event()
-
-    def dialogue(_link: LocalLink, _stopping: threading.Event) -> None:
-        served.set()
-
-    listener = listening_at(path)
-    server = LocalServer(listener, dialogue)
-    server.start()
-    try:
-        with socket.socket(socket.AF_UNIX) as refused:
-            refused.settimeout(SECONDS)
-            refused.connect(str(path))
-            assert refused.recv(1) == b"", "told at once, to come again"
-        assert lacking
-        with socket.socket(socket.AF_UNIX) as taken:
-            taken.connect(str(path))
-            assert served.wait(SECONDS)
-    finally:
-        server.stop()
-        listener.close()
-
-
 def test_a_moment_without_descriptors_does_not_end_the_vault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection takes two of them."""
-    lacking = list[str]()
+    lacking, served = list[str](), threading.Event()
     dup = socket.socket.dup
 
     def dup_or_not(connection: socket.socket) -> socket.socket:
@@ -195,4 +168,14 @@ def test_a_moment_without_descriptors_does_not_end_the_vault(
         return dup(connection)
 
     monkeypatch.setattr(socket.socket, "dup", dup_or_not)
-    refuses_once_and_serves_the_next(lacking, tmp_path / "s")
+    path, listener = tmp_path / "s", listening_at(tmp_path / "s")
+    server = LocalServer(listener, lambda _link, _stopping: served.set())
+    server.start()
+    with listener, socket.socket(socket.AF_UNIX) as refused, socket.socket(socket.AF_UNIX) as taken:
+        refused.settimeout(10.0)
+        refused.connect(str(path))
+        assert refused.recv(1) == b"", "told at once, to come again"
+        assert lacking
+        taken.connect(str(path))
+        assert served.wait(10.0)
+        server.stop()

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import (
     SUMS_PART,
@@ -82,12 +84,6 @@ def test_the_coordinator_is_told_and_the_one_before_can_be_gone_on_from(tmp_path
     assert why_not == ["generation 1:2 lacks part shard of role 1"]
 
 
-def test_an_intact_dump_has_nothing_to_tell(tmp_path: Path) -> None:
-    with half_lost(tmp_path / "run") as running:
-        answer = running.nodes[0].dumped(tmp_path / "dump", G(1, 2), "step")
-    assert (len(answer["files"]), answer["damaged"]) == (2, [])
-
-
 def test_a_role_of_which_nothing_is_intact_is_told_as_well(tmp_path: Path) -> None:
     """There is no file of it, and the second time nothing is held of it either."""
     state = vault(tmp_path / "node", {4: ("shard", "extras@step")})
@@ -115,28 +111,20 @@ def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -
     assert newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})[0] is not None
 
 
-def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path) -> None:
-    """The planner goes on to count on it; the dump was begun when nobody needed it."""
-    whole = ("shard", *STEP, "extras@step")
-    state = vault(tmp_path / "node", {3: whole, 4: whole})
+@pytest.mark.parametrize("struck", [4, 3])
+def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path, struck: int) -> None:
+    """The planner goes on to count on it; the dump was begun when nobody needed it. So is what
+    leads to a damaged base."""
+    whole, steps = ("shard", *STEP, "extras@step"), (*STEP, "extras@step")
+    held = {2: whole, 3: whole, 4: whole if struck == 4 else steps}
+    state = vault(tmp_path / "node", held)
     (segment,) = state.table.segments.values()
-    strike(segment, G(1, 4), "shard")
+    strike(segment, G(1, struck), "shard")
     dump(state, tmp_path / "dump" / generation_name(G(1, 4)), G(1, 4), "step")
-    assert damaged(state) == [BadPart(3, 0, G(1, 4), "shard")]
+    assert damaged(state) == [BadPart(3, 0, G(1, struck), "shard")]
     found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
     assert found is not None
     assert found.generation == G(1, 4)
-
-
-def test_so_is_what_leads_to_a_damaged_base(tmp_path: Path) -> None:
-    whole, steps = ("shard", *STEP, "extras@step"), (*STEP, "extras@step")
-    state = vault(tmp_path / "node", {2: whole, 3: whole, 4: steps})
-    (segment,) = state.table.segments.values()
-    strike(segment, G(1, 3), "shard")
-    dump(state, tmp_path / "dump" / "1-4", G(1, 4), "step")
-    assert damaged(state) == [BadPart(3, 0, G(1, 3), "shard")]
-    found, _ = newest_whole(tmp_path / "dump", 1, {1: NO_LIMIT})
-    assert found is not None
 
 
 def test_a_file_that_has_more_than_memory_has_by_now_keeps_it(tmp_path: Path) -> None:

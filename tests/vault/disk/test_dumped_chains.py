@@ -87,15 +87,6 @@ def test_what_can_be_recomputed_counts_as_there(files: list[dict[int, set[str]]]
             assert (found.generation, found.boundary) == (G(1, 4), "step")
 
 
-def test_older_and_whole_comes_after_newer_and_not_whole(tmp_path: Path) -> None:
-    write(tmp_path / "1-4", 0, {4: {*STEP, "extras@step"}})
-    write(tmp_path / "1-3", 0, {3: {*STEP, "extras@step"}, 2: set(SHARDS)})
-    found, why_not = newest_whole(tmp_path, 1, {1: NO_LIMIT})
-    assert found is not None
-    assert found.generation == G(1, 3)
-    assert why_not == ["generation 1:4 lacks part first of role 0"]
-
-
 def test_where_the_bytes_of_a_role_lie(tmp_path: Path) -> None:
     """One part in the own file, one in that of a role that has the same bytes."""
     write(tmp_path, 5, {4: {"first", "extras@step"}}, layout(0, (0, 1)))

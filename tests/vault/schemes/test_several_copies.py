@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from tests.vault.fake_network import FakeNetwork
@@ -75,11 +74,6 @@ class Nodes:
                     (place,) = vault._state.table.find(0, generation, name)
                 assert bytes(place.view) == content(0, generation, name, nbytes)
 
-    def no_pins(self) -> None:
-        for vault in self.vaults:
-            assert not any(vault._state.table.pins.values())
-            assert not vault._state.table.writers
-
     def stop(self) -> None:
         for node in self.nodes:
             node.stop()
@@ -94,20 +88,12 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     running.stop()
 
 
-@pytest.mark.parametrize("trouble", ["has not heard", "out of reach", "hangs on its way"])
+@pytest.mark.parametrize("trouble", ["has not heard", "out of reach"])
 def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, trouble: str
+    nodes: Nodes, trouble: str
 ) -> None:
-    """It has not heard of the epoch yet, a route to it is cut, or a piece stands still."""
-    going = threading.Event()
-
-    def hit(point: str, **facts: object) -> None:
-        if point == "vault.chunk" and facts["part"] == "shard" and facts["to"] == 2:
-            going.wait(20)
-
-    if trouble == "hangs on its way":
-        monkeypatch.setattr(failpoints, "hit", hit)
-    elif trouble == "out of reach":
+    """It has not heard of the epoch yet, or a route to it is cut."""
+    if trouble == "out of reach":
         nodes.network.cut_routes.add((("fake", 0), ("fake", 2)))
     nodes.adopt(*((0, 1, 3) if trouble == "has not heard" else ()))
     nodes.client.register(LAYOUT, 1)
@@ -119,7 +105,6 @@ def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
     assert stepping.is_alive(), "committed is what every buddy has"
     nodes.adopt(2)
     nodes.network.cut_routes.clear()
-    going.set()
     stepping.join(20)
     assert not stepping.is_alive()
     nodes.step(1)
@@ -127,4 +112,3 @@ def test_a_buddy_in_trouble_holds_no_other_up_and_has_its_copy_later(
     assert nodes.counter(0, "bytes shipped") == 3 * 2 * BYTES
     counters = nodes.vaults[2].status()["counters"]
     assert not any("refused" in name for name in counters), "early is no offence"
-    wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")
