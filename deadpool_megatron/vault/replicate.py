@@ -238,7 +238,14 @@ class Doubler(Sender):
         generation, places = work
         role = self._layout.role
         failpoints.hit("vault.double", role=role, iteration=generation.iteration)
-        lacking = [place for place in places if not self._is_kept(generation, place)]
+        with self._state.lock:  # what is there already, be it as the only place of it
+            kept = {
+                (place.name, place.checksum)
+                for name in (place.name for place in places)
+                for place in self._state.table.find(role, generation, name)
+                if place.segment.seat is None
+            }
+        lacking = [place for place in places if (place.name, place.checksum) not in kept]
         doubled = [place.name for place in places if place not in lacking]
         try:
             if lacking:
@@ -247,15 +254,6 @@ class Doubler(Sender):
             self._state.reports.refuse(f"second copy: {error}", role=role)
         self._state.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
         return len(doubled) == len(places)
-
-    def _is_kept(self, generation: Generation, place: Place) -> bool:
-        """Return whether the second copy has these bytes already, be it as the only place of
-        them."""
-        with self._state.lock:
-            found = self._state.table.find(self._layout.role, generation, place.name)
-        return any(
-            other.segment.seat is None and other.checksum == place.checksum for other in found
-        )
 
     def _double(self, generation: Generation, places: list[Place]) -> list[str]:
         """Copy the parts; returns the names of those sealed, none while no slot is free. Raises

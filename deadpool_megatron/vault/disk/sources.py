@@ -6,7 +6,6 @@ Of however many nodes and failures they are. Checksums are compared when parts a
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,12 +39,7 @@ def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Gen
     found: dict[Generation, set[str]] = {}
     for dumped in dump_files(directory, role):
         for slot, one in slots_of(dumped, generation):
-            sealed = {
-                part.name
-                for part in dumped.layout.parts
-                if dumped.entry(slot, part.name).state is PartState.SEALED
-            }
-            found.setdefault(one, set()).update(sealed)
+            found.setdefault(one, set()).update(_sealed(dumped, slot))
     return found
 
 
@@ -102,12 +96,7 @@ def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Gen
 
 def holds(dumped: Segment, part: str, iteration: int) -> bool:
     """True when a file has the part, sealed, of this iteration."""
-    names = {one.name for one in dumped.layout.parts}
-    return (
-        part in names
-        and dumped.generation(0).iteration == iteration
-        and dumped.entry(0, part).state is PartState.SEALED
-    )
+    return dumped.generation(0).iteration == iteration and part in _sealed(dumped, 0)
 
 
 def recomputed_from(
@@ -160,11 +149,11 @@ def last_boundary(
     layouts: dict[int, RoleLayout] = {}
     parts: dict[int, set[str]] = {}
     for role in range(world_size):
-        for layout, names in _files(directory, role):
-            known = layouts.setdefault(role, layout)
-            if known.layout_hash != layout.layout_hash:
+        for dumped in dump_files(directory, role):
+            known = layouts.setdefault(role, dumped.layout)
+            if known.layout_hash != dumped.layout.layout_hash:
                 return None, f"one layout for role {role}: its files have two"
-            parts.setdefault(role, set()).update(names)
+            parts.setdefault(role, set()).update(_sealed(dumped, 0))
         if role not in layouts:
             return None, f"role {role}"
     for role, layout in layouts.items():
@@ -199,11 +188,7 @@ def _is_coded(directory: Path, role: int, part: str, iteration: int) -> bool:
     return bool(dumped_decodings(directory, role, part, iteration))
 
 
-def _files(directory: Path, role: int) -> Iterator[tuple[RoleLayout, set[str]]]:
-    for dumped in dump_files(directory, role):
-        layout = dumped.layout
-        entries = {part.name: dumped.entry(0, part.name) for part in layout.parts}
-        yield layout, {n for n, entry in entries.items() if entry.state is PartState.SEALED}
-
-
-log = logging.getLogger(__name__)
+def _sealed(dumped: Segment, slot: int) -> set[str]:
+    """Names of the parts that a slot of a file has."""
+    names = [part.name for part in dumped.layout.parts]
+    return {name for name in names if dumped.entry(slot, name).state is PartState.SEALED}

@@ -60,7 +60,12 @@ class Recompute(Copies):
             return  # extras that were appended
         has_step = UPDATE_PART in digests and segment.entry(slot, UPDATE_PART).nbytes > 0
         if UPDATE_PART in digests and generation != self.record.restore.generation:
-            _write_sums(segment, slot, digests, self.record.epoch)
+            sums = {n: (segment.entry(slot, n).nbytes, digests[n]) for n in layout.shard_parts}
+            payload = pack_sums(sums)
+            view = segment.data(slot, SUMS_PART, len(payload))
+            view[:] = payload
+            segment.fill_part(slot, SUMS_PART, len(payload), self.record.epoch)
+            digests[SUMS_PART] = checksum(view)
         self.decide(layout, generation, has_step)
 
     def lacks_base(
@@ -114,14 +119,3 @@ def replayed_otherwise(
     for name in wrong:
         segment.invalidate_part(slot, name, PartState.BAD)
     return wrong
-
-
-def _write_sums(segment: Segment, slot: int, digests: dict[str, int], epoch: int) -> None:
-    """``digests``: checksums of what is about to be sealed; that of the sums is added."""
-    shards = segment.layout.shard_parts
-    sums = {name: (segment.entry(slot, name).nbytes, digests[name]) for name in shards}
-    payload = pack_sums(sums)
-    view = segment.data(slot, SUMS_PART, len(payload))
-    view[:] = payload
-    segment.fill_part(slot, SUMS_PART, len(payload), epoch)
-    digests[SUMS_PART] = checksum(view)
