@@ -34,17 +34,15 @@ INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
         ("generation", None),
         ("generation", [float("inf"), 2]),
         ("generation", "none"),
-        ("path", None),
         ("sources", []),
         ("sources", {"0": {"shard": 1}}),
         ("recipes", {"0": {}}),
     ],
 )
 def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value: Any) -> None:
-    """``path``: it is left out."""
     run = RunDirectory(tmp_path)
     values = {**saved_at(4, tmp_path).to_dict(), name: value}
-    run.latest.write_text(json.dumps({k: v for k, v in values.items() if (k, v) != ("path", None)}))
+    run.latest.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"latest\.json is damaged"):
         valid_checkpoints(run)
     assert resuming._durable(run, INFO, None) == ([], [f"{run.latest} is damaged"])
