@@ -36,7 +36,6 @@ INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
         ("generation", "none"),
         ("sources", []),
         ("sources", {"0": {"shard": 1}}),
-        ("recipes", {"0": {}}),
     ],
 )
 def test_what_the_newest_checkpoint_is_named_in(tmp_path: Path, name: str, value: Any) -> None:
