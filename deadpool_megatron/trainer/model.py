@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from deadpool_megatron.hooks.capture.optimizer import complete_state
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
 from deadpool_megatron.trainer.megatron_api import (
     DistributedDataParallel,
@@ -187,34 +188,9 @@ def build_optimizer(config: TrainerConfig, chunks: list[torch.nn.Module]) -> Any
         chunks,
         use_gloo_process_groups=False,
     )
-    for inner in inner_optimizers(optimizer):
-        create_optimizer_state(inner)
+    # Megatron cannot write or read a checkpoint of an Adam that has no state yet.
+    complete_state(optimizer)
     return optimizer
-
-
-def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside a ChainedOptimizer, in its order; stubs have none."""
-    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
-
-
-def create_optimizer_state(inner: torch.optim.Optimizer) -> None:
-    """Give every parameter the zero moments and step that Adam would create at its first step.
-
-    Early, so that the layout of the state is the same at every moment of the run, and because
-    Megatron cannot write or read a checkpoint of an Adam that has no state yet. Optimizers of Apex
-    or Transformer Engine keep their own layout and are left alone.
-    """
-    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-        return
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            state = inner.state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name] = torch.zeros_like(
-                        parameter, memory_format=torch.preserve_format, requires_grad=False
-                    )
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any) -> Any:

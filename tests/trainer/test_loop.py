@@ -125,12 +125,12 @@ def hash_changes(arguments: str) -> list[str]:
     import numpy as np
     import torch
 
+    from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
     from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker
-    from deadpool_megatron.trainer.model import inner_optimizers
 
     loop, _ = make_loop(arguments)
     steps(loop, 1)
-    (inner,) = inner_optimizers(loop.optimizer)
+    inner = inner_optimizers(loop.optimizer)[0].optimizer
     main = inner.param_groups[0]["params"][0]
     tracker = get_cuda_rng_tracker()
     buffer = next(value for name, value in loop.models[0].named_buffers() if "bias" in name)

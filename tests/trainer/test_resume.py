@@ -49,11 +49,11 @@ def save_in_the_middle(arguments: str, folder: Path) -> dict[str, Any]:
 def load_and_go_on(arguments: str, folder: Path, trained_before: int) -> dict[str, Any]:
     """Load into a loop that has already trained some iterations, and train three."""
     from deadpool_megatron.hooks.capture.identity import state_digests
-    from deadpool_megatron.trainer.model import inner_optimizers
+    from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 
     loop, _ = make_loop(arguments)
     steps(loop, trained_before)
-    inner = inner_optimizers(loop.optimizer)
+    inner = [one.optimizer for one in inner_optimizers(loop.optimizer)]
     tensors = [t for o in inner for state in o.state.values() for t in state.values()]
     loop.load_checkpoint(folder)
     loaded = [t for o in inner for state in o.state.values() for t in state.values()]

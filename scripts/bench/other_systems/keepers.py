@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker, parallel_state
-from deadpool_megatron.trainer.model import inner_optimizers
 from deadpool_megatron.trainer.training import TrainingLoop
 
 # DCP writes it last, under another name first.
@@ -110,11 +110,11 @@ def state_of(loop: TrainingLoop) -> dict[str, Any]:
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
             state[f"stage{stage}.model{number}.{name}"] = tensor.detach()
     for number, inner in enumerate(inner_optimizers(loop.optimizer)):
-        parameters = [p for group in inner.param_groups for p in group["params"]]
+        parameters = [p for group in inner.optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             place = f"rank{rank}.optimizer{number}.{index}"
             state[f"{place}.master"] = parameter.detach()
-            for name, tensor in inner.state[parameter].items():
+            for name, tensor in inner.optimizer.state[parameter].items():
                 state[f"{place}.{name}"] = tensor
     state[f"rank{rank}.random.torch"] = torch.get_rng_state()
     for name, tensor in get_cuda_rng_tracker().get_states().items():
