@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight import waiters
 from deadpool_megatron.comms.in_flight.epoch import (
     Epoch,
-    Leftovers,
     Limits,
     Progress,
-    Reaper,
     Stuck,
 )
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.in_flight.works import HostWork
-from deadpool_megatron.platform.gathers import SeveralWorks
 
 from .ranks import Member, run
 
@@ -64,80 +60,6 @@ def test_the_error_of_a_call_that_was_left_is_not_that_of_a_later_call(
         pool.call(call, of_epoch(closed=True))
     pool.call(lambda: None, of_epoch(closed=False))
     pool.shut_down()
-
-
-class Ended:
-    """A Work whose connection was cut."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        raise RuntimeError("Connection reset by peer")
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return False
-
-
-class Pending:
-    """A Work that waits for a peer until its own timeout, of which nobody here may wait."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        assert timeout is not None
-        self.looks += 1
-        assert self.looks < 100, "the failure beside it is not seen"
-        raise RuntimeError("Operation timed out!")
-
-    def is_completed(self) -> bool:
-        return False
-
-    def is_success(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("order", [[Ended, Pending], [Pending, Ended]])
-def test_one_operation_of_several_that_fails_is_told_while_others_go_on(
-    order: list[Callable[[], Any]],
-) -> None:
-    told: list[str] = []
-    limits = Limits(60.0, 0.0, 5.0, 0.1)
-    epoch = Epoch(1, limits, WaiterPool(), Progress(), lambda *what: told.append(str(what)))
-    group: Any = SimpleNamespace(epoch=epoch, description="dp", place="dp", size=2)
-    several = SeveralWorks([make() for make in order], [], [])
-    work = HostWork(several, group, "allgather", 1, (), False, True, True, None)
-    with pytest.raises(CommunicatorFault, match="Connection reset by peer"):
-        work.wait()
-    assert len(told) == 1
-
-
-def test_an_epoch_that_cannot_be_freed_as_a_whole_keeps_no_later_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A host may be out of descriptors or threads for a moment."""
-    reaper, freed, all_freed = Reaper(), list[int](), threading.Event()
-
-    class Fabric:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def abort(self) -> None:
-            if not self.number:
-                raise OSError(24, "Too many open files")
-
-        def close(self) -> None:
-            freed.append(self.number)
-            if self.number == 2:
-                all_freed.set()
-
-    for number in range(3):
-        fabric: Any = Fabric(number)
-        reaper.take(Leftovers(fabrics=[fabric]))
-    assert all_freed.wait(LIMIT_SECONDS)
-    assert freed == [0, 1, 2]
-    assert capsys.readouterr().err.count("Too many open files") == 1
 
 
 def has_a_thread_that_receives(member: Member) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import signal
 import threading
 import time
 from typing import Any
@@ -147,32 +145,6 @@ def test_fault_without_interrupt_is_reported_once_and_named() -> None:
         ranks.start(faulted).until_all()
         ranks.kill(1)
         assert "default_pg" in ranks.results()[0]
-
-
-def stopped_receiver(member: Member) -> dict[str, Any]:
-    member.init(epoch=0)
-    dist.barrier()
-    member.say(("ready", None))
-    if member.rank == 1:
-        time.sleep(60)
-    big = torch.full((32 * MEGABYTE,), 3.0)
-    begin = time.monotonic()
-    with pytest.raises(EpochClosed):
-        dist.send(big, 1)
-    out = time.monotonic() - member.interrupted_at
-    assert begin < member.interrupted_at
-    assert member.comms.drain()
-    assert big.sum().item() == 3.0 * big.numel()
-    return {"out": out, "threads": member.comms.reaping}
-
-
-def test_stopped_receiver_of_a_big_send() -> None:
-    with Ranks(2, operation_timeout_seconds=4.0) as ranks:
-        ranks.start(stopped_receiver).until_all()
-        ranks.kill(1, signal.SIGSTOP)
-        ranks.until_held_up(0)
-        ranks.interrupt(0, [0])
-        assert ranks.hear(0, "result")["out"] < 0.5
 
 
 def interrupted_attach(member: Member) -> bool:
@@ -361,10 +333,6 @@ def backward(member: Member) -> bool:
     return False
 
 
-def test_closing_passes_through_autograd_and_cpp() -> None:
-    assert run(1, backward)[0]
-
-
 def other_thread(member: Member) -> dict[str, Any]:
     """The interrupt of a rank that waits for a living peer which waits for nobody."""
     member.init(epoch=3)
@@ -387,28 +355,3 @@ def test_interrupt_wakes_a_receive_at_once() -> None:
         result = ranks.hear(0, "result")
         assert result["out"] < 0.3
         assert result["drained"]
-
-
-def without_descriptors(member: Member) -> bool:
-    """The script has opened too many files: nothing can be looked at, nor cut, at this moment."""
-    member.init(epoch=0)
-    received = torch.zeros(4)
-    work = dist.irecv(received, 1 - member.rank)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        member.comms.interrupt(0)
-        with pytest.raises(EpochClosed):
-            work.wait()
-        fabric = member.comms._current.fabrics[0]
-        assert not fabric.quiescent()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert member.comms.drain()
-    member.attach(1)
-    dist.barrier()
-    return True
-
-
-def test_an_epoch_is_left_without_a_descriptor_to_spare() -> None:
-    assert all(run(2, without_descriptors).values())

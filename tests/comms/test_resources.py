@@ -60,46 +60,11 @@ def test_fifty_swaps(interrupts: bool) -> None:
         assert last["kib"] <= first["kib"] + (120_000 if interrupts else 30_000), results
 
 
-def loses_peers(member: Member, epochs: int) -> tuple[Any, Any]:
-    member.init()
-    dist.new_group([0, 1])
-    first: Any = None
-    for epoch in range(epochs):
-        member.attach(epoch)
-        if epoch == 1:
-            first = settle(member, True)
-        member.say(("ready", epoch))
-        with pytest.raises(EpochClosed):
-            load(member, "messages")
-        assert member.comms.drain()
-    member.comms.detach()
-    return first, settle(member, True)
-
-
 def victim(member: Member, epoch: int) -> None:
     member.init()
     dist.new_group([0, 1])
     member.attach(epoch)
     load(member, "messages")
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_many_kills() -> None:
-    epochs = 8
-    with Ranks(3, operation_timeout_seconds=TIMEOUT_SECONDS) as ranks:
-        ranks.start(loses_peers, epochs, ranks=[0, 1])
-        for epoch in range(epochs):
-            ranks.start(victim, epoch, ranks=[2])
-            for rank in range(2):
-                assert ranks.hear(rank, "ready") == epoch
-            time.sleep(0.1)
-            ranks.kill(2)
-            ranks.interrupt(epoch)
-        for first, last in ranks.results().values():
-            assert last["fds"] <= first["fds"], (first, last)
-            assert last["threads"] <= first["threads"] + 1, (first, last)
-            assert last["kib"] <= first["kib"] + 100_000, (first, last)
 
 
 def without_store(member: Member) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import threading
 import time
 import weakref
 from typing import Any
@@ -26,7 +25,7 @@ from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import VaultError
 from fake_nccl import fake as fake_nccl
-from tests.hooks.session_rig import QUICK, SECONDS, Rig, drained
+from tests.hooks.session_rig import QUICK, Rig, drained
 
 # Exceptions that are no EpochClosed (rule 11).
 
@@ -54,21 +53,6 @@ def test_any_exception_after_a_close_counts_as_the_interrupt(
     assert rig.expect("drained") == drained(1)
     assert rig.end() is None
     assert "epoch 1 ends here with AssertionError: bucket group" in capfd.readouterr().err
-
-
-def test_an_exception_just_before_the_close_counts_as_well(rig: Rig) -> None:
-    failed = threading.Event()
-
-    def step() -> None:
-        failed.set()
-        raise RuntimeError("the size of the message is wrong")
-
-    rig.entry.loop.acts[1] = step
-    rig.record(1)
-    assert failed.wait(SECONDS)
-    time.sleep(QUICK.close_seconds / 4)
-    goes_on_after_the_close(rig)
-    assert rig.said("fault") == []
 
 
 def test_an_exception_without_a_close_is_the_programs_own(rig: Rig) -> None:
@@ -256,26 +240,6 @@ def test_frames_of_the_interrupted_step_are_forgotten() -> None:
         assert [ref() for ref in alive] == [None] * 3
     finally:
         gc.enable()
-
-
-def test_an_older_exception_that_was_kept_is_forgotten_too() -> None:
-    alive: list[weakref.ref[Activation]] = []
-
-    def fail() -> None:
-        held = Activation()
-        alive.append(weakref.ref(held))
-        raise ValueError
-
-    kept: list[BaseException] = []
-    try:
-        fail()
-    except ValueError as error:
-        kept.append(error)
-    closed = EpochClosed(1, "wait")
-    closed.__cause__ = kept[0]
-    kept[0].__context__ = closed  # a ring
-    forget_frames(closed)
-    assert alive[0]() is None
 
 
 def test_a_survivor_is_not_given_up_while_its_communicators_are_aborted() -> None:

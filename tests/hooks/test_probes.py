@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import pytest
 
 from deadpool_megatron.comms import StreamWaits
-from deadpool_megatron.comms.in_flight import device_time as stream_waits
 from deadpool_megatron.comms.in_flight.device_time import DeviceClock
 from deadpool_megatron.comms.inner import Begun, Position
 from deadpool_megatron.hooks.reports import DeviceMeter, Standstill
@@ -94,21 +93,6 @@ def test_a_new_epoch_forgets_what_an_old_one_measured() -> None:
     role.clock.device = role.clock.now
     role.meter.begin()
     assert role.meter.sample == (1, pytest.approx(4.0))
-
-
-def test_after_an_iteration_of_too_many_waits_others_are_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stream_waits, "MOST_WAITS", 3)
-    role = Role()
-    role.iteration(3.0, 5.0, waits=4)
-    role.clock.device = role.clock.now
-    # What the marks of the first one cost is measured too: the next comes when that is little.
-    for _ in range(10):
-        role.iteration(3.0, 5.0)
-        role.clock.device = role.clock.now
-    role.meter.begin()
-    assert role.meter.sample[0] > 0
 
 
 class Communicators:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -133,56 +133,3 @@ def test_malformed_domains_file_names_the_line(text: str) -> None:
 def drawn(role: int, node: int) -> int:
     digest = hashlib.blake2b(f"{role}:{node}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def by_the_whole_order(
-    role: int,
-    peers: tuple[int, ...],
-    seats: dict[int, int],
-    domains: dict[int, str],
-    spares: set[int],
-    replicas: int,
-) -> tuple[int, ...]:
-    """The rule as it is told: write down every node in order of preference, then choose."""
-
-    def turned(values: Iterable[int], own: int, number: int) -> list[int]:
-        ordered = sorted(set(values))
-        begin = sum(value < own for value in ordered) + len(ordered) * number // (replicas + 1)
-        return [ordered[(begin + step) % len(ordered)] for step in range(len(ordered))]
-
-    def wanted(number: int) -> list[int]:
-        lowest = {node: min(r for r in seats if seats[r] == node) for node in seats.values()}
-        own = lowest[seats[role]] if role in seats else role
-        order = [seats[peer] for peer in turned(peers, role, number) if peer in seats]
-        order += [seats[place] for place in turned(lowest.values(), own, number)]
-        order += sorted(spares - set(lowest), key=lambda n: (drawn(role, n), n))
-        eligible = [n for n in order if n != seats.get(role) and n in domains and n not in chosen]
-        return list(dict.fromkeys(eligible))
-
-    chosen: list[int] = []
-    used = {domains[seats[role]]} if seats.get(role) in domains else set()
-    for number in range(1, replicas + 1):
-        new = [node for node in wanted(number) if domains[node] not in used]
-        chosen += new[:1]
-        used |= {domains[node] for node in new[:1]}
-    return tuple(chosen + wanted(1)[: replicas - len(chosen)])
-
-
-@given(data=st.data())
-def test_one_placement_for_all_roles_chooses_by_the_rule(data: st.DataObject) -> None:
-    nodes, roles = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 10))
-    replicas = data.draw(st.integers(1, 4))
-    seats = data.draw(
-        st.dictionaries(st.integers(0, roles - 1), st.integers(0, nodes - 1), min_size=1)
-    )
-    live = data.draw(st.sets(st.integers(0, nodes + 2)))
-    domains = {node: data.draw(st.sampled_from("abc"), label=f"domain {node}") for node in live}
-    spares = data.draw(st.sets(st.integers(0, nodes + 2)))
-    placement = CopyPlacement(seats, domains, spares, replicas)
-    few = missing_copies(seats, domains, spares, replicas)
-    for role in range(roles):
-        peers = tuple(sorted(data.draw(st.sets(st.integers(0, roles - 1)), label="peers")))
-        chosen = placement.buddies(role, peers)
-        assert chosen == by_the_whole_order(role, peers, seats, domains, spares, replicas)
-        if role in seats:
-            assert (len(chosen) < replicas) == (role in few)

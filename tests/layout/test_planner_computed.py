@@ -199,22 +199,6 @@ def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
     assert len(decoding(chosen(world), 0).group) == 2
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
-def test_plans_that_come_to_the_same_group_have_blocks_of_their_own(
-    before: int, after: int
-) -> None:
-    """Groups of three are cut to two where only two fit; then two are asked for, or the reverse."""
-    world = World({role: role for role in range(2)}, 4, group=before, parities=2)
-    for held in world.held.values():
-        held -= {entry for entry in held if entry[1] == NEW}
-    world.placement = world.place(after)
-    world.protect(world.placement, (NEW,))
-    (group,) = world.placement.groups
-    for holder in group.holders:
-        world.lost = {0, holder}
-        assert chosen(world).generation == NEW
-
-
 def test_a_role_without_such_a_part_counts_as_zeros() -> None:
     parts = {0: ("main", "expert"), 1: ("main",), 2: ("main", "expert")}
     world = World({role: role for role in range(3)}, 5, group=3, parities=1, parts=parts)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from deadpool_megatron.state import packing
-from deadpool_megatron.state.packing import Part, fingerprint, move_into_arenas
+from deadpool_megatron.state.packing import Part, move_into_arenas
 from tests.state.loading import load
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -133,24 +131,6 @@ def test_a_tensor_just_behind_a_part_is_not_in_it() -> None:
             part.offset_of(other)
 
 
-class Largest(TorchFunctionMode):
-    """Notes how many words of eight bytes a tensor had at most."""
-
-    words = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.dtype == torch.int64:
-            self.words = max(self.words, found.numel())
-        return found
-
-
 def at_once(tensors: list[torch.Tensor]) -> list[int]:
     """The same sums in integers of any size."""
     plain = weighted = 0
@@ -160,18 +140,3 @@ def at_once(tensors: list[torch.Tensor]) -> list[int]:
             plain += word
             weighted += word * (place % 8191 + index + 1)
     return [(total + (1 << 63)) % (1 << 64) - (1 << 63) for total in (plain, weighted)]
-
-
-def test_blocks_change_nothing_but_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(7)
-    tensors = [
-        torch.randn(40_000, generator=generator),
-        torch.randn(120, 130, generator=generator, dtype=torch.bfloat16).T,
-        torch.empty(0),
-    ]
-    wanted = at_once(tensors)
-    assert fingerprint(tensors, torch.device("cpu")).tolist() == wanted
-    monkeypatch.setattr(packing, "_BLOCK_WORDS", 1000)
-    with Largest() as largest:
-        assert fingerprint(tensors, torch.device("cpu")).tolist() == wanted
-    assert largest.words == 1000

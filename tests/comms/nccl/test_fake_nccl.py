@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import inspect
 import json
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +24,7 @@ from deadpool_megatron.platform.devices import CopyFailedError, CpuPlatform
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
 from fake_nccl.stream_order import JUNK_LOG
-from tests.common.waiting import wait_for
-from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
+from tests.comms.ranks import Member, Ranks, run
 from tests.comms.test_forwarding import everything
 
 pytestmark = pytest.mark.slow
@@ -174,37 +171,6 @@ def test_what_synchronises_the_host() -> None:
     assert all(run(2, host_points, kind=KIND).values())
 
 
-def on_the_current_stream(member: Member) -> bool:
-    """An operation that is not asynchronous answers no Work; it is counted all the same."""
-    member.init("nccl", epoch=0)
-    before = member.comms.progress()
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    assert member.comms.progress() == before + 1
-    assert value.item() == 2.0, "and what is on the stream afterwards sees the result"
-    if member.rank == 1:
-        member.order("go").wait(DEADLINE_SECONDS)
-        dist.barrier()
-        return True
-
-    def watch() -> None:
-        while (found := member.comms.waiting_for()) is None:
-            time.sleep(0.001)
-        member.say(("waits", found[1]))
-
-    threading.Thread(target=watch, daemon=True).start()
-    dist.barrier()
-    return True
-
-
-def test_operations_without_a_work_are_counted_and_barriers_seen() -> None:
-    with Ranks(2, kind=KIND) as ranks:
-        ranks.start(on_the_current_stream)
-        assert ranks.hear(0, "waits") == "barrier"
-        ranks.say(1, "order", "go")
-        assert all(ranks.results().values())
-
-
 def untouched(member: Member) -> bool:
     """What an operation does not write is good while it runs, and after an abort too."""
     member.init("nccl", epoch=0)
@@ -231,10 +197,6 @@ def untouched(member: Member) -> bool:
     coalesced.wait()
     assert [part.tolist() for part in parts] == [[0.0], [2.0, 2.0, 2.0]]
     return True
-
-
-def test_what_an_operation_does_not_write() -> None:
-    assert all(run(2, untouched, kind=KIND).values())
 
 
 def stock_batch(member: Member) -> bool:
@@ -321,11 +283,6 @@ def lazy(member: Member) -> bool:
     return False
 
 
-def test_lazy_communicators_fail_without_the_store() -> None:
-    with Ranks(2, kind=KIND, close_wait_seconds=0.1) as ranks:
-        assert all(ranks.go_without_store(lazy).values())
-
-
 def whole_set(member: Member) -> bool:
     fake_nccl.allow_unbatched = True
     member.init("gloo")  # gloo groups stay gloo
@@ -356,29 +313,3 @@ def waits_in_cpp(member: Member) -> float:
 
 def test_a_wait_for_the_future_of_an_operation_orders_what_comes_after() -> None:
     assert run(2, waits_in_cpp, kind=KIND) == {0: 2.0, 1: 2.0}
-
-
-def leaves_operands(member: Member) -> bool:
-    """What nobody waited for lies on torch's shelf, until the communicator is freed."""
-    member.init("nccl", epoch=0)
-    value = torch.ones(1)
-    kept = weakref.ref(value)
-    dist.all_reduce(value, async_op=True)
-    del value
-    gc.collect()
-    assert kept() is not None
-    member.comms.interrupt(0)
-    assert member.comms.drain()
-    member.attach(1)
-
-    def is_free() -> bool:
-        gc.collect()
-        return kept() is None
-
-    # The fake's stream has a thread, which lets go of the operation when it comes to run again.
-    wait_for("the end of the old epoch", lambda: not member.comms.reaping and is_free())
-    return True
-
-
-def test_what_an_epoch_leaves_is_freed_behind_it() -> None:
-    assert all(run(2, leaves_operands, kind=KIND).values())

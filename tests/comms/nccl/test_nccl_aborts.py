@@ -108,42 +108,6 @@ def test_communicators_that_come_up_after_the_close_are_aborted() -> None:
     assert run(1, late_set_ups, kind=KIND)[0]
 
 
-class OneFails(SetUp):
-    """Of the communicators that are set up side by side the first fails when the test says so."""
-
-    def __init__(self, groups: int) -> None:
-        super().__init__(groups)
-        self.fail = threading.Event()
-        self._is_first = threading.Lock()
-
-    def __call__(self, communicator: fake_nccl.FakeCommunicator) -> None:
-        if self._is_first.acquire(blocking=False):
-            self._begin(communicator)
-            assert self.fail.wait(DEADLINE_SECONDS)
-            raise RuntimeError("the peer is gone")
-        super().__call__(communicator)
-
-
-def hung_set_ups(member: Member, kind: type[SetUp]) -> bool:
-    member.init("nccl")
-    dist.new_group([0])
-    for epoch in (1, 2):
-        hanging = kind(2)
-        attach_and_close(member, epoch, hanging)
-        if isinstance(hanging, OneFails):
-            hanging.fail.set()
-            wait_for("the end of the waiter", lambda: "deadpool-waiter" not in builders())
-        assert member.comms.drain() is (epoch == 1)
-    assert "2 rebuilds" in member.comms.ruin
-    return True
-
-
-@pytest.mark.parametrize("kind", [SetUp, OneFails])
-def test_two_rebuilds_that_hang_in_a_set_up_cost_their_process(kind: type[SetUp]) -> None:
-    """Also where the thread that waits for the builders has ended with the error of one."""
-    assert run(1, hung_set_ups, kind, kind=KIND)[0]
-
-
 PENDING = 300
 
 
@@ -218,27 +182,6 @@ def fabric_of(*backends: Any) -> NcclFabric:
     fabric = NcclFabric(epoch)
     fabric._backends = list(backends)
     return fabric
-
-
-def test_aborts_are_under_way_from_the_close_until_the_last_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whoever drains looks at any moment, and must not go on before the first abort begins."""
-    seen = []
-
-    class Thread(threading.Thread):
-        def start(self) -> None:
-            seen.append(("to begin", fabric.aborting()))
-            super().start()
-            self.join()
-
-    backends = [SimpleNamespace(abort=lambda: seen.append(("inside", fabric.aborting())))] * 2
-    fabric = fabric_of(*backends)
-    assert fabric.aborting(), "it is closed, and nothing was aborted"
-    monkeypatch.setattr(threading, "Thread", Thread)
-    fabric.abort()
-    assert seen == [("to begin", True), ("inside", True)] * 2
-    assert not fabric.aborting()
 
 
 def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None:

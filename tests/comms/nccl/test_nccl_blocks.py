@@ -199,26 +199,6 @@ def test_a_pair_may_connect_in_the_first_step_and_waits_meanwhile(in_first_step:
         assert ranks.results()[0] is in_first_step
 
 
-def wrong_in_a_block(member: Member) -> bool:
-    """A mistake of the caller is told after the end of the block."""
-    member.init("nccl", epoch=0)
-    batch(member)
-    peer = 1 - member.rank
-    wrong = dist.P2POp(dist.irecv, torch.zeros(1), peer)
-    wrong.tensor = None
-    with pytest.raises(TypeError):
-        dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), peer), wrong])
-    assert fake_nccl.collected.depth == 0
-    arrived = torch.zeros(1)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, arrived, peer)]):
-        work.wait()
-    return bool(arrived.item() == 1.0)
-
-
-def test_a_mistake_in_a_batch_leaves_no_block_open() -> None:
-    assert all(run(2, wrong_in_a_block, kind=KIND).values())
-
-
 def test_an_abort_waits_until_no_block_is_open() -> None:
     blocks = Blocks(lambda: False)
     assert blocks.enter()
@@ -239,16 +219,6 @@ def test_an_abort_waits_until_no_block_is_open() -> None:
     assert not blocks.is_open_here()
     assert aborted.wait(SECONDS)
     assert not blocks.enter(), "nothing begins after that"
-
-
-def test_a_block_within_a_block_may_begin_while_an_abort_waits() -> None:
-    blocks = Blocks(lambda: False)
-    assert blocks.enter()
-    blocks.close(0.0, lambda: False)
-    assert blocks.cut
-    assert blocks.enter()
-    assert blocks.leave() is None
-    assert blocks.leave() is None
 
 
 def test_a_thread_that_is_in_a_group_already_begins_nothing() -> None:

@@ -19,7 +19,6 @@ from deadpool_megatron.comms import nccl as fabric
 from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl import Blocks, NcclGroup
-from deadpool_megatron.platform.cuda import CudaPlatform
 from deadpool_megatron.platform.devices import CpuPlatform
 from fake_nccl import KIND
 from fake_nccl import fake as fake_nccl
@@ -62,23 +61,6 @@ def test_a_barrier_is_on_the_device_of_its_group(
     assert (opts.device, opts.asyncOp) == (device, True)
     if "timeout" in kwargs:
         assert opts.timeout == kwargs["timeout"]
-
-
-def test_a_thread_has_the_device_of_the_one_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices: dict[str, int] = {threading.current_thread().name: 2}
-
-    def current() -> int:
-        return devices.get(threading.current_thread().name, 0)
-
-    def take(device: int) -> None:
-        devices[threading.current_thread().name] = device
-
-    monkeypatch.setattr(torch.cuda, "current_device", current)
-    monkeypatch.setattr(torch.cuda, "set_device", take)
-    thread = threading.Thread(target=CudaPlatform().thread_entry(), name="beside")
-    thread.start()
-    thread.join()
-    assert devices["beside"] == 2
 
 
 class Platform(CpuPlatform):

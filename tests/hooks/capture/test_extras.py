@@ -339,22 +339,6 @@ class Attention(torch.nn.Module):
         self.current_max_attn_logits = found if known is None else torch.max(known, found)
 
 
-def test_the_largest_logits_are_logged_with_what_an_evaluation_has_seen() -> None:
-    made = plain_loop([attention := Attention()])
-    before, digests = captured(made), hashing.state_digests(made)
-    attention.see(3.0, 14.5)
-    behind, seen = captured(made), hashing.state_digests(made)
-    assert seen != digests, "a process without it goes on with other numbers"
-    attention.see(20.0, 1.0)
-    extras.restore(made, behind)
-    assert hashing.state_digests(made) == seen
-    assert attention.current_max_attn_logits is not None
-    assert attention.current_max_attn_logits.tolist() == [3.0, 14.5]
-    assert not attention.current_max_attn_logits.requires_grad
-    extras.restore(made, before)
-    assert attention.current_max_attn_logits is None
-
-
 def test_what_a_pass_of_an_audit_has_seen_is_neither_logged_nor_clipped_by() -> None:
     """It computes what is another role's, and on another device perhaps."""
     made = plain_loop([attention := Attention()])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import fp8_utils, parallel_state
+from megatron.core import fp8_utils
 
 from deadpool_megatron.hooks import dimensions, interrupt_cleanup
 from deadpool_megatron.hooks.capture import fp8
@@ -23,12 +23,10 @@ from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,
     complete_state,
-    plain_tensors,
-    raw_tensors,
 )
 from deadpool_megatron.state.extras import ExtrasError
 from tests.hooks.capture import fake_te, gpu_rig
-from tests.hooks.capture.fake_te import Float8Tensor, FusedAdam, Manager, Model
+from tests.hooks.capture.fake_te import Float8Tensor, Manager, Model
 from tests.hooks.capture.gpu_rig import Slot, differences, distributed_inner, plain_inner
 from tests.hooks.capture.plain_loop import plain_loop
 
@@ -159,25 +157,6 @@ def test_before_the_first_step_nothing_is_registered(transformer_engine: type[Ma
     assert transformer_engine.reduced == reduced
 
 
-def test_the_model_of_another_role_is_not_reduced_any_more(
-    transformer_engine: type[Manager],
-) -> None:
-    """A process that is built for another role still has the first one's registrations."""
-    old = recipe_loop(chunks=2)
-    fp8.capture(old)
-    train(old, 1, seed=1)
-    transformer_engine.reduced.clear()
-    loop = recipe_loop()
-    fp8.capture(loop)
-    assert transformer_engine.reduced == []
-    fp8.reset_in_flight(loop.model_chunks)
-    assert not any(transformer_engine.global_amax_buffer.values())
-    train(loop, 1, seed=1)
-    kept = registered(transformer_engine)
-    fp8.reset_in_flight(loop.model_chunks)
-    assert registered(transformer_engine) == kept == [[9, 6, 3], [6, 4, 2]], "of its own, nothing"
-
-
 def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine: type[Manager]) -> None:
     loop = recipe_loop()
     fp8.capture(loop)
@@ -204,24 +183,6 @@ def test_what_an_interrupt_leaves_behind_is_forgotten(transformer_engine: type[M
     assert linear.is_first_microbatch
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_recipes_without_a_history_keep_nothing(
-    transformer_engine: type[Manager], recipe: str
-) -> None:
-    loop = recipe_loop(recipe)
-    shard = ShardState(loop.optimizer)
-    train(loop, 2, seed=1)
-    assert not [name for name in fp8.capture(loop) if name.startswith("fp8.values")]
-    slot = Slot(loop, shard)
-    train(loop, 1, seed=2)
-    after = state_digests(loop)
-    slot.restore(loop, shard)
-    assert not loop.model_chunks[0].layers[0]._fp8_workspaces, "copies of other weights"
-    train(loop, 1, seed=2)
-    assert differences(state_digests(loop), after) == []
-    assert transformer_engine.reduced == []
-
-
 @pytest.mark.usefixtures("transformer_engine")
 def test_other_modules_than_those_captured_are_an_error() -> None:
     values = fp8.capture(recipe_loop())
@@ -234,16 +195,6 @@ def test_other_modules_than_those_captured_are_an_error() -> None:
     fp8.restore(plain, {})
     with pytest.raises(ExtrasError, match="differ"):
         fp8.restore(plain, values)
-
-
-@pytest.mark.usefixtures("transformer_engine")
-def test_training_in_bf16_with_the_same_modules_keeps_nothing() -> None:
-    loop = recipe_loop()
-    loop.model_chunks[0].config.fp8 = None
-    assert fp8.capture(loop) == {}
-    assert not loop.model_chunks[0].layers[0].fp8_initialized
-    fp8.reset_in_flight(loop.model_chunks)
-    fp8.restore(loop, {})
 
 
 @pytest.mark.usefixtures("transformer_engine")
@@ -267,28 +218,6 @@ def test_state_that_is_kept_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 # Weights in FP8.
-
-
-@pytest.mark.usefixtures("transformer_engine")
-def test_weights_in_fp8_are_read_as_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    weight = torch.nn.Parameter(Float8Tensor(torch.ones(4)))
-    weight.tensor_model_parallel = True
-    assert list(raw_tensors(weight)) == ["_data", "_scale_inv"]
-    assert raw_tensors(torch.ones(2)) == {}
-    assert plain_tensors(weight) == [weight._data, weight._scale_inv]
-    model = Model([fake_te.Linear(2)], "tensorwise")
-    model.layers[0].weight = weight
-    loop = plain_loop([model], plain_inner(FusedAdam([torch.ones(4)], 0.1)))
-    fp8.capture(loop)
-    before = state_digests(loop)
-    assert {f"parameter.0.layers.0.weight.{raw}" for raw in ("_data", "_scale_inv")} < set(before)
-    weight._scale_inv.mul_(2)
-    assert differences(before, state_digests(loop)) == ["parameter.0.layers.0.weight._scale_inv"]
-    finished: list[Any] = []
-    monkeypatch.setattr(fp8_utils, "post_all_gather_processing", finished.append)
-    fp8.finish_gather(loop.model_chunks)
-    assert finished == [[weight]]
 
 
 def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finished(
@@ -330,26 +259,6 @@ def test_weights_in_fp8_are_cast_with_restored_scales_then_gathered_then_finishe
     slot.restore(loop, shard)
     dimensions.rebuild_from_peers(loop)
     assert done == [("data", wanted), ("gathered", True), "finished"]
-
-
-def test_peers_compare_the_bytes_of_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.nn.Parameter(Float8Tensor(torch.ones(4)))
-    model = torch.nn.Module()
-    model.weight = weight
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        "deadpool_megatron.hooks.dimensions.compare_with_peers",
-        lambda tensors, group, what: seen.append((tensors, group)),
-    )
-    for number, name in ((1, "data"), (2, "expert_data")):
-        group = f"megatron.core.parallel_state.get_{name}_parallel_group"
-        monkeypatch.setattr(group, lambda number=number, **_: number)
-    loop = plain_loop([model])
-    dimensions.verify_data(loop)
-    weight.allreduce = False
-    dimensions.verify_data(loop)
-    raw = [weight._data, weight._scale_inv]
-    assert seen == [(raw, 1), ([], 1), (raw, 2)]
 
 
 @pytest.mark.usefixtures("transformer_engine")

@@ -135,42 +135,6 @@ def test_state_made_at_the_start_is_what_a_first_step_makes(kinds: dict[str, Any
     assert differences(results[0][0], results[1][0]) == []
 
 
-def test_a_parameter_that_fills_its_buffer_stays_there() -> None:
-    """Packing would take it from under the model."""
-    chunk = Sharded([64])
-    chunk.own = [chunk.buffer[:]]
-    loop = plain_loop([chunk], inner := precision_aware(chunk, store_param_remainders=True))
-    complete_state(loop.optimizer)
-    ShardState(loop.optimizer)
-    update(inner, 1, seed=1)
-    assert chunk.own[0].data_ptr() == chunk.buffer.data_ptr()
-
-
-def test_masters_that_megatron_keeps_are_packed_with_narrow_moments() -> None:
-    """With tensorwise, blockwise or MXFP8 scaling and fp32 masters: the ordinary way."""
-    masters = [torch.randn(5), torch.randn(7)]
-    adam = FusedAdam(masters, 0.01, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.uint8)
-    inner = distributed_inner(
-        adam,
-        use_precision_aware_optimizer=True,
-        use_precision_aware_optimizer_no_fp8_or_ds_fp8=False,
-    )
-    loop = plain_loop([], inner)
-    complete_state(loop.optimizer)
-    (part,) = (shard := ShardState(loop.optimizer)).parts
-    assert {tensor.dtype for tensor in part.tensors} == {
-        torch.float32,  # masters and factors
-        torch.bfloat16,
-        torch.uint8,
-    }
-    assert len(part.tensors) == 3
-    update(inner, 1, seed=1)
-    slot, at_capture = Slot(loop, shard), state_digests(loop)
-    update(inner, 1, seed=2)
-    slot.restore(loop, shard)
-    assert differences(state_digests(loop), at_capture) == []
-
-
 def test_a_load_puts_new_tensors_everywhere_and_the_parts_follow() -> None:
     chunk = Sharded([5, 7])
     kinds = NARROW["all-narrow"]
@@ -244,36 +208,6 @@ def test_the_count_of_steps_in_the_groups_is_exact(capturable: bool) -> None:
     values = decode(second.extras)
     extras.restore(target, values)
     assert int(newcomer.optimizer.param_groups[0]["step"]) == 2
-
-
-class ApexAdam(torch.optim.SGD):
-    """No ``initialize_state``; Megatron's function makes what its first step would make."""
-
-    master_weights = False
-
-
-def megatrons_init_state(opt: Any, config: Any = None) -> None:
-    """What ``init_state_fn`` of core/optimizer/__init__.py does for this configuration."""
-    assert not hasattr(config, "use_precision_aware_optimizer")
-    for group in opt.param_groups:
-        for parameter in group["params"]:
-            if not opt.state[parameter]:
-                opt.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)
-                opt.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter.data)
-
-
-def test_apex_state_is_made_by_megatron_and_packed() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    inner = plain_inner(ApexAdam([weight], 0.5), init_state_fn=megatrons_init_state)
-    loop = plain_loop([], inner)
-    refuse_unknown_state(loop.optimizer, SimpleNamespace())
-    complete_state(loop.optimizer)
-    (part,) = ShardState(loop.optimizer).parts
-    (arena,) = part.tensors
-    assert arena.sum() == 3
-    inner.optimizer.master_weights = True
-    with pytest.raises(UnsupportedOptimizer, match="ApexAdam keeps master weights outside"):
-        refuse_unknown_state(loop.optimizer, SimpleNamespace())
 
 
 # Random states.

@@ -12,13 +12,10 @@ import torch
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks import dimensions
-from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from deadpool_megatron.layout.sizing import extras_room_bytes
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform, PinnedSlots
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from tests.hooks.capture import protection_rig
 from tests.hooks.capture.protection_rig import (
@@ -368,21 +365,6 @@ def test_extras_are_appended_after_the_slot_was_handed_over(make: Make) -> None:
 # Page-locked slots on a device.
 
 
-def test_on_a_device_each_slot_is_page_locked_once(make: Make) -> None:
-    platform = SlowPlatform()
-    platform.is_cuda = True
-    rig = make(platform)
-    pinned, names = PinnedSlots(platform, rig.warnings.append), rig.protection.copied_parts
-    one, other = Writer(rig.vault, generation(0)), Writer(rig.vault, generation(1))
-    for writer in (one, other, one, other):
-        pinned.pin(writer.part(name) for name in names)
-    assert len(platform.pinned) == 4, "two slots of two parts"
-    pinned.keep_only(other.part(name) for name in names)
-    assert platform.pinned == [id(other.part(name)) for name in names], "one is no slot any more"
-    pinned.release()
-    assert platform.pinned == []
-
-
 def test_a_driver_that_does_not_lock_memory_costs_speed_only(make: Make) -> None:
     class Refusing(SlowPlatform):
         def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
@@ -428,17 +410,3 @@ def test_restored_state_comes_in_by_side_copies_that_a_close_ends(make: Make) ->
     finishing.protection.enter(EPOCH)
     finishing.protection.load(held)
     assert not any(tensor.any() for tensor in rig.tensors)
-
-
-def test_layouts_of_equal_roles_are_interchangeable() -> None:
-    def build(value: float, nbytes: int) -> Any:
-        parts = [Part("shard0", [torch.full((5,), value)], (0,))]
-        return role_layout(0, parts, extras_room_bytes(nbytes), [1, 0], 2, "pp0")
-
-    one, other = build(1.0, 500), build(2.0, 520)
-    assert one == other, "extras have room to grow, in coarse steps"
-    roomier = Settings(extras_room_mb=3).extras_room_bytes
-    assert 3_000_000 <= extras_room_bytes(500, roomier) < 3_000_000 + (64 << 10)
-    assert extras_room_bytes(3_000_000, roomier) > 4_500_000, "room to grow all the same"
-    assert one.peers == (0, 1)
-    assert one.shard_parts == ("shard0",)

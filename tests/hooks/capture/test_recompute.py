@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.capture import recompute
 from deadpool_megatron.hooks.capture.identity import role_layout
 from deadpool_megatron.hooks.capture.recompute import StepKeeper
@@ -163,20 +162,6 @@ def test_an_update_that_a_replay_does_not_give_ends_it() -> None:
     assert not rig.keeper.keeps(), "for the rest of the run"
 
 
-def test_a_rehearsal_for_which_there_is_no_memory_ends_nothing_but_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def rehearse(*_args: Any) -> str:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
-
-    monkeypatch.setattr(recompute, "rehearse", rehearse)
-    rig = Rig()
-    rig.seal(g(0))
-    assert set(rig.step(1).values()) == {0}
-    assert rig.vault.told == [False]
-    assert rig.reports[0]["difference"] == "shard0, no room to try: CUDA out of memory."
-
-
 def test_no_step_without_a_plan_that_wants_it_or_across_a_gap() -> None:
     rig = Rig()
     rig.seal(g(0))
@@ -207,24 +192,6 @@ def test_copies_of_an_interrupted_step_are_handed_out_to_be_waited_for() -> None
     rig = Rig()
     rig.parameter.grad = torch.ones(5)
     rig.keeper.capture(0, rig.writer(g(1)))
-    (copy,) = rig.keeper.running()
-    rig.wait(copy)
-    assert rig.keeper.running() == []
-
-
-def test_copies_are_handed_out_when_an_interrupt_ends_the_wait_of_a_rehearsal() -> None:
-    """The step is over by then, and its copies are with nobody yet."""
-    rig = Rig()
-    rig.vault.sealed[g(0)] = {"shard0": memoryview(bytearray(rig.part.nbytes))}
-    rig.parameter.grad = torch.ones(5)
-    writer = rig.writer(g(1))
-    rig.keeper.capture(0, writer)
-
-    def interrupted(_: CopyHandle, what: str) -> None:
-        raise EpochClosed(1, what)
-
-    with pytest.raises(EpochClosed):
-        rig.keeper.finish(writer, g(1), g(0), [], interrupted)
     (copy,) = rig.keeper.running()
     rig.wait(copy)
     assert rig.keeper.running() == []

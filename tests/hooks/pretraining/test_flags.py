@@ -19,8 +19,6 @@ from deadpool_megatron.support.flags import (
     REFUSED,
     REVIEWED,
     UNREVIEWED,
-    UNREVIEWED_SCRIPTS,
-    VALUES,
     FlagRow,
     as_markdown,
     let_through,
@@ -356,40 +354,6 @@ def test_every_flag_of_the_parsers_is_judged_and_no_other(
         # Nobody has read what came later: it is refused until somebody has.
         assert all(unreviewed(["pretrain_gpt.py", flag]) for flag in flags_of_tag - judged)
         assert not [flag for flag in flags_of_tag if flag.startswith("--deadpool")]
-
-
-@with_parser
-def test_no_value_of_a_reviewed_flag_is_new(parsers: dict[str, dict[str, list[str]]]) -> None:
-    """What passes by its name passes with the values that were read, and with no other."""
-    passing = {flag for family in REVIEWED for flag in family.flags}
-    passing |= {flag for row in REFUSED for flag in row.flags}
-    listed = {
-        flag: {value for of_tag in parsers.values() for value in of_tag.get(flag, ())}
-        for flag in sorted(passing)
-    }
-    read = {flag: set(values) for flag, values in VALUES.items()}
-    assert [
-        f"{flag} {value}"
-        for flag, values in listed.items()
-        for value in sorted(values - read.get(flag, set()))
-        if not any(row.is_named_in([flag, value]) for row in REFUSED)
-    ] == []
-    if len(parsers) == len(TAGS):
-        assert [flag for flag, values in read.items() if not values <= listed[flag]] == []
-
-
-@pytest.mark.megatron_lm
-@needs_megatron_lm
-def test_every_script_of_the_checkouts_but_one_is_unreviewed() -> None:
-    trees = [tree for tree in map(checkout, TAGS) if tree is not None]
-    found = {
-        path.name
-        for tree in trees
-        for pattern in ("pretrain_*.py", "train_*.py")
-        for path in tree.glob(pattern)
-    }
-    assert found - {"pretrain_gpt.py"} <= set(UNREVIEWED_SCRIPTS)
-    assert len(trees) < len(TAGS) or found >= set(UNREVIEWED_SCRIPTS)
 
 
 def configuration(name: str) -> list[str]:

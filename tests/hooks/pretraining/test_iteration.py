@@ -101,21 +101,6 @@ def test_what_cannot_be_given_back_is_an_error() -> None:
         encode((1, object()))
 
 
-def test_a_scene_ends_with_its_block() -> None:
-    call = scene.through_scene("train")
-
-    def original(number: int) -> str:
-        return f"Megatron {number}"
-
-    assert call(original, 1) == "Megatron 1"
-    with scene.acting({"train": lambda f, n: f(n) + "!"}):
-        assert call(original, 2) == "Megatron 2!"
-        with scene.acting({}):
-            assert call(original, 3) == "Megatron 3"
-        assert call(original, 4) == "Megatron 4!"
-    assert call(original, 5) == "Megatron 5"
-
-
 def test_a_scene_ends_by_an_exception_as_well() -> None:
     def leave(_original: object) -> None:
         raise ValueError("left")
