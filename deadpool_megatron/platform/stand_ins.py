@@ -212,20 +212,7 @@ class _NoStream:
     def record_event(self, *_args: object) -> _NoStream:
         return self
 
-    def record(self, *_args: object) -> None:
-        return None
-
-    def wait(self, *_args: object) -> None:
-        return None
-
-    def wait_event(self, *_args: object) -> None:
-        return None
-
-    def wait_stream(self, *_args: object) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
+    record = wait = wait_event = wait_stream = synchronize = _nothing
 
     def query(self) -> bool:
         return True

@@ -100,9 +100,9 @@ class Limits:
 class Leftovers:
     """Remains of an epoch for the reaper."""
 
-    works: list[Pending] = field(default_factory=list)
-    groups: list[InnerGroup] = field(default_factory=list)
-    fabrics: list[Fabric] = field(default_factory=list)
+    works: list[Pending]
+    groups: list[InnerGroup]
+    fabrics: list[Fabric]
 
 
 class Epoch:
@@ -150,9 +150,7 @@ class Epoch:
     def close(self) -> None:
         """Set the flag, abort all fabrics, wake all waits. Any thread, any number of times."""
         if not self.closed:
-            self.closed_at_seconds = time.monotonic()
-            self.closed = True
-            self._closed_event.set()
+            self.retire()
         # The waits are woken before and after: the abort of an NCCL fabric may take its time.
         self.pool.wake_all()
         self.abort()
@@ -218,9 +216,7 @@ class Epoch:
         waits = dict(self.waits)
         if not waits:
             return None
-        work = waits.get(threading.main_thread().ident or 0)
-        if work is None:
-            work = next(iter(waits.values()))
+        work = waits.get(self.main_ident or 0) or next(iter(waits.values()))
         return work.place, work.operation, work.sequence
 
     def begun(self) -> dict[str, Begun]:
@@ -272,11 +268,8 @@ class Epoch:
     def take_leftovers(self) -> Leftovers:
         """Hand over everything that holds sockets, threads or memory."""
         rest = Leftovers([*self.in_flight.values(), *self.abandoned], self.groups, self.fabrics)
-        self.in_flight = {}
-        self.abandoned = []
-        self.groups = []
-        self.fabrics = []
-        self.fabric_of = {}
+        self.in_flight, self.fabric_of = {}, {}
+        self.abandoned, self.groups, self.fabrics = [], [], []
         return rest
 
 
@@ -288,41 +281,39 @@ class Observed:
         self._current: Epoch | None = None
         self._attaching: Epoch | None = None
 
+    @property
+    def _newest(self) -> Epoch | None:
+        return self._attaching or self._current
+
     def waiting_for(self) -> tuple[str, str, int] | None:
         """(group, operation, sequence number) in which the main thread waits, or another one.
 
         Collectives and messages of a group are numbered separately, from 1 in each epoch: among
-        the ranks of a group, the one with the lowest number keeps the others waiting. Any thread.
+        the ranks of a group, the one with the lowest number keeps the others waiting.
         """
-        epoch = self._attaching or self._current
-        return None if epoch is None else epoch.waiting()
+        return None if (epoch := self._newest) is None else epoch.waiting()
 
     def positions(self) -> Mapping[str, Position] | None:
         """Return how far the device is with the operations of each group; None where waits hold the
-        host, and :meth:`waiting_for` says it. Any thread; not often.
+        host, and :meth:`waiting_for` says it. Not often.
         """
-        epoch = self._attaching or self._current
-        return None if epoch is None else epoch.positions()
+        return None if (epoch := self._newest) is None else epoch.positions()
 
     def look(self) -> None:
-        """Report a fault that no thread has run into, once for an epoch. Any thread."""
-        epoch = self._current
-        if epoch is not None:
+        """Report a fault that no thread has run into, once for an epoch."""
+        if (epoch := self._current) is not None:
             epoch.look()
 
     def begun(self) -> Mapping[str, Begun]:
-        """Return how many operations the host has begun in each group in which it waits. Any
-        thread."""
-        epoch = self._attaching or self._current
-        return {} if epoch is None else epoch.begun()
+        """Return how many operations the host has begun in each group in which it waits."""
+        return {} if (epoch := self._newest) is None else epoch.begun()
 
     def progress(self) -> int:
-        """Number of finished operations of this process. Any thread."""
+        """Number of finished operations of this process."""
         return self._progress.finished
 
     def waited_seconds(self) -> float:
-        """Return how long the main thread has waited in operations that block the host. Any
-        thread."""
+        """Return how long the main thread has waited in operations that block the host."""
         return self._progress.waited_seconds
 
     @property

@@ -63,16 +63,6 @@ class SeamWork(dist.Work):
         self.epoch.check(self.operation)
         return bool(self.inner.is_completed())
 
-    def is_success(self) -> bool:
-        return bool(self.inner.is_success())
-
-    def exception(self) -> Any:
-        return self.inner.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        result: list[torch.Tensor] = self.inner.result()
-        return result
-
     def synchronize(self) -> None:
         self.epoch.check(self.operation)
         self.inner.synchronize()
@@ -85,24 +75,19 @@ class SeamWork(dist.Work):
         """The inner future; a wait on it ends with the operation, or with the epoch."""
         return ending_with(self.epoch, self.inner.get_future(), self.operation)
 
-    def get_future_result(self) -> Any:
-        return self.inner.get_future_result()
 
-    def source_rank(self) -> int:
-        return int(self.inner.source_rank())
+def _to_inner(name: str) -> Callable[..., Any]:
+    def method(self: SeamWork) -> Any:
+        return getattr(self.inner, name)()
 
-    def _source_rank(self) -> int:
-        return int(self.inner._source_rank())
+    return method
 
-    def _get_op_type(self) -> Any:
-        return self.inner._get_op_type()
 
-    def _get_duration(self) -> float:
-        return float(self.inner._get_duration())
-
-    def _passed(self) -> None:
-        """Book a finished wait."""
-        book(self.group, self.operation)
+for _name in (
+    *("is_success", "exception", "result", "get_future_result"),
+    *("source_rank", "_source_rank", "_get_op_type", "_get_duration"),
+):
+    setattr(SeamWork, _name, _to_inner(_name))
 
 
 def book(group: WorkGroup, operation: str) -> None:
@@ -152,14 +137,8 @@ class HostWork(SeamWork):
     """
 
     __slots__ = (
-        "_after",
-        "_done",
-        "_failed",
-        "_handed",
-        "_left",
-        "_operands",
-        "_serial",
-        "_writes",
+        *("_after", "_done", "_failed", "_handed"),
+        *("_left", "_operands", "_serial", "_writes"),
     )
 
     def __init__(
@@ -200,8 +179,7 @@ class HostWork(SeamWork):
         if self._done:
             epoch.check(self.operation)
             return True
-        ident = get_ident()
-        waits = epoch.waits
+        ident, waits = get_ident(), epoch.waits
         waits[ident] = self
         began = monotonic()
         try:
@@ -223,7 +201,7 @@ class HostWork(SeamWork):
             self._after()
         self._done = True
         self._release()
-        self._passed()
+        book(self.group, self.operation)
         return True
 
     def _wait_sliced(self, timeout: timedelta | None) -> str | None:
@@ -338,7 +316,7 @@ class StreamWork(SeamWork):
         if problem is not None:
             epoch.fault(self.description, self.operation, problem)
         epoch.check(self.operation)
-        self._passed()
+        book(self.group, self.operation)
         return True
 
     def get_future(self) -> Any:
@@ -361,23 +339,15 @@ class CompletedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
+    is_completed = is_success = wait
 
     def exception(self) -> Any:
         return None
 
+    synchronize = block_current_stream = exception
+
     def result(self) -> list[torch.Tensor]:
         return self._outputs
-
-    def synchronize(self) -> None:
-        return None
-
-    def block_current_stream(self) -> None:
-        return None
 
     def get_future(self) -> Any:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
@@ -387,8 +357,7 @@ class CompletedWork(dist.Work):
     def source_rank(self) -> int:
         return 0
 
-    def _source_rank(self) -> int:
-        return 0
+    _source_rank = source_rank
 
 
 def communication_failed(error: RuntimeError) -> bool:
