@@ -21,7 +21,7 @@ from deadpool_megatron.comms.gloo import GlooFabric
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
 from deadpool_megatron.comms.groups.group import Entry, Installation, ReconfigurableGroup
 from deadpool_megatron.comms.groups.roster import Roster
-from deadpool_megatron.comms.in_flight.epoch import (
+from deadpool_megatron.comms.in_flight.attached_epoch import (
     Activity,
     Epoch,
     FaultCallback,

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupGloo, ReduceOptions
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
+from deadpool_megatron.comms.in_flight.attached_epoch import Activity, Epoch
 from deadpool_megatron.comms.in_flight.waiters import Left
 from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed, is_asynchronous
 from deadpool_megatron.comms.inner import (

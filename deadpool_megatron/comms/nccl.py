@@ -42,6 +42,7 @@ from torch._C._distributed_c10d import BarrierOptions, HashStore, Store
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.device_time import (
     CudaClock,
     DeviceClock,
@@ -49,7 +50,6 @@ from deadpool_megatron.comms.in_flight.device_time import (
     ask_recorder,
     read_positions,
 )
-from deadpool_megatron.comms.in_flight.epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
 from deadpool_megatron.comms.in_flight.works import (
     StreamWork,

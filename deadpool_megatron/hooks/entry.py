@@ -21,9 +21,9 @@ from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClose
 from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.audit.audit import Audit
-from deadpool_megatron.hooks.capture import extras as megatron_extras
-from deadpool_megatron.hooks.capture.extras import large_frozen_weights
+from deadpool_megatron.hooks.capture import megatron_extras
 from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
+from deadpool_megatron.hooks.capture.megatron_extras import large_frozen_weights
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     StepHooks,
@@ -38,7 +38,7 @@ from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
-from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
@@ -92,7 +92,7 @@ class EpochEntry:
         program: Program,
         link: MemberLink,
         communicators: Communicators,
-        reports: Reports,
+        reports: RoleReports,
     ) -> None:
         settings = link.settings
         self.program = program
@@ -410,7 +410,7 @@ class EpochEntry:
         updates = UpdateCapture()
         if may_recompute(self._settings):
             # Here: no other scheme loads it.
-            from deadpool_megatron.hooks.capture.recompute import StepKeeper
+            from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 
             refuse_what_cannot_be_replayed(optimizer)
             updates = StepKeeper(

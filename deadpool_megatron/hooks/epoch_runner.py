@@ -17,7 +17,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
-from deadpool_megatron.hooks.reports import OwnTimeMeter, Reports
+from deadpool_megatron.hooks.reports import OwnTimeMeter, RoleReports
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.ownership import make_private
 from deadpool_megatron.settings import Settings
@@ -33,7 +33,7 @@ class EpochRunner(Course):
         record: EpochRecord,
         entry: EpochEntry,
         communicators: Communicators,
-        reports: Reports,
+        reports: RoleReports,
         pause: PausePoint,
         own_time: OwnTimeMeter,
         checkpoints: Path,

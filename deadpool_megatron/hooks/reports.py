@@ -1,4 +1,4 @@
-"""Reports of a member while it plays a role: beats, phases, events. Nothing after an interrupt.
+"""RoleReports of a member while it plays a role: beats, phases, events. Nothing after an interrupt.
 
 Beats carry two probes: the time for which the role works for an iteration without waiting for
 others, and, once it makes no progress, what its groups wait for.
@@ -28,7 +28,7 @@ _MOST_SHARE = 1e-3
 _STILL_SECONDS = 1.0
 
 
-class Reports:
+class RoleReports:
     """Used on the main thread; the watcher thread reads ``section`` and ``iteration`` for beats.
 
     ``check(epoch)`` raises when the epoch is closed or the run over (rule 11). Without a ``record``

@@ -46,7 +46,7 @@ from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
 from deadpool_megatron.hooks.loop import Program
-from deadpool_megatron.hooks.reports import DeviceMeter, HostMeter, Reports, Standstill
+from deadpool_megatron.hooks.reports import DeviceMeter, HostMeter, RoleReports, Standstill
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
@@ -92,7 +92,7 @@ class Session:
             rebuild=settings.rebuild,
             long_operation_seconds=settings.first_step_seconds,
         )
-        self._reports = Reports(link, self._check)
+        self._reports = RoleReports(link, self._check)
         self._entry: EpochEntry | None = None
         # Guards who answers a close: the watcher for a member outside of an epoch, else the main
         # thread. Whoever answers holds it, so that no answer overtakes a newer one.

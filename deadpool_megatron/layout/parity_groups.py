@@ -31,7 +31,7 @@ from deadpool_megatron.layout.records import (
     Source,
     is_parity_role,
 )
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind
 
 _PARITY_END = 1 << 52  # below it numbers survive any JSON reader
 # The part of a parity role that says what has been combined into its blocks.
@@ -143,7 +143,7 @@ class ParityPlacement:
 
 def parity_groups(record: EpochRecord) -> tuple[ParityGroup, ...]:
     """All groups of an epoch; none where its plan knows no parity."""
-    if record.protection.kind is not Kind.PARITY:
+    if record.protection.kind is not SchemeKind.PARITY:
         return ()
     return ParityPlacement.of_record(record).groups
 
@@ -204,7 +204,7 @@ def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
 
 
 @dataclass(frozen=True)
-class Members:
+class BlockMembers:
     """The content of the part MEMBERS: what has been combined into a parity block.
 
     ``group``: roles in the order of their data blocks; ``contributions``: role -> shard part ->
@@ -230,10 +230,10 @@ class Members:
         return json.dumps(values, separators=(",", ":")).encode()
 
     @staticmethod
-    def decode(text: bytes | memoryview) -> Members:
+    def decode(text: bytes | memoryview) -> BlockMembers:
         """Inverse of :meth:`encode`. Raises ValueError, KeyError or TypeError for other bytes."""
         values = json.loads(bytes(text))
-        return Members(
+        return BlockMembers(
             tuple(int(role) for role in values["group"]),
             int(values["number"]),
             int(values["parities"]),

@@ -17,7 +17,7 @@ from deadpool_megatron.wire.forms import Coded, Listed
 MOST_BLOCKS = 256  # of a parity group, k + m: a limit of codes over bytes
 
 
-class Kind(StrEnum):
+class SchemeKind(StrEnum):
     """The way in which the bytes of a part are kept."""
 
     BUDDY = "buddy"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
     def is_local(self) -> bool:
         """Return whether all that is kept of a role is on its own node, so that none may be
         lost."""
-        return self in (Kind.LOCAL, Kind.LOCAL_TWICE)
+        return self in (SchemeKind.LOCAL, SchemeKind.LOCAL_TWICE)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SchemeNumbers(Listed):
     generations, gradients in between.
     """
 
-    kind: Kind
+    kind: SchemeKind
     group: int = 0
     full_every: int = 1
 
@@ -56,11 +56,11 @@ class ProtectionPlan(Coded):
     are protected (and can be restored).
     """
 
-    scheme: SchemeNumbers = SchemeNumbers(Kind.BUDDY)
+    scheme: SchemeNumbers = SchemeNumbers(SchemeKind.BUDDY)
     every: int = 1
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SchemeKind:
         """Of the scheme."""
         return self.scheme.kind
 
@@ -75,9 +75,9 @@ def first_plan(settings: Settings) -> ProtectionPlan:
 def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
     """The plan with a scheme of this kind. Raises ValueError for one that there is not."""
     scheme = SchemeNumbers(
-        Kind(kind),
-        group=group if kind == Kind.PARITY else 0,
-        full_every=settings.full_every if kind == Kind.RECOMPUTE else 1,
+        SchemeKind(kind),
+        group=group if kind == SchemeKind.PARITY else 0,
+        full_every=settings.full_every if kind == SchemeKind.RECOMPUTE else 1,
     )
     return ProtectionPlan(scheme, every)
 
@@ -98,9 +98,9 @@ def plan_in_words(plan: ProtectionPlan) -> str:
 
 def scheme_in_words(scheme: SchemeNumbers) -> str:
     """``parity(4)``: groups of 4; ``recompute(8)``: a whole copy every 8 generations."""
-    if scheme.kind is Kind.PARITY:
+    if scheme.kind is SchemeKind.PARITY:
         return f"{scheme.kind}({scheme.group})"
-    if scheme.kind is Kind.RECOMPUTE:
+    if scheme.kind is SchemeKind.RECOMPUTE:
         return f"{scheme.kind}({scheme.full_every})"
     return str(scheme.kind)
 
@@ -109,11 +109,11 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
     """Return what a plan does, for people; ``replicas`` as in EpochRecord."""
     scheme, many = plan.scheme, "" if replicas == 1 else "s"
     what = {
-        Kind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
-        Kind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
-        Kind.LOCAL: "no node may be lost",
-        Kind.LOCAL_TWICE: "each generation twice on its node, no node may be lost",
-        Kind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
+        SchemeKind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
+        SchemeKind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
+        SchemeKind.LOCAL: "no node may be lost",
+        SchemeKind.LOCAL_TWICE: "each generation twice on its node, no node may be lost",
+        SchemeKind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
     }[scheme.kind]
     each = "" if plan.every == 1 else f", every {plan.every} iterations"
     return f"{scheme.kind} ({what}){each}"
@@ -121,17 +121,17 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
 
 def may_recompute(settings: Settings) -> bool:
     """Return whether slots have room for steps: fixed for a run, for it is part of the layout."""
-    return settings.protection == Kind.RECOMPUTE
+    return settings.protection == SchemeKind.RECOMPUTE
 
 
 def recomputes(plan: ProtectionPlan) -> bool:
     """Return whether members have to keep the steps to their generations."""
-    return plan.kind is Kind.RECOMPUTE
+    return plan.kind is SchemeKind.RECOMPUTE
 
 
 def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
     """The same plan with whole copies of every generation."""
-    return replace(plan, scheme=SchemeNumbers(Kind.BUDDY)) if recomputes(plan) else plan
+    return replace(plan, scheme=SchemeNumbers(SchemeKind.BUDDY)) if recomputes(plan) else plan
 
 
 def most_lost(every: int, max_lag: int, *, spans_the_world: bool) -> int:

@@ -26,8 +26,8 @@ from deadpool_megatron.layout.records import PartInfo, RoleLayout, gradients_par
 from deadpool_megatron.layout.replaying import generations_kept
 from deadpool_megatron.layout.schemes import (
     MOST_BLOCKS,
-    Kind,
     ProtectionPlan,
+    SchemeKind,
     SchemeNumbers,
     losses_survived,
     plan_in_words,
@@ -116,9 +116,11 @@ def largest_group(nodes: int, survived: int) -> int:
 
 
 def _plans(scene: Scene, every: int) -> Iterator[ProtectionPlan]:
-    schemes = [SchemeNumbers(Kind.BUDDY)]
+    schemes = [SchemeNumbers(SchemeKind.BUDDY)]
     most = largest_group(len(scene.domains), scene.survived)
-    schemes += [SchemeNumbers(Kind.PARITY, group=size) for size in GROUP_SIZES if size <= most]
+    schemes += [
+        SchemeNumbers(SchemeKind.PARITY, group=size) for size in GROUP_SIZES if size <= most
+    ]
     for scheme in schemes:
         yield ProtectionPlan(scheme, every)
 
@@ -126,7 +128,7 @@ def _plans(scene: Scene, every: int) -> Iterator[ProtectionPlan]:
 def _why(plan: ProtectionPlan, room: str, lacks: Sequence[Lack]) -> str:
     """Return one line: what stands in the way of copies, where they are not taken."""
     text = f"{plan_in_words(plan)} fits, {room} to take over the roles of another node"
-    if plan.kind is Kind.BUDDY:
+    if plan.kind is SchemeKind.BUDDY:
         return text
     return f"{text}; for copies {lacks[0].in_words()}"
 
@@ -151,22 +153,22 @@ def refusal(
     scheme, kind = plan.scheme, plan.kind
     if not 1 <= plan.every <= LONGEST_CADENCE:
         return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
-    if kind is Kind.RECOMPUTE and settings.protection != Kind.RECOMPUTE:
+    if kind is SchemeKind.RECOMPUTE and settings.protection != SchemeKind.RECOMPUTE:
         return (
             "recompute needs room for gradients in every slot, and slots are laid out at the start:"
             " start the run with --deadpool-protection recompute"
         )
-    if kind is Kind.RECOMPUTE and plan.every > 1:
+    if kind is SchemeKind.RECOMPUTE and plan.every > 1:
         return "recompute needs the gradients of every iteration: choose a cadence of 1"
     blocks = losses_survived(settings, plan)
-    if kind is Kind.PARITY and blocks > 1 and find_spec("zfec") is None:
+    if kind is SchemeKind.PARITY and blocks > 1 and find_spec("zfec") is None:
         return (
             f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
             " pip install 'deadpool-megatron[parity]'"
         )
-    if kind is Kind.PARITY and scheme.group < 2:
+    if kind is SchemeKind.PARITY and scheme.group < 2:
         return f"a parity group has at least 2 roles, not {scheme.group}"
-    if kind is Kind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+    if kind is SchemeKind.PARITY and scheme.group + blocks > MOST_BLOCKS:
         return (
             f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
             f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
@@ -180,9 +182,9 @@ def refusal(
     return ""
 
 
-def _nodes_needed(kind: Kind, survived: int) -> int:
+def _nodes_needed(kind: SchemeKind, survived: int) -> int:
     """The blocks of a group of two roles lie on as many nodes; a copy beside the own node."""
-    return survived + (2 if kind is Kind.PARITY else 1)
+    return survived + (2 if kind is SchemeKind.PARITY else 1)
 
 
 @dataclass(frozen=True)
@@ -319,7 +321,7 @@ class _Reckoning:
         self._survived = survived
         self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, survived)
         self._parity = None
-        if plan.kind is Kind.PARITY:
+        if plan.kind is SchemeKind.PARITY:
             from deadpool_megatron.layout.parity_groups import ParityPlacement
 
             self._parity = ParityPlacement(
@@ -334,11 +336,11 @@ class _Reckoning:
         own = own_bytes(layout)
         self.memory[node] += own
         self.own[node] += own
-        if self._plan.kind is Kind.LOCAL_TWICE:
+        if self._plan.kind is SchemeKind.LOCAL_TWICE:
             self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
         shards = set(layout.shard_parts)
         copied = [p.name for p in layout.parts if p.name in shards and self._is_copied(role, p)]
-        full_every = self._plan.scheme.full_every if self._plan.kind is Kind.RECOMPUTE else 0
+        full_every = self._plan.scheme.full_every if self._plan.kind is SchemeKind.RECOMPUTE else 0
         kept = kept_bytes(layout, copied, full_every)
         for buddy in self._copies.buddies(role, layout.peers):
             self.memory[buddy] += kept

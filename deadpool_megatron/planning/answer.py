@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.schemes import Kind, most_lost
+from deadpool_megatron.layout.schemes import SchemeKind, most_lost
 from deadpool_megatron.layout.sizing import choose, refusal
 from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.plan_file import Plan, PlanError
@@ -110,7 +110,7 @@ def assess(plan: Plan) -> Assessment:
 def _settled(plan: Plan) -> Plan:
     scene, free = scene_of(plan), plan.cluster.host_memory_gb - plan.cluster.host_memory_reserved_gb
     scheme = choose(scene, dict.fromkeys(scene.domains, int(free * GIGA))).plan.scheme
-    changes = {"parity_group": scheme.group} if scheme.kind is Kind.PARITY else {}
+    changes = {"parity_group": scheme.group} if scheme.kind is SchemeKind.PARITY else {}
     protection = dataclasses.replace(plan.protection, scheme=str(scheme.kind), **changes)
     return dataclasses.replace(plan, protection=protection)
 

@@ -1,11 +1,11 @@
 """The device under the training process: CUDA, or a CPU on which Megatron can run as well.
 
-devices    the seam, what a copy beside training is, and the CPU
-cuda       the other platform
-stand_ins  what Megatron takes for granted of a GPU, answered on a CPU
-gathers    all-gathers of several tensors on gloo, as torch's own corrupt memory
-saving     checkpoints written inside the training process
-preload    what whoever forks training processes imports once
+devices     the seam, what a copy beside training is, and the CPU
+cuda        the other platform
+stand_ins   what Megatron takes for granted of a GPU, answered on a CPU
+gathers     all-gathers of several tensors on gloo, as torch's own corrupt memory
+saving      checkpoints written inside the training process
+preimports  what whoever forks training processes imports once
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 from common.machine import ROOT
 
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 
 sys.path.insert(0, str(ROOT))  # the vaults are driven as in the tests
 from tests.vault.harness import Cluster, Member, cluster, make_layout
@@ -39,7 +39,7 @@ def measure(data: int, parities: int) -> str:
         tempfile.TemporaryDirectory() as directory,
         cluster(Path(directory), data + parities, roles=data) as running,
     ):
-        plan = ProtectionPlan(SchemeNumbers(Kind.PARITY, group=data))
+        plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=data))
         running.open(replace(running.record(1, replicas=parities), protection=plan))
         layouts = [make_layout(role, BYTES) for role in range(data)]
         members = [Member(running.nodes[role], layouts[role]) for role in range(data)]

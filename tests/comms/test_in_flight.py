@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.in_flight import waiters
-from deadpool_megatron.comms.in_flight.epoch import (
+from deadpool_megatron.comms.in_flight.attached_epoch import (
     Epoch,
     Limits,
     Progress,

@@ -20,7 +20,7 @@ import pytest
 
 from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.comms.in_flight.epoch import Observed
+from deadpool_megatron.comms.in_flight.attached_epoch import Observed
 from deadpool_megatron.hooks import session as session_module
 from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.session import Session

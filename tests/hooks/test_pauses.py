@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.link.member_link import PausePoint
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks import epoch_runner
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
-from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from tests.hooks.session_rig import ELSEWHERE, QUICK, SECONDS, Rig
 
@@ -90,7 +90,7 @@ def test_an_order_to_pause_is_obeyed_or_refused_never_lost() -> None:
         assert goes_on == (answers == [2])
 
 
-# Reports.
+# RoleReports.
 
 
 def test_nothing_is_reported_after_a_close_nor_twice_for_people(
@@ -138,7 +138,7 @@ def test_a_durable_checkpoint_waits_for_its_own_answer(
         assert epoch == 2
         reports.durable_iteration = next(answers, 6)
 
-    reports = Reports(rig.link, check)
+    reports = RoleReports(rig.link, check)
     reports.record = EpochRecord(2, {}, {}, Restore("memory", Generation(1, 5)))
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(reports, "say", lambda kind, **values: asked.append(values))

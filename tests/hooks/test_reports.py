@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 
@@ -30,12 +30,12 @@ class Link:
         self.events.append(event)
 
 
-def reports_of(link: Link, closed: bool = False) -> Reports:
+def reports_of(link: Link, closed: bool = False) -> RoleReports:
     def check(epoch: int) -> None:
         if closed:
             raise EpochClosed(epoch, "the test")
 
-    reports = Reports(link, check)  # type: ignore[arg-type]
+    reports = RoleReports(link, check)  # type: ignore[arg-type]
     reports.record = EpochRecord(1, {}, {}, Restore("initial", Generation(1, 0)))
     return reports
 

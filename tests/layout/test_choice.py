@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, plan_of_kind
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, plan_of_kind
 from deadpool_megatron.layout.sizing import GROUP_SIZES, Scene, choose, lacking, memory_needs
 from deadpool_megatron.settings import Settings
 
@@ -81,7 +81,7 @@ def test_more_memory_never_means_more_risk(of: Scene, gigabytes: list[int], more
 
 def _risk(plan: ProtectionPlan) -> int:
     """Of the members of a group, copies being a group of one, any r + 1 lose state together."""
-    return plan.scheme.group if plan.kind is Kind.PARITY else 1
+    return plan.scheme.group if plan.kind is SchemeKind.PARITY else 1
 
 
 def test_parity_where_copies_do_not_fit() -> None:

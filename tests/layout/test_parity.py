@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.layout.parity_groups import (
     MEMBERS,
-    Members,
+    BlockMembers,
     ParityGroup,
     ParityPlacement,
     parity_groups,
@@ -32,11 +32,11 @@ from deadpool_megatron.layout.records import (
     Seat,
     is_parity_role,
 )
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 
 
 def plan(size: int) -> ProtectionPlan:
-    return ProtectionPlan(SchemeNumbers(Kind.PARITY, group=size))
+    return ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=size))
 
 
 def record(
@@ -224,9 +224,9 @@ def test_layout_of_a_parity_role() -> None:
     # What is said of the contributions fits, whatever the sizes and checksums are.
     largest = (1 << 63) - 1, (1 << 64) - 1
     whole = {role: dict.fromkeys(("shard0", "shard1"), largest) for role in (3, 7)}
-    members = Members((3, 7), 1, 2, whole)
+    members = BlockMembers((3, 7), 1, 2, whole)
     assert len(members.encode()) <= found.parts[-1].nbytes
-    assert Members.decode(members.encode()) == members
+    assert BlockMembers.decode(members.encode()) == members
 
 
 def test_a_large_cluster_is_decided_at_once() -> None:

@@ -28,7 +28,7 @@ from deadpool_megatron.layout.records import (
     gradients_part,
 )
 from deadpool_megatron.layout.replaying import REPLAY, key, step_parts, suspects
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 
 EXTRAS = extras_part("step")
 OLD, NEW = Generation(1, 6), Generation(1, 7)
@@ -66,7 +66,7 @@ class World:
         self.protect(self.placement, (OLD, NEW))
 
     def place(self, group: int) -> ParityPlacement:
-        plan = ProtectionPlan(SchemeNumbers(Kind.PARITY, group=group))
+        plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=group))
         domains = {node: f"rack{node}" for node in range(self.nodes)}
         spares = set(domains) - set(self.seats.values())
         return ParityPlacement(self.seats, domains, spares, plan, self.parities)

@@ -20,7 +20,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     SeatTable,
 )
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.layout.words import group_name, roles_in
 
 G = rec.Generation(2, 7)
@@ -37,7 +37,7 @@ RECORD = rec.EpochRecord(
     emitted_up_to=6,
     fewer_copies=frozenset({0}),
     cause="a node is gone",
-    protection=ProtectionPlan(SchemeNumbers(Kind.RECOMPUTE, full_every=4)),
+    protection=ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=4)),
     history=History(kept={2: 7}, recoveries=4),
 )
 LAYOUT = rec.RoleLayout(3, (rec.PartInfo("shard", 8, (3,)),), (3, 4), 3, "hash", meaning="first")

@@ -28,7 +28,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     """Train three iterations; one checkpoint from the live objects, one as an export makes it."""
     import torch.distributed as dist
 
-    from deadpool_megatron.hooks.capture import extras as megatron_extras
+    from deadpool_megatron.hooks.capture import megatron_extras
     from deadpool_megatron.hooks.capture.identity import role_layout
     from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
     from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton

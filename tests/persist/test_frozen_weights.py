@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.persist import frozen_file

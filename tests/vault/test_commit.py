@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.vault.epoch_gate import Ledger
 from deadpool_megatron.vault.schemes.scheme import Target, scheme_of
 from tests.vault.harness import make_layout, record_of
@@ -104,7 +104,7 @@ def planned(base: EpochRecord, scheme: SchemeNumbers) -> EpochRecord:
 
 def test_parity_without_a_holder_waits_for_a_release() -> None:
     layout = make_layout(0)
-    scheme = SchemeNumbers(Kind.PARITY, group=2)
+    scheme = SchemeNumbers(SchemeKind.PARITY, group=2)
     assert is_exposed(ledger_of(planned(record(1, 1), scheme)), layout)
     released = ledger_of(planned(record(1, 1, fewer=frozenset({0})), scheme))
     assert released.released(layout, G)
@@ -113,7 +113,7 @@ def test_parity_without_a_holder_waits_for_a_release() -> None:
 
 def test_local_owes_nothing_to_anybody() -> None:
     layout = make_layout(0)
-    ledger = ledger_of(planned(record(3, 3, replicas=0), SchemeNumbers(Kind.LOCAL)))
+    ledger = ledger_of(planned(record(3, 3, replicas=0), SchemeNumbers(SchemeKind.LOCAL)))
     assert not is_exposed(ledger, layout)
     assert not ledger.scheme.owed(layout, G).names
     assert ledger.boundary(layout, G, SHARD) == "step"
@@ -122,7 +122,7 @@ def test_local_owes_nothing_to_anybody() -> None:
 
 def test_kept_twice_the_own_node_is_owed_whatever_peers_hold() -> None:
     layout = make_layout(0, replicas=(0, 1, 2))
-    ledger = ledger_of(planned(record(3, 3, replicas=0), SchemeNumbers(Kind.LOCAL_TWICE)))
+    ledger = ledger_of(planned(record(3, 3, replicas=0), SchemeNumbers(SchemeKind.LOCAL_TWICE)))
     assert not is_exposed(ledger, layout)
     assert targets(ledger, layout) == ([Target(0)], [])
     assert {*SHARD} <= {*ledger.scheme.keeps(layout, 0)}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Seat
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs, node_needs
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
@@ -188,7 +188,9 @@ def test_a_member_asks_for_what_the_plan_is_reckoned_with(kind: str, group: int)
     layouts = {role: make_layout(role, nbytes=1 << 20, peers=tuple(roles)) for role in roles}
     nodes = {role: role for role in roles}
     scene = Scene(layouts, nodes, {node: f"rack{node}" for node in roles}, (), 1)
-    scheme = SchemeNumbers(Kind(kind), group=group) if group else SchemeNumbers(Kind(kind))
+    scheme = (
+        SchemeNumbers(SchemeKind(kind), group=group) if group else SchemeNumbers(SchemeKind(kind))
+    )
     settings = Settings(protection=kind, parity_group=group or 4)
     reckoned = memory_needs(ProtectionPlan(scheme), scene)
     needs = node_needs(layouts[0], 1, settings)

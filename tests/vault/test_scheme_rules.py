@@ -35,7 +35,7 @@ from deadpool_megatron.layout.records import (
     gradients_part,
 )
 from deadpool_megatron.layout.replaying import key, step_parts
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member import RestoredParts
@@ -55,11 +55,11 @@ SETTINGS = Settings(connect_seconds=5.0, restore_seconds=60.0, chunk_bytes=4096)
 SCHEMES = {
     "buddy": (ProtectionPlan(), 1),
     "two buddies": (ProtectionPlan(), 2),
-    "parity": (ProtectionPlan(SchemeNumbers(Kind.PARITY, group=3)), 1),
-    "two parities": (ProtectionPlan(SchemeNumbers(Kind.PARITY, group=2)), 2),
-    "local": (ProtectionPlan(SchemeNumbers(Kind.LOCAL)), 0),
-    "local twice": (ProtectionPlan(SchemeNumbers(Kind.LOCAL_TWICE)), 0),
-    "recompute": (ProtectionPlan(SchemeNumbers(Kind.RECOMPUTE, full_every=3)), 1),
+    "parity": (ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=3)), 1),
+    "two parities": (ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2)), 2),
+    "local": (ProtectionPlan(SchemeNumbers(SchemeKind.LOCAL)), 0),
+    "local twice": (ProtectionPlan(SchemeNumbers(SchemeKind.LOCAL_TWICE)), 0),
+    "recompute": (ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=3)), 1),
 }
 
 

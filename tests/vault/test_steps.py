@@ -22,7 +22,7 @@ from deadpool_megatron.layout.records import (
     gradients_part,
 )
 from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member import RestoredParts
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, own_name
@@ -40,7 +40,7 @@ from tests.vault.harness import (
 EVERY = 4
 SHARDS = ("shard", "tail")
 STEP = {*map(gradients_part, SHARDS), UPDATE_PART, SUMS_PART}
-PLAN = ProtectionPlan(SchemeNumbers(Kind.RECOMPUTE, full_every=EVERY))
+PLAN = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=EVERY))
 
 
 def with_steps(role: int) -> RoleLayout:

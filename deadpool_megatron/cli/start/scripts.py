@@ -23,8 +23,8 @@ PRELOAD = f"{MODULE}.preload"
 #: names the script to what is preloaded
 VARIABLE = "DEADPOOL_SCRIPT"
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
-DEFAULT_PRELOAD = (
-    "deadpool_megatron.platform.preload,deadpool_megatron.trainer.training,deadpool_megatron.hooks"
+DEFAULT_PRELOAD = ",".join(
+    f"deadpool_megatron.{name}" for name in ("platform.preimports", "trainer.training", "hooks")
 )
 
 

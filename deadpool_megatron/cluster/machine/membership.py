@@ -139,7 +139,7 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
         return True
     if not state.is_restored and any(source.node == node for source in _sources(record.restore)):
         return True
-    if record.protection.kind is schemes.Kind.PARITY:
+    if record.protection.kind is schemes.SchemeKind.PARITY:
         from deadpool_megatron.layout.parity_groups import parity_groups
 
         if any(node in group.holders for group in parity_groups(record)):

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deadpool_megatron.comms.in_flight.epoch import Epoch
+    from deadpool_megatron.comms.in_flight.attached_epoch import Epoch
 
 #: most of the time is waiting for peers; more threads than this bring nothing
 AT_ONCE = 8
@@ -284,7 +284,7 @@ class Builders:
 
 
 class Connecting:
-    """The place where the main thread waits during an attach; see in_flight.epoch.Waiting."""
+    """The place where the main thread waits during an attach; see attached_epoch.Waiting."""
 
     operation = "attach"
     sequence = 0

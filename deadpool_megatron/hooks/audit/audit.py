@@ -48,7 +48,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
 )
 from deadpool_megatron.hooks.dimensions import current_device, plain_parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import Generation, is_due
 from deadpool_megatron.state.packing import Part, fingerprint
 
@@ -114,7 +114,7 @@ class Audit(Auditor):
         sealed_part: SealedPart,
         interval: int,
         settle: Callable[[], None],
-        reports: Reports,
+        reports: RoleReports,
     ) -> None:
         _refuse_what_cannot_be_audited(loop.optimizer)
         super().__init__(loop, settle, reports)

@@ -41,7 +41,7 @@ from deadpool_megatron.hooks.audit.verdict import (
     judge_repeated_passes,
     unrepeatable,
 )
-from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config, trains_in_fp8
 from deadpool_megatron.state import extras as codec

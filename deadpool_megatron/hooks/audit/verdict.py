@@ -23,7 +23,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.reports import RoleReports
 
 # The words of a fingerprint (deadpool_megatron.state.packing), of one or of several blocks.
 Sums = tuple[int, ...]
@@ -202,7 +202,9 @@ class Auditor:
     ``settle`` waits until the newest generation is committed.
     """
 
-    def __init__(self, loop: ProtectedLoop, settle: Callable[[], None], reports: Reports) -> None:
+    def __init__(
+        self, loop: ProtectedLoop, settle: Callable[[], None], reports: RoleReports
+    ) -> None:
         self._loop = loop
         self._settle = settle
         self._reports = reports

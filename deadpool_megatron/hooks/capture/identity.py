@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from deadpool_megatron.hooks.capture import fp8
-from deadpool_megatron.hooks.capture.extras import (
+from deadpool_megatron.hooks.capture.megatron_extras import (
     largest_logits,
     lasting_buffers,
     tracked_random_states,

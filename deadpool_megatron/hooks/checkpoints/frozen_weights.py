@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture.extras import MOST_FROZEN_BYTES
+from deadpool_megatron.hooks.capture.megatron_extras import MOST_FROZEN_BYTES
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.state.packing import fingerprint

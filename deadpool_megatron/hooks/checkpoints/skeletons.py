@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.hooks.capture.extras import frozen_and_buffers, large_frozen_weights
+from deadpool_megatron.hooks.capture.megatron_extras import frozen_and_buffers, large_frozen_weights
 from deadpool_megatron.hooks.capture.optimizer import (
     inner_optimizers,
     is_distributed,

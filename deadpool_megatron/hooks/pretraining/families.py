@@ -17,7 +17,7 @@ from deadpool_megatron.hooks.pretraining.scene import replaced
 from deadpool_megatron.support.versions import FAMILIES
 
 
-class Place(NamedTuple):
+class Lookup(NamedTuple):
     """A function of Megatron where its callers look it up: ``name`` in ``holder``."""
 
     holder: Any
@@ -74,11 +74,11 @@ def family() -> Family:
     return Family(**FAMILIES.get(".".join(__version__.split(".")[:2]), newest))
 
 
-def place(named: str) -> Place:
+def place(named: str) -> Lookup:
     """Return the place that a row names as ``MODULE:NAME``, or ``MODULE:HOLDER.NAME``."""
     module, _, path = named.partition(":")
     *holders, name = path.split(".")
-    return Place(functools.reduce(getattr, holders, importlib.import_module(module)), name)
+    return Lookup(functools.reduce(getattr, holders, importlib.import_module(module)), name)
 
 
 def _abort_writers(queue: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture.extras import capture_loss_sums, restore_loss_sums
+from deadpool_megatron.hooks.capture.megatron_extras import capture_loss_sums, restore_loss_sums
 
 # Positions in what train_step() answers in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5

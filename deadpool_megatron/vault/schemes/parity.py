@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -279,7 +279,7 @@ class ParityBlock:
         if found != places[0].checksum:
             state.mark_bad(places[0], found)
             return None
-        contributions = Members.decode(members).contributions
+        contributions = BlockMembers.decode(members).contributions
         whole = all(
             names <= sealed and names <= {*contributions.get(role, ())}
             for role, names in expected.items()
@@ -403,7 +403,7 @@ class ParityBlock:
                 for role in self._group.roles
             }
         contributions = {role: parts for role, parts in given.items() if parts}
-        members = Members(
+        members = BlockMembers(
             self._group.roles, self._index, self._scheme.placement.parities, contributions
         ).encode()
         # First of all, so that a block which counts always says what it is made of.

@@ -28,7 +28,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members, combines, parity_numbers
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, combines, parity_numbers
 from deadpool_megatron.layout.records import (
     Decoding,
     EpochRecord,
@@ -332,7 +332,7 @@ class Decoder:
         self._target = target
         self._seal = seal
         self._blocks: list[BlockSource] = []
-        self._members: dict[Source, Members] = {}
+        self._members: dict[Source, BlockMembers] = {}
         self._silent: set[int] = set()
 
     def cut(self) -> None:
@@ -451,7 +451,7 @@ class Decoder:
         finally:
             combination.give_up()  # whoever still waits for bytes must not touch the slot
 
-    def _needed(self, members: Members, name: str, choice: Choice) -> list[BlockSource]:
+    def _needed(self, members: BlockMembers, name: str, choice: Choice) -> list[BlockSource]:
         """The chosen blocks that have to be fetched; a role that contributed nothing has none."""
         blocks = []
         for number, source in choice.items():
@@ -473,7 +473,7 @@ class Decoder:
             return DumpedBlock(Path(self._record.restore.path), *about)
         return VaultBlock(self._record.epoch, self._dial, *about)
 
-    def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> Members:
+    def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> BlockMembers:
         """Return what the parity was computed from, as one of the chosen parity blocks says."""
         failed = None
         for number, source in sorted(choice.items(), reverse=True):
@@ -486,13 +486,13 @@ class Decoder:
         assert failed is not None, "a parity block is always among them, and is never all zeros"
         raise failed
 
-    def _told_by(self, number: int, source: Source, name: str, decoding: Decoding) -> Members:
+    def _told_by(self, number: int, source: Source, name: str, decoding: Decoding) -> BlockMembers:
         members = self._members.get(source)
         if members is None:
             block = self._block(number, source, MEMBERS, None)
             self._blocks = [block]
             try:
-                members = Members.decode(block.small())
+                members = BlockMembers.decode(block.small())
             except MALFORMED as error:
                 why = f"{MEMBERS}: {error}"
                 raise BlockError(number, source, why, members=True, final=True) from error

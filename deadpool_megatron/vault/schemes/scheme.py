@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import EpochRecord, Generation, PartKind, RoleLayout, kind_of
-from deadpool_megatron.layout.schemes import Kind
+from deadpool_megatron.layout.schemes import SchemeKind
 from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.shm.segment import Segment
 
@@ -216,16 +216,16 @@ def scheme_of(record: EpochRecord, rehearsed: Collection[int]) -> Scheme:
     """The scheme that a record asks for. ``rehearsed``: roles whose members have shown that a
     replay gives the very bytes of an update, now and whenever it is looked at."""
     match record.protection.kind:
-        case Kind.PARITY:
+        case SchemeKind.PARITY:
             from deadpool_megatron.vault.schemes.parity import Parity
 
             return Parity(record)
-        case Kind.RECOMPUTE:
+        case SchemeKind.RECOMPUTE:
             from deadpool_megatron.vault.schemes.gradients import Recompute
 
             return Recompute(record, rehearsed)
-        case Kind.LOCAL:
+        case SchemeKind.LOCAL:
             return Local(record)
-        case Kind.LOCAL_TWICE:
+        case SchemeKind.LOCAL_TWICE:
             return LocalTwice(record)
     return Copies(record)

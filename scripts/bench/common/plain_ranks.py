@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer import (
     plain,
     training,  # noqa: F401 - loaded before the forks

@@ -35,7 +35,6 @@ def slow_down() -> None:
 def main(side: str, arguments: list[str]) -> int:
     """Run the trainer of a side in this process."""
     if side == "plain":
-        from deadpool_megatron.platform import preload  # noqa: F401 - before Megatron's import
         from deadpool_megatron.trainer import plain as trainer
     else:
         from deadpool_megatron.trainer import __main__ as trainer  # type: ignore[no-redef]

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer.config import TrainerConfig, build_parser, config_from
 from deadpool_megatron.trainer.training import TrainingLoop
 from other_systems.keepers import CheckpointKeeper, Keeper

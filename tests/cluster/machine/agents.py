@@ -22,7 +22,7 @@ from deadpool_megatron.layout.records import (
     Source,
     is_due,
 )
-from deadpool_megatron.layout.schemes import Kind as SchemeKind
+from deadpool_megatron.layout.schemes import SchemeKind as SchemeKind
 from tests.cluster.machine.rig import STEP, layout
 
 SLOTS = 2

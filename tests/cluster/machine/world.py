@@ -28,7 +28,7 @@ from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
 )
-from deadpool_megatron.layout.schemes import Kind as SchemeKind
+from deadpool_megatron.layout.schemes import SchemeKind as SchemeKind
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.agents import Agents
 from tests.common.event_schema import check_event

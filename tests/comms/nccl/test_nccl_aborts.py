@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from deadpool_megatron.cluster.link.rendezvous import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, communicators
-from deadpool_megatron.comms.in_flight.epoch import Progress
+from deadpool_megatron.comms.in_flight.attached_epoch import Progress
 from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
 from deadpool_megatron.comms.nccl import NcclFabric
 from deadpool_megatron.hooks.reports import Standstill

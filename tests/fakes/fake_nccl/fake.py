@@ -56,8 +56,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, Store
 
 from deadpool_megatron.comms.gloo import GlooFabric, GlooGroup
+from deadpool_megatron.comms.in_flight.attached_epoch import Epoch
 from deadpool_megatron.comms.in_flight.device_time import DeviceClock
-from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.works import (
     communication_failed,
     is_asynchronous,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout.parity_groups import ParityPlacement
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import fault, recomputed, restart_kinds, run_job, strike
 
@@ -60,7 +60,7 @@ def test_a_damaged_slot_costs_nothing_where_it_is_there_twice(tmp_path: Path) ->
 def test_a_crash_and_a_lost_holder_change_no_bit(tmp_path: Path) -> None:
     """Role 0's process dies with the vault of its node, then the spare with the block of all."""
     nodes, spares = range(LAYOUT.nodes), [LAYOUT.nodes, LAYOUT.nodes + 1]
-    plan = ProtectionPlan(SchemeNumbers(Kind.PARITY, group=4))
+    plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=4))
     domains = {node: str(node) for node in (*nodes, *spares)}
     placed = ParityPlacement({role: role for role in nodes}, domains, spares, plan, 1)
     ((holder,),) = (group.holders for group in placed.groups)

@@ -17,8 +17,8 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.capture import identity as hashing
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,

@@ -17,7 +17,7 @@ from megatron.core.enums import Fp8Recipe
 from torch import Tensor
 
 from deadpool_megatron.hooks import dimensions
-from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.hooks.capture import recompute
+from deadpool_megatron.hooks.capture import step_keeper as recompute
 from deadpool_megatron.hooks.capture.identity import role_layout
-from deadpool_megatron.hooks.capture.recompute import StepKeeper
+from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 from deadpool_megatron.layout.records import UPDATE_PART, Generation, gradients_part
 from deadpool_megatron.platform.devices import CopyHandle, CpuPlatform
 from deadpool_megatron.state.packing import Part

@@ -14,7 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 
 from deadpool_megatron.hooks import dimensions
-from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
 from deadpool_megatron.hooks.dimensions import PeerMismatch

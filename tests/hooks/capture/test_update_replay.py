@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     StepHooks,
@@ -17,7 +17,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     complete_state,
     inner_optimizers,
 )
-from deadpool_megatron.hooks.capture.recompute import StepKeeper
+from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 from deadpool_megatron.hooks.capture.update_replay import (
     InnerUpdate,
     parameters_of,

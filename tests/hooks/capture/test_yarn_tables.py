@@ -11,8 +11,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     YarnRotaryEmbedding,
 )
 
-from deadpool_megatron.hooks.capture import extras
 from deadpool_megatron.hooks.capture import identity as hashing
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.state import extras as codec
 from tests.hooks.capture.plain_loop import captured, plain_loop

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.hooks.capture import extras
+from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer
 from deadpool_megatron.trainer import model, training

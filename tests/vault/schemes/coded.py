@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityGroup, parity_layout
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityGroup, parity_layout
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, extras_part
 from deadpool_megatron.vault.schemes.parity_code import Coder
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, own_name
@@ -64,7 +64,7 @@ class CodedGroup:
             combination.add(i, 0, memoryview(part))
         return bytes(block)
 
-    def members(self, j: int) -> Members:
+    def members(self, j: int) -> BlockMembers:
         """What the vault that computed block ``j`` would have written of it."""
         contributions = {}
         for role in self.group.roles:
@@ -72,7 +72,7 @@ class CodedGroup:
             contributions[role] = {
                 name: (len(part), checksum(memoryview(part))) for name, part in parts.items()
             }
-        return Members(self.group.roles, j, self.parities, contributions)
+        return BlockMembers(self.group.roles, j, self.parities, contributions)
 
     def write(self, directories: Mapping[int, Path], lost: set[int]) -> None:
         """All that is left without the ``lost`` roles' nodes."""

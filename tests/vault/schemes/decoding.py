@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
@@ -74,7 +74,7 @@ class Vaults:
         self.open(chosen)
         return self.adopt()
 
-    def put_block(self, members: Members | None = None, **parts: bytes) -> None:
+    def put_block(self, members: BlockMembers | None = None, **parts: bytes) -> None:
         """Put a block in the place of parity block 0 that differs from it in this."""
         coded, (number, *_) = self.coded, self.coded.group.blocks
         right = {name: coded.parity(0, name) for name in ("shard", "tail")}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -93,7 +93,9 @@ class Making:
             nodes={n: NodeAddress("fake", n, r, n >= len(self.layouts)) for n, r in racks.items()},
             restore=restore,
             replicas=self.parities,
-            protection=ProtectionPlan(SchemeNumbers(schemes.Kind.PARITY, group=len(self.layouts))),
+            protection=ProtectionPlan(
+                SchemeNumbers(schemes.SchemeKind.PARITY, group=len(self.layouts))
+            ),
         )
 
     def adopt(self, record: EpochRecord) -> None:
@@ -125,10 +127,10 @@ class Making:
         assert ledger is not None
         return {*NAMES} <= ledger._acknowledged.get((role, GENERATION, self.holder), set())
 
-    def made_of(self) -> Members:
+    def made_of(self) -> BlockMembers:
         """What the sealed block says of itself."""
         (place,) = self.state.table.find(self.block, GENERATION, MEMBERS)
-        return Members.decode(place.view)
+        return BlockMembers.decode(place.view)
 
     def held_parts(self) -> tuple[set[str], set[str]]:
         """Parts of the block, and those that it says it was made of."""

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
 from deadpool_megatron.layout.records import (
     Generation,
     Restore,
@@ -158,7 +158,7 @@ def test_parity_of_other_bytes_gives_nothing(begin: Begin) -> None:
     ids=["group", "part", "size", "bytes"],
 )
 def test_members_of_another_group_or_of_other_parts_are_given_up(
-    begin: Begin, change: Callable[[Members, tuple[int, int]], Members], why: str
+    begin: Begin, change: Callable[[BlockMembers, tuple[int, int]], BlockMembers], why: str
 ) -> None:
     """Before a byte of the part is written; the block of another node could still give it."""
     vaults = begin(2, 1, {0})
@@ -169,12 +169,12 @@ def test_members_of_another_group_or_of_other_parts_are_given_up(
         vaults.obtain(record, 0)
 
 
-def contributed(told: Members, **parts: tuple[int, int]) -> Members:
+def contributed(told: BlockMembers, **parts: tuple[int, int]) -> BlockMembers:
     """As if these were all that role 0 had contributed."""
     return replace(told, contributions={**told.contributions, 0: parts})
 
 
-def of_other_bytes(told: Members) -> Members:
+def of_other_bytes(told: BlockMembers) -> BlockMembers:
     """As if the block was computed from something else than what role 1 holds now."""
     nbytes, digest = told.contributions[1]["shard"]
     other = {**told.contributions[1], "shard": (nbytes, digest ^ 1)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deadpool_megatron.events import Kind as EventKind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.vault.shm.segment import (
     PartState,
     Segment,
@@ -26,7 +26,7 @@ from tests.vault.harness import (
 from tests.vault.protected import FIRST, flip
 
 LAYOUT = make_layout(0, peers=(0,))
-TWICE = ProtectionPlan(SchemeNumbers(Kind.LOCAL_TWICE))
+TWICE = ProtectionPlan(SchemeNumbers(SchemeKind.LOCAL_TWICE))
 
 
 def doubled(running: Cluster, epoch: int = 1, restore: Restore | None = None) -> EpochRecord:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.schemes import Kind as SchemeKind
-from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from tests.vault.harness import cluster, wait_until
 
 # Vault, coordinator and the member's side of a vault; then an epoch of the plan is opened.

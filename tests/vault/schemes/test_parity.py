@@ -11,7 +11,7 @@ import zfec
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.parity_groups import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -37,7 +37,7 @@ BIG = 6 << 20
 
 
 def with_parity(record: EpochRecord, group: int = 3) -> EpochRecord:
-    scheme = SchemeNumbers(schemes.Kind.PARITY, group=group)
+    scheme = SchemeNumbers(schemes.SchemeKind.PARITY, group=group)
     return replace(record, protection=ProtectionPlan(scheme))
 
 
@@ -71,7 +71,7 @@ def check_blocks(
                 and segment.entry(s, MEMBERS).state is PartState.SEALED
             )
             entry = segment.entry(slot, MEMBERS)
-            members = Members.decode(segment.data(slot, MEMBERS, entry.nbytes))
+            members = BlockMembers.decode(segment.data(slot, MEMBERS, entry.nbytes))
             assert (members.group, members.number) == (group.roles, j)
             for name in ("shard", "tail"):
                 blocks = [

@@ -30,7 +30,7 @@ from deadpool_megatron.layout.replaying import (
     step_parts,
     unpack_sums,
 )
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, SchemeNumbers
+from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault import worker as workers
@@ -71,7 +71,7 @@ def make_layout(slots: int = 2, nbytes: int = 64, covered: bool = False) -> Role
 
 
 def record(every: int = EVERY, **more: Any) -> EpochRecord:
-    plan = ProtectionPlan(SchemeNumbers(Kind.RECOMPUTE, full_every=every))
+    plan = ProtectionPlan(SchemeNumbers(SchemeKind.RECOMPUTE, full_every=every))
     return record_of(1, range(2), protection=plan, **more)
 
 
@@ -144,7 +144,7 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
 
 def test_steps_never_go_into_parity_blocks() -> None:
     """Slots have room for steps whatever the plan is now."""
-    plan, layout = ProtectionPlan(SchemeNumbers(Kind.PARITY, group=2)), make_layout()
+    plan, layout = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=2)), make_layout()
     scheme = scheme_of(record_of(1, range(2), 3, protection=plan), (0,))
     owed = scheme.owed(layout, g(1)).names
     assert {target.block is None: set(names) for target, names in owed.items()} == {
