@@ -112,7 +112,7 @@ def test_a_recovery_does_not_end_an_export_of_a_committed_generation(tmp_path: P
     world.state.standing_epoch, world.state.phase = None, Phase.CLOSING
     world.exports.tick()
     assert not world.tasks, "it waits for the decision"
-    world.state.line.kept = {1: 4, 2: 1 << 62}
+    world.state.lineage.kept = {1: 4, 2: 1 << 62}
     world.state.record.epoch, world.state.standing_epoch, world.state.phase = 2, 2, Phase.RUNNING
     world.exports.tick()
     world.work()
@@ -139,7 +139,7 @@ def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> Non
     world.exports.tick()
     world.taken(4)
     place = world.written()
-    world.state.line.kept = {1: 3, 2: 1 << 62}
+    world.state.lineage.kept = {1: 3, 2: 1 << 62}
     world.state.record.epoch, world.state.standing_epoch = 2, 2
     world.exports.tick()
     assert "gone on from before it" in world.complaint()
@@ -156,7 +156,7 @@ def published_during_a_recovery(world: World, kept: dict[int, int]) -> list[Path
         world.orders()
         world.exports.tick()
         if iteration == 8:  # between the tick that begins to publish and its work
-            world.state.line.kept, world.state.phase = kept, Phase.OPENING
+            world.state.lineage.kept, world.state.phase = kept, Phase.OPENING
         world.work()
         world.state.reached = iteration
     return sorted(world.run.exports.glob("iter_*"))
@@ -183,7 +183,7 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
     world.exports.tick()
     world.finish(4)
     exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
-    world.state.line.valid = (exported,)
+    world.state.lineage.valid = (exported,)
     saved = tmp_path / "saves" / "iter_0000003"
     saved.mkdir(parents=True)
     place = {"temporary": str(saved), "final": str(saved)}

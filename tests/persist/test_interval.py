@@ -44,7 +44,7 @@ def recover(world: World) -> None:
     world.exports.tick()
     closed = world.state.record.epoch
     world.state.record.epoch = closed + 1
-    world.state.line.kept |= {closed: world.state.reached, closed + 1: 1 << 62}
+    world.state.lineage.kept |= {closed: world.state.reached, closed + 1: 1 << 62}
     world.state.phase, world.state.standing_epoch = Phase.RUNNING, world.state.record.epoch
     world.exports.tick()
     world.work()

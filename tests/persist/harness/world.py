@@ -29,7 +29,7 @@ class World:
             record=record,
             standing_epoch=1,
             fleet=SimpleNamespace(nodes={0: None, 1: None}),
-            line=SimpleNamespace(kept={1: 1 << 62}, valid=(), struck=frozenset()),
+            lineage=SimpleNamespace(kept={1: 1 << 62}, valid=(), struck=frozenset()),
             reached=0,
         )
         self.sent: list[tuple[int, str, Mapping[str, Any]]] = []
