@@ -150,7 +150,10 @@ def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> 
     assert "durable" not in kinds, outcome.story()
     if scheme.proof:
         lost = sum(cell.target == "node" for cell in array)
-        assert len(outcome.of_kind(scheme.proof)) >= (lost if scheme.each else 1), outcome.story()
+        # A node that takes the place of the coordinator's may find its slots on this one host.
+        took_over = len(outcome.of_kind("coordinator")) - 1
+        least = lost - took_over if scheme.each else 1
+        assert len(outcome.of_kind(scheme.proof)) >= least > 0, outcome.story()
 
 
 @parametrised(TP2_PP2_DP2, pairwise(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
