@@ -106,6 +106,14 @@ def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
 
 
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Add ``--host`` and ``--interface``, of which one may be given."""
+    address = parser.add_mutually_exclusive_group()
+    address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
+    text = f"or the interface that has it (default: the variable {INTERFACE_VARIABLE})"
+    address.add_argument("--interface", metavar="NAME", help=text)
+
+
 def make_info(
     args: argparse.Namespace, settings: Settings, restore: Mapping[str, Any] | None = None
 ) -> RunInfo:

@@ -275,7 +275,7 @@ class Standstill:
             ]
             self._told = {**self._told, "begun": begun}
             found = None
-            # What the recorder of another version says is no evidence; the beat goes on.
+            # What the recorder of another version says is no evidence; the beat continues.
             with contextlib.suppress(ValueError, AttributeError, RuntimeError):
                 communicators.look()
                 found = communicators.positions()

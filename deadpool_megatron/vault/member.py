@@ -31,7 +31,7 @@ _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 # Agent and vault look every ten seconds whether the names that they need are there.
 _NAMELESS_SECONDS = 30.0
-# Another thread may have connected anew since the wait began; look again this often.
+# Another thread may have connected again since the wait began; look again this often.
 _LOOK_SECONDS = 0.5
 # Sends a message to the vault if it is there.
 Tell = Callable[[Mapping[str, Any]], None]

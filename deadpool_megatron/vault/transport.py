@@ -201,7 +201,7 @@ class TcpTransport(Transport):
 
 def begin_thread(name: str, target: Callable[[], None]) -> None:
     """Run ``target`` in a thread of its own, which does not hold the process. Where the host has
-    none left the vault ends, as by any mistake: its successor goes on with the same slots."""
+    none left the vault ends, as by any mistake: its successor continues with the same slots."""
     threading.Thread(target=target, name=name, daemon=True).start()
 
 

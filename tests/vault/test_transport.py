@@ -81,7 +81,7 @@ def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
 
 
 def test_little_of_a_copy_waits_in_a_socket(pair: tuple[RecordSocket, RecordSocket]) -> None:
-    """What it has taken goes on leaving when training begins to send."""
+    """Bytes that it has taken continue to leave when training begins to send."""
     near, _ = pair
     Channel(near, 5.0, None, "").give_way(0)
     near.setblocking(False)
@@ -106,7 +106,7 @@ ASKED = Source(1, 0), Generation(1, 1)
     ],
 )
 def test_a_malformed_answer_is_as_good_as_none(answer: dict[str, Any]) -> None:
-    """It ends no vault: who asked goes on to the next place."""
+    """It ends no vault: who asked continues with the next place."""
     network = FakeNetwork()
     here, there = network.transport("a", 1, 5.0), network.transport("b", 1, 5.0)
     channel = here.connect(1, "b", 1)

@@ -187,7 +187,7 @@ def request(
         if run.final.exists():
             return _over(run, verb)
         if known is not None and time.monotonic() >= limit:
-            why = f"{known.stage}{f', {known.why}' if known.why else ''}; it goes on"
+            why = f"{known.stage}{f', {known.why}' if known.why else ''}; it continues"
             if verb is Verb.STOP:
                 why = f"the run in {args.run_dir} did not end"
             print(f"deadpool {verb}: not done within {args.wait:g} s: {why}", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import Any
 from deadpool_megatron.cli.common import (
     INTERFACE_VARIABLE,
     CommandError,
+    add_address,
     check_platform,
     host_address,
     interface_address,
@@ -59,13 +60,7 @@ def add_parser(subparsers: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    address = parser.add_mutually_exclusive_group()
-    address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
-    address.add_argument(
-        "--interface",
-        metavar="NAME",
-        help=f"or the network interface that has it (default: the variable {INTERFACE_VARIABLE})",
-    )
+    add_address(parser)
     need = parser.add_mutually_exclusive_group()
     need.add_argument(
         "--plan", type=Path, metavar="FILE", help="memory as 'deadpool plan FILE' says"

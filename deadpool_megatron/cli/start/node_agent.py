@@ -17,6 +17,7 @@ from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli.common import (
     INTERFACE_VARIABLE,
     CommandError,
+    add_address,
     add_size,
     ask_at,
     check_platform,
@@ -112,15 +113,12 @@ def add_parser(subparsers: Any) -> None:
     )
     add_size(agent, required=False)
     agent.add_argument(
-        "--resume", type=Path, metavar="OLD", help="a new run goes on from the newest state of OLD"
+        "--resume",
+        type=Path,
+        metavar="OLD",
+        help="start a new run from the newest state of OLD",
     )
-    address = agent.add_mutually_exclusive_group()
-    address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
-    address.add_argument(
-        "--interface",
-        metavar="NAME",
-        help=f"or the network interface that has it (default: the variable {INTERFACE_VARIABLE})",
-    )
+    add_address(agent)
     agent.add_argument("--domain", default="", help="failure domain (rack) of this node")
     agent.add_argument(
         "--rejoin",

@@ -39,9 +39,9 @@ that is alive is not disturbed, and a slot that it is just overwriting counts as
 
 DIR may be
   a run directory      all of the run's memory on this host, its dumps, its durable checkpoints,
-                       what --resume goes on from, its frozen weights
+                       what --resume continues from, its frozen weights
   /dev/shm/deadpool-*  (or nodeN in it) generations in memory
-  a dump               what vaults wrote when a run ended for want of nodes (RUN/dump/...)
+  a dump               what vaults wrote when a run ended for lack of nodes (RUN/dump/...)
   a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
                        range that it names is there, and the checksums inside match"""
 _EXAMPLES = """\
@@ -152,7 +152,7 @@ def _latest(path: Path, _: Progress) -> Iterator[Finding]:
     if newest.get("kind") in ("durable", "dump") and not Path(str(newest.get("path"))).is_dir():
         reason = f"names {newest.get('path')}, which is not there"
     verdict = Verdict.BAD if reason else Verdict.GOOD
-    yield Finding(path, "what --resume goes on from", 0, verdict, reason)
+    yield Finding(path, "what --resume continues from", 0, verdict, reason)
 
 
 def _trouble_with(path: Path, name: str, without: str) -> str:

@@ -204,7 +204,7 @@ class PretrainProgram(Program):
         """See :class:`Program`: everything up to the call of train()."""
         forget_globals()
         build = Build(self._command_line)
-        # The loop opens the writers: a spare must not, and an adopter goes on in the same files.
+        # The loop opens the writers: a spare must not, and an adopter continues in the same files.
         with acting(build.handlers()), no_writers(), build.progress_kept():
             try:
                 self._pretrain()

@@ -6,7 +6,7 @@ continues behind that, in a file of its own. (The purge step of TensorBoard woul
 "vs samples" of all steps before, too.) What a closed epoch interrupts is not written at all. What a
 killed process had written and not noted is written again, with the same numbers.
 
-W&B: one run for the whole of a training, which a successor goes on with. Its service keeps rows in
+W&B: one run for the whole of a training, which a successor continues. Its service keeps rows in
 memory for a while, and ends with the process whose rows they are: those are missing then.
 
 The run's own records are told of the same numbers, exactly.

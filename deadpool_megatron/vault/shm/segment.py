@@ -374,7 +374,7 @@ class Segment:
             for part in self.layout.parts:
                 entry = self.entry(slot, part.name)
                 if entry.state is PartState.FILLED and entry.checksum:
-                    # If the slot has not just been taken anew, its header is damaged.
+                    # If the slot has not just been taken again, its header is damaged.
                     if self.entry(slot, part.name) == entry:
                         found.damaged.append(part.name)
                 elif entry.state in ready and entry.epoch == epoch and entry.nbytes <= part.nbytes:

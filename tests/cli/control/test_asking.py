@@ -87,7 +87,7 @@ def test_waiting_ends_with_the_outcome(command: Any, arguments: tuple[str, ...],
     assert command(refused, *arguments, "--wait", "60") == (1, said)
     status, said = command(Coordinator(UNDER_WAY), *arguments, "--wait", "0.01")
     assert status == 5
-    assert "not done within 0.01 s: under way, waits for a spare node; it goes on" in said
+    assert "not done within 0.01 s: under way, waits for a spare node; it continues" in said
 
 
 @pytest.mark.parametrize("wait", [(), ("--wait",)])

@@ -335,7 +335,7 @@ def test_another_epoch_begins_no_step() -> None:
 
 
 def on_host(waiting: tuple[str, str, int] | None, *begun: tuple[str, int, int]) -> RoleStatus:
-    """What it waits in; group, collectives, messages."""
+    """The operation that it waits in; group, collectives, messages."""
     entered = None if waiting is None else Entered(*waiting)
     return RoleStatus("step", 7, entered, 50, 11.0, host=tuple(OnHost(*one) for one in begun))
 

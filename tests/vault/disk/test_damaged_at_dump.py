@@ -113,7 +113,7 @@ def test_damage_of_which_there_are_other_bytes_here_is_no_loss(tmp_path: Path) -
 
 @pytest.mark.parametrize("struck", [4, 3])
 def test_where_a_part_is_damaged_what_leads_to_it_is_written(tmp_path: Path, struck: int) -> None:
-    """The planner goes on to count on it; the dump was begun when nobody needed it. So is what
+    """The planner still counts on it; the dump was begun when nobody needed it. So is what
     leads to a damaged base."""
     whole, steps = ("shard", *STEP, "extras@step"), (*STEP, "extras@step")
     held = {2: whole, 3: whole, 4: whole if struck == 4 else steps}
