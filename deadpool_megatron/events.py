@@ -48,7 +48,6 @@ class Kind(StrEnum):
     VAULT_LOST = "vault-lost"
     STACK = "stack"
     HANG = "hang"
-    NCCL_REPORT = "nccl-report"
     EPOCH_CLOSED = "epoch-closed"
     WAITING_FOR_SPARE = "waiting-for-spare"
     EPOCH_DECIDED = "epoch-decided"

@@ -102,9 +102,6 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         ("ended" if failure.planned else "lost", _joined(map(describe_loss, failure.losses))),
         *(("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
     ]
-    if failure.nccl_logs:
-        logs = _joined(f"logs/{log}" for log in failure.nccl_logs)
-        facts.append(("nccl", f"what it said of the job itself: {logs}"))
     if failure.closes > 1:
         facts.append(("again", f"struck {failure.closes} times before the run went on"))
     if failure.generation is not None:
@@ -277,7 +274,6 @@ def _failure_to_dict(failure: Interruption) -> dict[str, Any]:
     return {
         **{name: getattr(failure, name) for name in plain},
         "hangs": [dict(event.data) for event in failure.hangs],
-        "nccl_logs": failure.nccl_logs,
         "stacks": stacks,
         "losses": [describe_loss(loss) for loss in failure.losses],
         "generation": failure.generation,

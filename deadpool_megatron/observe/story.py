@@ -143,7 +143,6 @@ class Interruption:
     stacks: list[Event]
     hangs: list[Event]
     closes: int = 1
-    nccl_logs: list[str] = field(default_factory=list)
     parts: list[MemberPhase] = field(default_factory=list)
     is_decided: bool = False
     opened: Event | None = None
@@ -424,8 +423,6 @@ class Story:
                 failure.generation = _generation(data)
             case Kind.EPOCH_OPENED:
                 failure.opened = failure.opened or event  # a coordinator that took over repeats it
-            case Kind.NCCL_REPORT:
-                failure.nccl_logs.append(str(data["log"]))
             case Kind.PHASE:
                 phase, seconds = event.phase or str(data.get("phase", "")), data.get("seconds", 0.0)
                 began = event.wall_seconds - float(seconds)

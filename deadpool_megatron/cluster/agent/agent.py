@@ -25,7 +25,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.contact import CoordinatorAddress, Fence, StandbyKeeper
-from deadpool_megatron.cluster.agent.evidence import LastStacks, tell_what_nccl_says
+from deadpool_megatron.cluster.agent.evidence import LastStacks
 from deadpool_megatron.cluster.agent.exporter import NodeExports
 from deadpool_megatron.cluster.agent.members import Member, NodeMembers, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.node_check import Examiner
@@ -198,8 +198,6 @@ class Agent:
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
             self._stacks.kill_by_order(message, self._members.by_slot)
-        elif kind == "ask-nccl":  # before the close, which is behind it: then all is aborted
-            self._orders.put_nowait(self._ask_nccl(int(message["epoch"])))
         elif str(kind).startswith("export-"):
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
@@ -308,10 +306,6 @@ class Agent:
         self._store.enter(record.epoch)
         await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
-
-    async def _ask_nccl(self, epoch: int) -> None:
-        if self._settings.communicator == "nccl":
-            await tell_what_nccl_says(self._node, epoch, self._logs, self._link.send)
 
     async def _dump(self, message: dict[str, Any]) -> None:
         which = {"generation": message["generation"], "boundary": message["boundary"]}

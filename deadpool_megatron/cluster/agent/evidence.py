@@ -2,23 +2,12 @@
 
 A member is asked where it stands before it is killed. It answers by writing the Python stacks of
 all its threads to its log, which its agent reads.
-
-NCCL is asked for its own word. From 2.24 on each process that uses it has a thread (RAS) that knows
-what the processes of the job are in, and tells it on a socket of its host. Read in
-``src/ras/client_support.cc`` of 2.24.3, 2.26.2 and 2.28.9: a line ``timeout SECONDS``, for how long
-it waits for other processes, is answered ``OK``; ``verbose status`` is answered with a text and the
-end of the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import re
-import socket
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +16,10 @@ from typing import Any
 from deadpool_megatron.cluster.agent.members import Member
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.logs import LocalLogs, read
+from deadpool_megatron.cluster.process.logs import read
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 
-MOST_NCCL_BYTES = 16 << 10
-_NCCL_SECONDS = 2.0
-_COMMANDS = b"timeout 1\nverbose status\n"
-_ACCEPTED = b"OK\n"
-_VARIABLE, _DEFAULT = "NCCL_RAS_ADDR", "localhost:28028"
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.02
 _MOST_STACK_BYTES = 1 << 18
@@ -162,39 +146,3 @@ def _why_it_cannot(pid: int) -> str:
     if not int(caught.split()[1], 16) & (1 << (posix.ASK_SIGNAL - 1)):
         return "the process does not answer yet: it has just started"
     return ""
-
-
-async def tell_what_nccl_says(node: int, epoch: int, logs: LocalLogs, report: Report) -> None:
-    """Ask NCCL, keep the answer among the logs, and tell where it is. Without an answer nothing is
-    told: NCCL may be older, or its RAS turned off."""
-    try:
-        said = await asyncio.wait_for(asyncio.to_thread(ask_nccl), _NCCL_SECONDS)
-        # Whoever listens there need not be NCCL: nothing of it may play with a terminal.
-        text = "".join(
-            one if one.isprintable() or one in "\n\t" else "?"
-            for one in said.decode(errors="replace")
-        )
-        if text:
-            log = logs.log(f"node{node}-nccl-{epoch}")
-            log.write_text(text)
-            event = Event(Kind.NCCL_REPORT, epoch, node, data={"log": log.name})
-            report({"t": "event", "event": event.to_dict()})
-    except Exception as error:  # evidence for people: it must not cost a node
-        print(f"what NCCL says cannot be told: {error!r}", file=sys.stderr)
-
-
-def ask_nccl() -> bytes:
-    """Return what a process of this host says within a limit, at most so much."""
-    host, _, port = (os.environ.get(_VARIABLE) or _DEFAULT).rpartition(":")
-    said, until = bytearray(), time.monotonic() + 0.9 * _NCCL_SECONDS
-    with contextlib.suppress(OSError, ValueError, OverflowError):
-        address = (host.removeprefix("[").removesuffix("]"), int(port))
-        with socket.create_connection(address, 0.9 * _NCCL_SECONDS) as connection:
-            connection.sendall(_COMMANDS)
-            while room := MOST_NCCL_BYTES - len(said):
-                connection.settimeout(max(0.01, until - time.monotonic()))
-                piece = connection.recv(room)
-                if not piece:
-                    break
-                said += piece
-    return bytes(said.removeprefix(_ACCEPTED))

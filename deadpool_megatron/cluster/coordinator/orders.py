@@ -20,7 +20,6 @@ from deadpool_megatron.wire.forms import write
 _NAMES: Mapping[type[actions.Action], str] = {
     actions.StartMembers: "start",
     actions.KillMember: "kill",
-    actions.AskNccl: "ask-nccl",
     actions.CloseEpoch: "close",
     actions.Pause: "pause",
     actions.Dump: "dump",
@@ -70,7 +69,7 @@ class Orders:
             case actions.Dump(nodes):
                 for node in nodes:
                     self.send(node, _message(order))
-            case actions.AskNccl() | actions.CloseEpoch() | actions.Pause():
+            case actions.CloseEpoch() | actions.Pause():
                 if isinstance(order, actions.CloseEpoch):
                     failpoints.hit("coordinator.close", epoch=order.epoch)
                 self._peers.send_all(_message(order))

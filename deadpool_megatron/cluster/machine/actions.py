@@ -93,14 +93,6 @@ class KillMember(Action):
 
 
 @dataclass(frozen=True)
-class AskNccl(Action):
-    """Send to every agent: it asks NCCL what the job is in, before it closes the epoch that hangs,
-    and tells where the answer is."""
-
-    epoch: int
-
-
-@dataclass(frozen=True)
 class CloseEpoch(Action):
     """Send to every agent; their inventories come back. Happens once for an epoch."""
 

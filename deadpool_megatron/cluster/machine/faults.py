@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.actions import AskNccl, EmitEvent
+from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end
@@ -25,7 +25,6 @@ def roles_hung(core: Core, event: ev.RolesHung) -> None:
         core.refuse("hang verdict", f"epoch {event.epoch} is not open")
         return
     core.emit(Kind.HANG, roles=list(event.roles), **event.table)
-    core.act(AskNccl(event.epoch))
     _close_for(core, event.roles, event.cause, "hang")
 
 

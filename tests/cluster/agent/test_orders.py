@@ -42,24 +42,6 @@ async def test_what_is_closed_is_told_while_a_dump_is_written() -> None:
     assert len(sent) == 1, "that one is behind the record it closes"
 
 
-async def test_nccl_is_asked_before_the_epoch_is_closed() -> None:
-    """The close has the members abort, and then there is nothing left to tell."""
-    done: list[str] = []
-
-    async def note(what: str) -> None:
-        done.append(what)
-
-    agent: Any = object.__new__(Agent)
-    agent._closed, agent._orders = 3, asyncio.Queue()
-    agent._ask_nccl = lambda epoch: note(f"ask {epoch}")
-    agent._close = lambda epoch, cause: note(f"close {epoch}")
-    agent._on_order({"t": "ask-nccl", "epoch": 4})
-    agent._on_order({"t": "close", "epoch": 4, "cause": "nothing moves"})
-    while not agent._orders.empty():
-        await agent._orders.get_nowait()
-    assert done == ["ask 4", "close 4"]
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_what_a_run_leaves_in_memory_stays_though_the_order_to_stop_was_lost(kept: bool) -> None:
     agent: Any = object.__new__(Agent)

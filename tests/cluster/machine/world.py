@@ -96,7 +96,7 @@ class World(Agents):
                 assert epoch not in self.closed
                 self.closed.append(epoch)
                 self._send_all(action)
-            case act.Pause() | act.AskNccl():
+            case act.Pause():
                 self._send_all(action)
             case act.Dump(nodes):
                 for node in set(nodes) & set(self.nodes):
