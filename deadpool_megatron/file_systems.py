@@ -1,5 +1,6 @@
-"""File systems: what one offers, told apart from what fails on one that does; and things that hang
-for as long as one does: a look at it, and the end of a process whose threads wait for it.
+"""File systems: what one offers, told apart from what fails on one that does; files that are never
+seen in part; and things that hang for as long as a file system does: a look at it, and the end of a
+process whose threads wait for it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,6 +21,10 @@ from typing import Any, Generic, TypeVar
 _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LOCKS = (*_NOT_OFFERED, errno.ENOLCK)
 _NO_LINKS = (*_NOT_OFFERED, errno.EPERM)
+# Between two tries for a lock.
+_PAUSE_SECONDS = 0.01
+#: readable by others where the umask lets them, but never theirs to write
+WRITTEN_MODE = 0o644
 T = TypeVar("T")
 #: of names that this user's processes still hold, and that are not there any more
 LIKELY_CLEANERS = (
@@ -64,16 +71,24 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def lock(handle: int, name: Path) -> None:
-    """Lock an open file for this process alone, without waiting. On a file system without locks
-    this says so, and that is all. Raises BlockingIOError while another one has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        text = f"{name}: no locks here ({error.strerror}), goes on without"
-        print(f"deadpool: {text}", file=sys.stderr, flush=True)
+def lock(handle: int, name: Path, limit_seconds: float = 0.0) -> None:
+    """Lock an open file for this process alone. On a file system without locks this says so, and
+    that is all. Raises BlockingIOError when another one has it for longer than the limit."""
+    limit = time.monotonic() + limit_seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= limit:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            text = f"{name}: no locks here ({error.strerror}), goes on without"
+            print(f"deadpool: {text}", file=sys.stderr, flush=True)
+            return
 
 
 @contextlib.contextmanager
@@ -90,6 +105,51 @@ def linking(name: Path) -> Iterator[None]:
         # That of a full disk names none, that of a link two.
         error.filename, error.filename2 = str(name), None
         raise
+
+
+def write_text(
+    path: Path, text: str | bytes, *, lasting: bool = False, mode: int = WRITTEN_MODE
+) -> None:
+    """Replace ``path`` so that a reader sees the old or the new text, never a part, through a name
+    that nobody can have made. ``lasting``: the new one after a power failure, too, which may leave
+    the name on nothing, or on the old one; blocks for the disk."""
+    # Of each call its own: several threads may be at it.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if lasting:
+        sync(path.parent)
+
+
+def write_once(path: Path, content: bytes, mode: int, room_bytes: int = 0) -> bool:
+    """Give ``path`` its content unless it exists; False if it does. Never seen in part, nor with
+    other permissions: written aside and linked to its name. Raises OSError, which names ``path``,
+    also where there is no room for ``room_bytes``.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+    try:
+        with linking(path):
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.ljust(room_bytes))
+                file.flush()
+                os.fsync(file.fileno())
+                file.truncate(len(content))
+            os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
 
 
 class TimedRead(Generic[T]):

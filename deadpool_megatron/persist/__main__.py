@@ -26,7 +26,8 @@ import torch
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process.posix import die_with_parent
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_text
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton

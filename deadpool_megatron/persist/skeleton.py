@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron import ownership
-from deadpool_megatron.cluster.run_directory.directory import write_text
+from deadpool_megatron.file_systems import write_text
 
 # (part, offset in bytes, dtype by name) -> the number there, a tensor without axes
 ReadNumber = Callable[[str, int, str], Tensor]

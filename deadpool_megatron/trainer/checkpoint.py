@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.cluster.run_directory.directory import write_text
+from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hooks.capture.megatron_extras import random_states
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from deadpool_megatron.persist.skeleton import FromExtras, HexFloats, Joined, RandomStates

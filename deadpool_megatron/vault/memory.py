@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import resource
 import time
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from deadpool_megatron import file_systems
 from deadpool_megatron.layout.sizing import NodeNeeds
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 
@@ -104,18 +104,13 @@ class Budget:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(self.directory / _LOCK, flags, 0o600)
         try:
-            limit = time.monotonic() + _LOCK_SECONDS
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if time.monotonic() > limit:
-                        raise VaultError(
-                            f"waited {_LOCK_SECONDS:g} s for {self.directory / _LOCK}: the process"
-                            " that holds it seems to be stopped"
-                        ) from error
-                time.sleep(_PAUSE_SECONDS)
+            try:
+                file_systems.lock(handle, self.directory / _LOCK, _LOCK_SECONDS)
+            except BlockingIOError as error:
+                raise VaultError(
+                    f"waited {_LOCK_SECONDS:g} s for {self.directory / _LOCK}: the process"
+                    " that holds it seems to be stopped"
+                ) from error
             yield
         finally:
             os.close(handle)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import ownership
-from deadpool_megatron.file_systems import linking
+from deadpool_megatron.file_systems import write_once
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireError
 from deadpool_megatron.wire.sealed_records import (
@@ -70,17 +70,7 @@ def load_secret(run_directory: Path) -> bytes:
 
 def create_secret(run_directory: Path) -> None:
     """Write a fresh secret, mode 0600, unless one exists already; nobody ever reads half of it."""
-    temporary = run_directory / f".secret.{os.getpid()}.{secrets.token_hex(4)}"
-    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        with linking(run_directory / "secret"):
-            with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_hex(32).encode())
-            os.link(temporary, run_directory / "secret")
-    except FileExistsError:
-        pass  # another agent of the run was first
-    finally:
-        temporary.unlink()
+    write_once(run_directory / "secret", secrets.token_hex(32).encode(), 0o600)
 
 
 def _checked(secret: bytes, place: str) -> bytes:
@@ -224,7 +214,8 @@ async def connect_stream(
     writer.write(framing.encode(handshake.hello()))
     challenge = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     writer.write(framing.encode(handshake.answer(challenge)))
-    _begin(reader, writer, handshake, "connect", "accept")
+    reader.begin(handshake.direction("accept"))
+    writer.begin(handshake.direction("connect"))
     await writer.drain()
 
 
@@ -254,11 +245,5 @@ async def accept_stream(
     except ConnectionClosed as error:
         raise AuthenticationError("peer left without an answer") from error
     handshake.verify(answer)
-    _begin(reader, writer, handshake, "accept", "connect")
-
-
-def _begin(
-    reader: RecordReader, writer: RecordWriter, handshake: Handshake, ours: str, theirs: str
-) -> None:
-    reader.begin(handshake.direction(theirs))
-    writer.begin(handshake.direction(ours))
+    reader.begin(handshake.direction("connect"))
+    writer.begin(handshake.direction("accept"))

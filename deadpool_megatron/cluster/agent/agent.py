@@ -94,7 +94,6 @@ class Agent:
             )
         address = CoordinatorAddress(
             self._options.run,
-            self._files,
             self._options.fixed_address,
             seen=lambda: None if self._standby is None else self._standby.address,
         )

@@ -12,20 +12,21 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
-from deadpool_megatron.cluster.process.logs import Files
+from deadpool_megatron.cluster.process.logs import read
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
+from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.settings import Settings
 
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LINE_BYTES = 1 << 16
-_READ_SECONDS = 5.0
 _MOST_BYTES = 1 << 16
 Address = tuple[str, int]
 
@@ -213,39 +214,24 @@ class StandbyKeeper:
 
 class CoordinatorAddress:
     """``seen()``: what the standby saw in the journal. Without that the address is read from
-    ``coordinator.json`` through ``files``, so that no run directory that hangs holds the agent up;
+    ``coordinator.json``, by a thread, so that no run directory that hangs holds the agent up;
     ``fixed``: where that is not shared. For the agent's loop.
     """
 
     def __init__(
-        self,
-        run: RunDirectory,
-        files: Files,
-        fixed: Address | None,
-        seen: Callable[[], Address | None],
+        self, run: RunDirectory, fixed: Address | None, seen: Callable[[], Address | None]
     ) -> None:
-        self._path = run.coordinator
-        self._files = files
+        self._text = TimedRead(partial(read, run.coordinator, 0, _MOST_BYTES))
         self._seen = seen
-        self._text, self._told = "", fixed
-        self._reading: asyncio.Task[None] | None = None
+        self._told = fixed
 
     def newest(self) -> Address | None:
         """Returns it, None as long as it is not known; does not block."""
-        seen = self._seen()
-        if seen is not None:
+        if (seen := self._seen()) is not None:
             return seen
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.get_running_loop().create_task(self._read())
+        with contextlib.suppress(TimeoutError):  # the next one finds what is being read
+            self._told = address_in(self._text.look(0.0)) or self._told
         return self._told
-
-    async def _read(self) -> None:
-        try:
-            text = await self._files.read(self._path, _MOST_BYTES, _READ_SECONDS)
-        except TimeoutError:
-            return
-        if text != self._text:
-            self._text, self._told = text, address_in(text) or self._told
 
 
 class Fence:

@@ -36,9 +36,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     still_valid,
     unfinished_export,
     write_json,
-    write_text,
 )
-from deadpool_megatron.file_systems import sync
+from deadpool_megatron.file_systems import sync, write_text
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.settings import Settings

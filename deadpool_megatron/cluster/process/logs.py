@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import mmap
 import os
@@ -20,7 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+
+from deadpool_megatron import file_systems
 
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 1 << 20
@@ -29,7 +29,6 @@ _MOST_BYTES = 16 << 20
 _TRIM_SECONDS = 5.0
 # At the end nobody waits for a file system that hangs.
 _LOCK_SECONDS = 2.0
-_PAUSE_SECONDS = 0.01
 _COPIED, _LOCK = ".copied", ".lock"
 # Of what a process has printed last.
 _TAIL_BYTES = 32768
@@ -49,20 +48,6 @@ def read(path: Path, start: int, nbytes: int) -> str:
             return file.read(nbytes).decode(errors="replace")
     except OSError:
         return ""
-
-
-def replace(path: Path, text: str | None) -> None:
-    """Have a file hold this text, never a part of it, or (None) be gone. Raises OSError."""
-    if text is None:
-        path.unlink(missing_ok=True)
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    # Readable by others where the umask lets them, but never theirs to write: listings of processes
-    # to kill are among these files.
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    temporary.replace(path)
 
 
 def tail(log: Path) -> str:
@@ -160,7 +145,7 @@ class LogCopier:
             grown = [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]
             if grown or over:
                 with open(self._logs / _LOCK, "w") as lock:
-                    _wait_for(lock)
+                    file_systems.lock(lock.fileno(), self._logs / _LOCK, _LOCK_SECONDS)
                     self._copy_all(grown, over)
         except OSError as error:  # what is left stays, for the next time
             return str(error)
@@ -197,7 +182,7 @@ class LogCopier:
 
     def _keep(self, under_way: dict[str, int]) -> None:
         record = {"copied": self._copied, "under_way": under_way}
-        replace(self._logs / _COPIED, json.dumps(record))
+        file_systems.write_text(self._logs / _COPIED, json.dumps(record))
 
     def _copy(self, entry: os.DirEntry[str]) -> None:
         if not self._has_grown(entry):
@@ -224,19 +209,6 @@ class LogCopier:
                 os.close(target)
 
 
-def _wait_for(lock: TextIO) -> None:
-    """Raises OSError when another process has it for longer than copying takes."""
-    limit = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > limit:
-                raise
-            time.sleep(_PAUSE_SECONDS)
-
-
 class Files:
     """A thread that copies what is printed to ``logs`` to ``target``, and does what it is asked for
     in between. What fails is said on standard error. For one loop.
@@ -247,23 +219,6 @@ class Files:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._texts: dict[Path, str | None] = {}  # of several for one path the newest counts
         threading.Thread(target=self._serve, name="dp-files", daemon=True).start()
-
-    async def read(self, path: Path, nbytes: int, limit_seconds: float) -> str:
-        """Return what :func:`read` does. Raises TimeoutError."""
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[str] = loop.create_future()
-
-        def tell(text: str) -> None:
-            if not found.done():
-                found.set_result(text)
-
-        def work() -> None:
-            text = read(path, 0, nbytes)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(tell, text)
-
-        self._work.put(work)
-        return await asyncio.wait_for(found, limit_seconds)
 
     def replace(self, path: Path, text: str | None) -> None:
         """Have a file hold this text, or (None) be gone, as soon as that is possible."""
@@ -311,4 +266,7 @@ class Files:
     def _write(self) -> None:
         while self._texts:
             path, text = self._texts.popitem()
-            replace(path, text)
+            if text is None:
+                path.unlink(missing_ok=True)
+            else:
+                file_systems.write_text(path, text)

@@ -28,7 +28,6 @@ RECENT_HOURS = 72.0
 MOST_LEFT_OUT = 8
 _MOST_KEPT = 1000
 _LOCK_SECONDS = 10.0
-_LOOK_SECONDS = 0.05
 _MOST_EVIDENCE_CHARACTERS = 500
 _LATEST_SECONDS = 1e11  # in some thousand years
 
@@ -152,24 +151,14 @@ def _locked(runs: Path) -> Iterator[None]:
     ownership.check_directory(runs)
     lock = os.open(runs / ".bad-nodes.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
-        _wait_for(lock, bad_nodes_file(runs))
+        try:
+            file_systems.lock(lock, bad_nodes_file(runs), _LOCK_SECONDS)
+        except BlockingIOError as error:  # of a stopped process, or storage that hangs
+            what = f"another run has been writing it for {_LOCK_SECONDS:g} s"
+            raise OSError(errno.ETIMEDOUT, what, str(bad_nodes_file(runs))) from error
         yield
     finally:
         os.close(lock)
-
-
-def _wait_for(lock: int, file: Path) -> None:
-    """Take the lock. Raises OSError when whoever has it keeps it: a stopped process, or storage
-    that hangs."""
-    limit = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            return file_systems.lock(lock, file)
-        except BlockingIOError as error:
-            if time.monotonic() > limit:
-                what = f"another run has been writing it for {_LOCK_SECONDS:g} s"
-                raise OSError(errno.ETIMEDOUT, what, str(file)) from error
-            time.sleep(_LOOK_SECONDS)
 
 
 def _write(runs: Path, bad: Sequence[BadNode]) -> None:

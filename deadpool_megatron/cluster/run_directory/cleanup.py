@@ -32,8 +32,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
     slots_are_kept,
     write_json,
-    write_once,
 )
+from deadpool_megatron.file_systems import write_once
 
 _PREFIX = "deadpool-"
 _OWNER = "owner.json"

@@ -21,7 +21,6 @@ import dataclasses
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 
 import deadpool_megatron
 from deadpool_megatron import ownership
-from deadpool_megatron.file_systems import linking, sync
+from deadpool_megatron.file_systems import WRITTEN_MODE, write_once, write_text
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 
@@ -53,7 +52,7 @@ EXPORT_PREFIX = ".export-"
 SUB_DIRECTORIES = ("journal", "nodes", "logs", "checkpoints", "dump")
 # Others may read what is in a run directory, where the umask lets them, but never write it: what it
 # says is carried out.
-DIRECTORY_MODE, _FILE_MODE = 0o755, 0o644
+DIRECTORY_MODE = 0o755
 # Settings may have addresses with a password in them.
 _RUN_MODE = 0o600
 # So many are remembered: what was saved long before is found by who looks for it.
@@ -305,55 +304,12 @@ def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
 
 
 def write_json(
-    path: Path, values: Mapping[str, Any], *, lasting: bool = False, mode: int = _FILE_MODE
+    path: Path, values: Mapping[str, Any], *, lasting: bool = False, mode: int = WRITTEN_MODE
 ) -> None:
     """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
     the new one after a power failure, too, which may leave the name on nothing, or on the old one;
     blocks for the disk."""
     write_text(path, json.dumps(values, indent=1) + "\n", lasting=lasting, mode=mode)
-
-
-def write_text(
-    path: Path, text: str | bytes, *, lasting: bool = False, mode: int = _FILE_MODE
-) -> None:
-    """Replace ``path`` as :func:`write_json` does, through a name that nobody can have made."""
-    # Of each call its own: several threads may be at it.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
-            if lasting:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if lasting:
-        sync(path.parent)
-
-
-def write_once(path: Path, content: bytes, mode: int, room_bytes: int = 0) -> bool:
-    """Give ``path`` its content unless it exists; False if it does. Never seen in part, nor with
-    other permissions: written aside and linked to its name. Raises OSError, which names ``path``,
-    also where there is no room for ``room_bytes``.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
-    try:
-        with linking(path):
-            with os.fdopen(handle, "wb") as file:
-                file.write(content.ljust(room_bytes))
-                file.flush()
-                os.fsync(file.fileno())
-                file.truncate(len(content))
-            os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
-    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:

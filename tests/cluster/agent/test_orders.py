@@ -19,7 +19,6 @@ from deadpool_megatron.cluster.agent.members import Member, NodeMembers
 from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
-from deadpool_megatron.cluster.process.logs import Files
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
@@ -165,8 +164,7 @@ def test_everything_hangs_and_has_to_be_killed(settings: Settings) -> None:
 async def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     os.mkfifo(run.coordinator)
-    files = Files(tmp_path / "logs", tmp_path / "copied")
-    address = CoordinatorAddress(run, files, None, seen=lambda: None)
+    address = CoordinatorAddress(run, None, seen=lambda: None)
     began = time.monotonic()
     for _ in range(3):
         assert address.newest() is None
@@ -176,15 +174,13 @@ async def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: P
     write_json(run.coordinator, {"host": "here", "port": 7})
     os.close(writer)
     await until(lambda: address.newest() == ("here", 7))
-    await files.close(1.0)
 
 
 async def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     seen: list[tuple[str, int]] = []
     fixed = ("fixed", 1)
-    files = Files(tmp_path / "logs", tmp_path / "copied")
-    address = CoordinatorAddress(run, files, fixed, seen=lambda: seen[-1] if seen else None)
+    address = CoordinatorAddress(run, fixed, seen=lambda: seen[-1] if seen else None)
     assert address.newest() == fixed
     write_json(run.coordinator, {"host": "told", "port": 2})
     await until(lambda: address.newest() == ("told", 2))
@@ -193,7 +189,6 @@ async def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
     assert address.newest() == ("told", 2), "what cannot be read says nothing"
     seen.append(("seen", 3))
     assert address.newest() == ("seen", 3)
-    await files.close(1.0)
 
 
 class Node:

@@ -21,9 +21,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
     write_json,
-    write_once,
 )
 from deadpool_megatron.cluster.run_directory.leftover_slots import take_up
+from deadpool_megatron.file_systems import write_once
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
 
