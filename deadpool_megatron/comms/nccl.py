@@ -45,7 +45,6 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.device_time import (
     CudaClock,
-    DeviceClock,
     Numbers,
     ask_recorder,
     read_positions,
@@ -171,7 +170,7 @@ class NcclFabric(Fabric):
         self._blocks = Blocks(self._is_left_open)
         epoch.progress.stream_waits.clock = self._clock()
 
-    def _clock(self) -> DeviceClock[Any]:
+    def _clock(self) -> CudaClock:
         return CudaClock()
 
     def _is_left_open(self) -> bool:

@@ -384,9 +384,7 @@ def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
     having = Counter(domain for count in counts for domain in count)
 
     def partner(number: int, domain: str) -> tuple[int, int] | None:
-        if having[domain] == len(groups) or all(counts[number][other] for other in having):
-            return None
-        for step in range(1, len(groups)):
+        for step in range(1, len(groups) if having[domain] < len(groups) else 0):
             other = (number + step) % len(groups)
             if counts[other][domain]:
                 continue
@@ -395,22 +393,16 @@ def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
                     return other, place
         return None
 
-    def move(number: int, place: int, node: int) -> None:
-        old, new = domains[groups[number][place]], domains[node]
-        groups[number][place] = node
-        counts[number][old] -= 1
-        having[old] -= not counts[number][old]
-        having[new] += not counts[number][new]
-        counts[number][new] += 1
-
     for number, group in enumerate(groups):
-        for place in range(len(group)):
-            node = group[place]
+        for place, node in enumerate(group):
             if counts[number][domains[node]] > 1 and (found := partner(number, domains[node])):
                 other, theirs = found
-                incoming = groups[other][theirs]
-                move(number, place, incoming)
-                move(other, theirs, node)
+                group[place], groups[other][theirs] = groups[other][theirs], node
+                for of, came, went in ((number, group[place], node), (other, node, group[place])):
+                    counts[of][domains[came]] += 1
+                    counts[of][domains[went]] -= 1
+                having[domains[node]] += 1
+                having[domains[group[place]]] += counts[other][domains[group[place]]] > 0
     return sum(number - 1 for count in counts for number in count.values() if number > 1)
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import (
@@ -348,11 +348,6 @@ class _Shelf:
                     nodes.append(node)
 
 
-class _Chain(NamedTuple):
-    base: Generation
-    steps: tuple[Generation, ...]
-
-
 def _replay(
     layout: RoleLayout,
     shards: Iterable[str],
@@ -377,19 +372,13 @@ def _replay(
         one: {name: found for name in names if (found := places(role, name, one))}
         for one in earlier
     }
-    chains = {_as_chain(chain(held, generation, shard)) for shard in wanted}
-    if len(chains) != 1 or (only := chains.pop()) is None:
+    chains = {tuple(chain(held, generation, shard)) for shard in wanted}
+    if len(chains) != 1 or not (only := chains.pop()):
         return None
-    needed = {
-        only.base: wanted,
-        **{one: [*map(gradients_part, wanted), UPDATE_PART, SUMS_PART] for one in only.steps},
-    }
+    base, *steps = only
+    needed = {base: wanted, **dict.fromkeys(steps, names[len(wanted) :])}
     sources = {one: {name: held[one][name] for name in parts} for one, parts in needed.items()}
-    return Replay(only.base, only.steps, sources)
-
-
-def _as_chain(generations: list[Generation]) -> _Chain | None:
-    return _Chain(generations[0], tuple(generations[1:])) if generations else None
+    return Replay(base, tuple(steps), sources)
 
 
 def _is_on(seat: Seat | None, node: int) -> bool:

@@ -213,27 +213,17 @@ class NodeMemory:
 
 def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, NodeMemory]:
     """Returns what each node has its memory for, while nobody takes over from another one."""
-    reckoning = _reckoned(plan, scene)
+    reckoning = _Reckoning(plan, scene)
     own = reckoning.own
     return {node: NodeMemory(own[node], all - own[node]) for node, all in reckoning.memory.items()}
 
 
 def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
     """Returns node -> bytes of all slots: own, copies, parity blocks."""
-    reckoning = _reckoned(plan, scene)
+    reckoning = _Reckoning(plan, scene)
     if not scene.roomy:
         return dict(reckoning.memory)
-    return reckoning.with_room(_reckoned(plan, _after_a_swap(scene)).most_kept())
-
-
-def _reckoned(plan: ProtectionPlan, scene: Scene) -> _Reckoning:
-    survived = 0 if plan.kind.is_local else scene.survived
-    reckoning = _Reckoning(plan, scene, survived)
-    for role, layout in scene.layouts.items():
-        if role in scene.seats:
-            reckoning.add_role(role, layout)
-    reckoning.add_parity()
-    return reckoning
+    return reckoning.with_room(_Reckoning(plan, _after_a_swap(scene)).most_kept())
 
 
 def _after_a_swap(scene: Scene) -> Scene:
@@ -315,11 +305,11 @@ def node_needs(
 
 
 class _Reckoning:
-    def __init__(self, plan: ProtectionPlan, scene: Scene, survived: int) -> None:
+    def __init__(self, plan: ProtectionPlan, scene: Scene) -> None:
         self._plan = plan
         self._scene = scene
-        self._survived = survived
-        self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, survived)
+        self._survived = 0 if plan.kind.is_local else scene.survived
+        self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, self._survived)
         self._parity = None
         if plan.kind is SchemeKind.PARITY:
             from deadpool_megatron.layout.parity_groups import ParityPlacement
@@ -329,8 +319,12 @@ class _Reckoning:
             )
         self.memory = Counter(dict.fromkeys(scene.domains, 0))
         self.own = Counter[int]()
+        for role, layout in scene.layouts.items():
+            if role in scene.seats:
+                self._add_role(role, layout)
+        self._add_parity()
 
-    def add_role(self, role: int, layout: RoleLayout) -> None:
+    def _add_role(self, role: int, layout: RoleLayout) -> None:
         """The own slots, their second copies, and the copies that other nodes hold."""
         node = self._scene.seats[role]
         own = own_bytes(layout)
@@ -338,35 +332,29 @@ class _Reckoning:
         self.own[node] += own
         if self._plan.kind is SchemeKind.LOCAL_TWICE:
             self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
-        shards = set(layout.shard_parts)
-        copied = [p.name for p in layout.parts if p.name in shards and self._is_copied(role, p)]
+        copied = [] if self._parity is not None else [part.name for part in self._owed(role)]
         full_every = self._plan.scheme.full_every if self._plan.kind is SchemeKind.RECOMPUTE else 0
         kept = kept_bytes(layout, copied, full_every)
         for buddy in self._copies.buddies(role, layout.peers):
             self.memory[buddy] += kept
 
-    def _is_copied(self, role: int, part: PartInfo) -> bool:
-        return not (self._is_coded(role, part) or self._is_covered(role, part))
+    def _owed(self, role: int) -> Iterator[PartInfo]:
+        """The shard parts of a role that peers do not hold anyway."""
+        scene, layout = self._scene, self._scene.layouts[role]
+        for part in layout.parts:
+            if part.name in layout.shard_parts and not is_covered(
+                part.replicas, role, scene.seats, scene.domains, self._survived
+            ):
+                yield part
 
-    def _is_coded(self, role: int, part: PartInfo) -> bool:
-        return self._parity is not None and not self._is_covered(role, part)
-
-    def _is_covered(self, role: int, part: PartInfo) -> bool:
-        scene = self._scene
-        return is_covered(part.replicas, role, scene.seats, scene.domains, self._survived)
-
-    def add_parity(self) -> None:
+    def _add_parity(self) -> None:
         """The blocks of each group: as long as its longest part."""
         groups = () if self._parity is None else self._parity.groups
         for group in groups:
             longest: dict[str, int] = {}
             for role in group.roles:
-                layout = self._scene.layouts.get(role)
-                if layout is None:
-                    continue
-                for part in layout.parts:
-                    if part.name in layout.shard_parts and self._is_coded(role, part):
-                        longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
+                for part in self._owed(role) if role in self._scene.layouts else ():
+                    longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
             if longest:
                 slots = max(self._scene.layouts[r].slots for r in group.roles)
                 for holder in group.holders:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deadpool_megatron.preflight.health import Health
@@ -120,7 +120,7 @@ def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Fla
     """
     if facts is None:
         return []
-    found = problems(facts, needs)
+    found = list(problems(facts, needs))
     # Mostly they are equal, and there may be thousands of nodes.
     differ = facts.versions != agreed.versions
     for name in sorted(agreed.versions.keys() | facts.versions.keys()) if differ else ():
@@ -133,12 +133,8 @@ def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Fla
             )
             found.append(Flaw(standing, text))
     if agreed.has_gpus and facts.gpus < needs.gpus_per_node:
-        found.append(
-            _out(
-                f"{facts.gpus} GPUs, --nproc-per-node is {needs.gpus_per_node}: look at"
-                " nvidia-smi and dmesg there"
-            )
-        )
+        text = f"{facts.gpus} GPUs, --nproc-per-node is {needs.gpus_per_node}"
+        found.append(_out(f"{text}: look at nvidia-smi and dmesg there"))
     return found
 
 
@@ -151,52 +147,39 @@ def judge(facts: Mapping[int, HostFacts | None], needs: Needs) -> dict[int, Judg
     return {node: Judgement.of(judge_one(one, agreed, needs)) for node, one in ordered.items()}
 
 
-def problems(facts: HostFacts, needs: Needs) -> list[Flaw]:
-    """Returns what is wrong with a node by itself, without a look at the others."""
-    found = []
+def problems(facts: HostFacts, needs: Needs) -> Iterator[Flaw]:
+    """Yields what is wrong with a node by itself, without a look at the others."""
     if facts.noted:
-        found.append(_out(facts.noted))
-    if facts.health is Health.OUT:
-        found.append(_out(f"its health command says: {facts.health_text}"))
-    elif facts.health is Health.SPARE_ONLY:
-        found.append(_weak(f"its health command says: {facts.health_text}"))
+        yield _out(facts.noted)
+    if facts.health is not Health.GOOD:
+        kind = _out if facts.health is Health.OUT else _weak
+        yield kind(f"its health command says: {facts.health_text}")
     if not facts.interface_up:
-        found.append(_out(f"interface {facts.interface} of {facts.address} is down"))
+        yield _out(f"interface {facts.interface} of {facts.address} is down")
     if facts.shm_free_bytes < needs.shm_bytes:
-        found.append(
-            _out(
-                f"/dev/shm has {facts.shm_free_bytes / _GB:.1f} GB free,"
-                f" {needs.shm_bytes / _GB:.1f} GB are needed: 'deadpool clean', or enlarge it"
-                " (mount -o remount,size=..., docker --shm-size)"
-            )
+        yield _out(
+            f"/dev/shm has {facts.shm_free_bytes / _GB:.1f} GB free,"
+            f" {needs.shm_bytes / _GB:.1f} GB are needed: 'deadpool clean', or enlarge it"
+            " (mount -o remount,size=..., docker --shm-size)"
         )
     elif facts.shm_bytes <= CONTAINER_SHM_BYTES:
-        found.append(
-            _weak(
-                f"/dev/shm has {facts.shm_bytes >> 20} MiB, as containers get by default:"
-                " enlarge it (docker --shm-size, emptyDir with medium Memory)"
-            )
+        yield _weak(
+            f"/dev/shm has {facts.shm_bytes >> 20} MiB, as containers get by default:"
+            " enlarge it (docker --shm-size, emptyDir with medium Memory)"
         )
     if facts.memory_bytes < needs.shm_bytes:
-        found.append(
-            _out(
-                f"{facts.memory_bytes / _GB:.1f} GB of memory are available, the slots need"
-                f" {needs.shm_bytes / _GB:.1f} GB: end what else runs there"
-            )
+        yield _out(
+            f"{facts.memory_bytes / _GB:.1f} GB of memory are available, the slots need"
+            f" {needs.shm_bytes / _GB:.1f} GB: end what else runs there"
         )
     least = max(needs.shm_bytes, CONTAINER_SHM_BYTES)
     if facts.gpus and facts.memlock_bytes is not None and facts.memlock_bytes < least:
-        found.append(
-            _weak(
-                f"only {facts.memlock_bytes >> 10} KiB may be locked in memory: 'ulimit -l"
-                " unlimited', for Slurm LimitMEMLOCK=infinity of slurmd"
-            )
+        yield _weak(
+            f"only {facts.memlock_bytes >> 10} KiB may be locked in memory: 'ulimit -l"
+            " unlimited', for Slurm LimitMEMLOCK=infinity of slurmd"
         )
     if facts.open_files is not None and facts.open_files < LEAST_OPEN_FILES:
-        found.append(
-            _weak(f"only {facts.open_files} open files: 'ulimit -n {LEAST_OPEN_FILES}' or more")
-        )
-    return found
+        yield _weak(f"only {facts.open_files} open files: 'ulimit -n {LEAST_OPEN_FILES}' or more")
 
 
 def _out(text: str) -> Flaw:

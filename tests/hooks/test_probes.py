@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import pytest
 
 from deadpool_megatron.comms import StreamWaits
-from deadpool_megatron.comms.in_flight.device_time import DeviceClock
+from deadpool_megatron.comms.in_flight.device_time import CudaClock
 from deadpool_megatron.comms.inner import Begun, Position
 from deadpool_megatron.hooks.reports import DeviceMeter, Standstill
 
 
-class ScriptedClock(DeviceClock[float]):
+class ScriptedClock(CudaClock):
     """A device that comes to each mark after ``lag`` more seconds than its stream is long."""
 
     def __init__(self) -> None:

@@ -86,13 +86,13 @@ def test_limits_of_a_node() -> None:
     assert small.standing is WEAK, "a small model fits"
     assert "as containers get by default" in small.text
     locked = dataclasses.replace(FACTS, memlock_bytes=8 << 20)
-    assert problems(locked, needs) == []  # nothing is pinned without a GPU
-    pinned = problems(dataclasses.replace(locked, gpus=8), needs)
+    assert list(problems(locked, needs)) == []  # nothing is pinned without a GPU
+    pinned = list(problems(dataclasses.replace(locked, gpus=8), needs))
     assert [finding.standing for finding in pinned] == [WEAK]
     assert "only 8192 KiB may be locked" in pinned[0].text
     down = dataclasses.replace(FACTS, interface="ib0", interface_up=False, address="10.0.0.1")
-    assert problems(down, Needs(1))[0].text == "interface ib0 of 10.0.0.1 is down"
-    files = problems(dataclasses.replace(FACTS, open_files=256), Needs(1))
+    assert next(problems(down, Needs(1))).text == "interface ib0 of 10.0.0.1 is down"
+    files = list(problems(dataclasses.replace(FACTS, open_files=256), Needs(1)))
     assert [finding.standing for finding in files] == [WEAK]
 
 

@@ -116,10 +116,10 @@ def _fit(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(filled.reshape(target.shape))
 
 
-def _allgather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
+def _gather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
     if isinstance(inputs, torch.Tensor):
         outputs, inputs = [outputs], [inputs]
-    for slots, source in zip(outputs, inputs, strict=False):
+    for slots, source in zip(outputs, inputs, strict=False):  # of a gather none but at the root
         for slot in slots:
             _fit(slot, source)
 
@@ -156,26 +156,11 @@ def _each(action: Callable[..., None]) -> Callable[..., None]:
     return on_lists
 
 
-def _reduce_scatter(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
-    if isinstance(outputs, torch.Tensor):
-        outputs, inputs = [outputs], [inputs]
-    for output, parts in zip(outputs, inputs, strict=True):
-        _fit(output, parts[rank])
-
-
-def _gather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
-    if isinstance(inputs, torch.Tensor):
-        outputs, inputs = [outputs], [inputs]
-    for slots in outputs:  # empty but at the root
-        for slot in slots:
-            _fit(slot, inputs[0])
-
-
 def _scatter(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
     if isinstance(outputs, torch.Tensor):
         outputs, inputs = [outputs], [inputs]
     for output, parts in zip(outputs, inputs, strict=False):
-        if parts:  # empty but at the root
+        if parts:  # of a scatter empty but at the root
             _fit(output, parts[rank])
 
 
@@ -216,13 +201,13 @@ def _sizes(tensor: torch.Tensor, size: int, given: Sequence[int]) -> list[int]:
 
 
 _ACTIONS: dict[str, Callable[..., None]] = {
-    "allgather": _allgather,
+    "allgather": _gather,
     "allgather_coalesced": _allgather_coalesced,
     "all_gather_single": _gather_single,
     "_allgather_base": _gather_single,
     "all_gather_single_coalesced": _each(_gather_single),
     "allgather_into_tensor_coalesced": _each(_gather_single),
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": _scatter,
     "reduce_scatter_single": _scatter_single,
     "_reduce_scatter_base": _scatter_single,
     "reduce_scatter_single_coalesced": _each(_scatter_single),

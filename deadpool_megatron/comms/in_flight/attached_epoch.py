@@ -191,7 +191,7 @@ class Epoch:
             setting = "first_step_seconds" if self.is_patient else "operation_timeout_seconds"
             text += f" (the limit is {flag_name(setting)})"
         if not self.closed:
-            self._report(description, operation, text)
+            self.report(description, operation, text)
             if wait_seconds is None:
                 wait_seconds = self.limits.close_wait_seconds
             self._closed_event.wait(wait_seconds)
@@ -199,37 +199,12 @@ class Epoch:
             raise EpochClosed(self.number, f"{operation} on {description}")
         raise CommunicatorFault(description, operation, text)
 
-    def look(self) -> None:
-        """Report a fault that no thread has run into. Any thread."""
-        found = next((found for one in list(self.fabrics) if (found := one.fault())), None)
-        if found is not None and not self.closed:
-            self._report(*found)
-
-    def _report(self, description: str, operation: str, text: str) -> None:
+    def report(self, description: str, operation: str, text: str) -> None:
+        """Tell of a fault, of the first one in the epoch. Any thread."""
         with self._fault_lock:
             first, self._fault_reported = not self._fault_reported, True
         if first and self._on_fault is not None:
             self._on_fault(description, operation, text)
-
-    def waiting(self) -> tuple[str, str, int] | None:
-        """(group, operation, sequence number) a thread waits in: the main thread first."""
-        waits = dict(self.waits)
-        if not waits:
-            return None
-        work = waits.get(self.main_ident or 0) or next(iter(waits.values()))
-        return work.place, work.operation, work.sequence
-
-    def begun(self) -> dict[str, Begun]:
-        """Return how many operations the host has begun, by group, where devices do not run
-        them."""
-        found = {group.place: group.begun() for group in list(self.groups)}
-        return {place: one for place, one in found.items() if one is not None}
-
-    def positions(self) -> dict[str, Position] | None:
-        """Return how far devices are with the operations of each group; None where there are
-        none."""
-        known = [found for one in list(self.fabrics) if (found := one.positions()) is not None]
-        return {place: one for found in known for place, one in found.items()} if known else None
 
     def finish_in_flight(self) -> None:
         """Wait for every operation that nobody waited for, nor waits for in another thread: what
@@ -291,22 +266,32 @@ class Observed:
         Collectives and messages of a group are numbered separately, from 1 in each epoch: among
         the ranks of a group, the one with the lowest number keeps the others waiting.
         """
-        return None if (epoch := self._newest) is None else epoch.waiting()
+        waits = {} if (epoch := self._newest) is None else dict(epoch.waits)
+        if not waits:
+            return None
+        work = waits.get(threading.main_thread().ident or 0) or next(iter(waits.values()))
+        return work.place, work.operation, work.sequence
 
     def positions(self) -> Mapping[str, Position] | None:
         """Return how far the device is with the operations of each group; None where waits hold the
         host, and :meth:`waiting_for` says it. Not often.
         """
-        return None if (epoch := self._newest) is None else epoch.positions()
+        fabrics = [] if (epoch := self._newest) is None else list(epoch.fabrics)
+        known = [found for one in fabrics if (found := one.positions()) is not None]
+        return {place: one for found in known for place, one in found.items()} if known else None
 
     def look(self) -> None:
         """Report a fault that no thread has run into, once for an epoch."""
         if (epoch := self._current) is not None:
-            epoch.look()
+            for fabric in list(epoch.fabrics):
+                if (found := fabric.fault()) is not None and not epoch.closed:
+                    epoch.report(*found)
 
     def begun(self) -> Mapping[str, Begun]:
-        """Return how many operations the host has begun in each group in which it waits."""
-        return {} if (epoch := self._newest) is None else epoch.begun()
+        """Return how many operations the host has begun, by group, where devices do not run
+        them."""
+        groups = [] if (epoch := self._newest) is None else list(epoch.groups)
+        return {one.place: found for one in groups if (found := one.begun()) is not None}
 
     def progress(self) -> int:
         """Number of finished operations of this process."""

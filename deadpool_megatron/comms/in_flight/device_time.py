@@ -21,9 +21,8 @@ more.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,28 +33,7 @@ MOST_WAITS = 1 << 16
 Numbers = tuple[int, int | None, int]
 _NUMBERS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
 
-_Mark = TypeVar("_Mark")
 _Answer = TypeVar("_Answer")
-
-
-class DeviceClock(ABC, Generic[_Mark]):
-    """The time of a device: marks are places in the stream of the calling thread. Any thread."""
-
-    @abstractmethod
-    def mark(self) -> _Mark:
-        """Return where the stream is now; costs microseconds and never blocks."""
-
-    @abstractmethod
-    def is_passed(self, mark: _Mark) -> bool:
-        """Return whether the device has come to it. Never blocks."""
-
-    @abstractmethod
-    def seconds(self, earlier: _Mark, later: _Mark) -> float:
-        """Between two marks that are passed."""
-
-    @abstractmethod
-    def forget(self, mark: _Mark) -> None:
-        """It is not used any more; its memory may be that of another one."""
 
 
 class StreamWaits:
@@ -65,7 +43,7 @@ class StreamWaits:
     """
 
     def __init__(self) -> None:
-        self.clock: DeviceClock[Any] | None = None
+        self.clock: CudaClock | None = None
         self._is_open = False
         self._waits: list[tuple[Any, Any]] = []
         self._whole: tuple[Any, Any] | None = None
@@ -156,15 +134,16 @@ def _numbers(status: Mapping[str, str]) -> Numbers:
     return max(0, enqueued), None if started < 0 else started, max(0, completed)
 
 
-class CudaClock(DeviceClock[torch.cuda.Event]):
-    """The clock of a GPU: marks are events with a time, used again and again. Any thread. Has
-    never run on a GPU.
+class CudaClock:
+    """The clock of a GPU: marks are places in the stream of the calling thread, events with a time
+    that are used again and again. Any thread. Has never run on a GPU.
     """
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event:
+        """Return where the stream is now; costs microseconds and never blocks."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -173,10 +152,13 @@ class CudaClock(DeviceClock[torch.cuda.Event]):
         return event
 
     def is_passed(self, mark: torch.cuda.Event) -> bool:
+        """Return whether the device has come to it. Never blocks."""
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """Between two marks that are passed."""
         return float(earlier.elapsed_time(later)) / 1000
 
     def forget(self, mark: torch.cuda.Event) -> None:
+        """It is not used any more; its memory may be that of another one."""
         self._free.append(mark)

@@ -57,7 +57,7 @@ from torch._C._distributed_c10d import ErrorType, Store
 
 from deadpool_megatron.comms.gloo import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.attached_epoch import Epoch
-from deadpool_megatron.comms.in_flight.device_time import DeviceClock
+from deadpool_megatron.comms.in_flight.device_time import CudaClock
 from deadpool_megatron.comms.in_flight.works import (
     communication_failed,
     is_asynchronous,
@@ -177,21 +177,21 @@ class FakeMark:
     after: Sequence[FakeWork]
 
 
-class FakeClock(DeviceClock[FakeMark]):
+class FakeClock(CudaClock):
     """A stream comes to a mark when the operations are over that were ordered before it."""
 
-    def mark(self) -> FakeMark:
+    def mark(self) -> Any:
         works = [one for one in order.after_current_thread() if isinstance(one, FakeWork)]
         return FakeMark(monotonic(), works)
 
-    def is_passed(self, mark: FakeMark) -> bool:
+    def is_passed(self, mark: Any) -> bool:
         order.settle([])
         return all(operation.is_over() for operation in mark.after)
 
-    def seconds(self, earlier: FakeMark, later: FakeMark) -> float:
+    def seconds(self, earlier: Any, later: Any) -> float:
         return _passed_at(later) - _passed_at(earlier)
 
-    def forget(self, mark: FakeMark) -> None:
+    def forget(self, mark: Any) -> None:
         """Nothing is used again."""
 
 
