@@ -160,6 +160,7 @@ def metrics(
 def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
     pace, newest, saved = story.step_seconds(RECENT_STEPS), story.steps.newest(1), story.durable
     since, at, goodput = story.started_at, story.last_step_at, story.account.goodput(now)
+    text = "Part of the time of nodes with roles in which they trained on."
     known: list[tuple[str, str, float | None]] = [
         ("coordinator_term", "Term of the coordinator.", story.term),
         ("exit_status", "Exit status of the run that has ended.", story.exit_status),
@@ -167,11 +168,7 @@ def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
         ("epoch", "The newest epoch.", story.epoch),
         ("start_timestamp_seconds", "When the run was started, the last time.", since),
         ("last_step_timestamp_seconds", "When the newest iteration was finished.", at),
-        (
-            "goodput_ratio",
-            "Part of the time of nodes with roles in which they trained on.",
-            goodput,
-        ),
+        ("goodput_ratio", text, goodput),
         *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
     ]
@@ -192,14 +189,8 @@ def _counters(story: Story) -> Iterator[Metric]:
     counted = {kind: len(found) for kind, found in sorted(story.recovered.items())}
     yield _by("Counter", "recoveries", "Recoveries by kind of failure.", "kind", counted)
     yield seconds
-    phases = dict(sorted(story.phase_seconds.items()))
-    yield _by(
-        "Counter",
-        "recovery_phase_seconds",
-        "Seconds of recoveries by phase.",
-        "phase",
-        phases,
-    )
+    phases, text = dict(sorted(story.phase_seconds.items())), "Seconds of recoveries by phase."
+    yield _by("Counter", "recovery_phase_seconds", text, "phase", phases)
     text = "Iterations computed again."
     yield _counter("steps_recomputed", text, story.steps_recomputed)
     text = "Seconds of all roles at the commit gate."

@@ -13,19 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's colours: told apart by people with any kind of colour vision.
-_COLOURS = {
-    "detect": "#D55E00",
-    "close": "#E69F00",
-    "decide": "#F0E442",
-    "adopt": "#CC79A7",
-    "rebuild": "#0072B2",
-    "restore": "#009E73",
-    "sync": "#44803F",
-    "verify": "#7A6FAC",
-    "reprotect": "#8FD6C1",
-    "replay": "#56B4E9",
-    "abandoned": "#555555",
-}
+_SHADES = """
+#D55E00 #E69F00 #F0E442 #CC79A7 #0072B2 #009E73 #44803F #7A6FAC #8FD6C1 #56B4E9 #555555
+"""
+_COLOURS = dict(zip(PHASES, _SHADES.split(), strict=True))
 _OTHER = "#999999"
 _CALM, _STRUCK, _ALARM = "#B8C4CE", "#0B5394", "#C0392B"
 

@@ -79,25 +79,18 @@ def read_result(directory: Path) -> RunResult:
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} cannot be read: {error}") from error
     try:
-        return _from_dict(directory, values)
+        return RunResult(
+            directory=directory,
+            exit_status=int(values["exit_status"]),
+            reason=str(values.get("reason", "")),
+            world_size=int(values["world_size"]),
+            iterations=int(values["iterations"]),
+            roles={int(role): _role(facts) for role, facts in values["roles"].items()},
+            story=read_story(directory, hashes=True),
+            resumed_after=_resumed_after(directory),
+        )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ResultError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _from_dict(directory: Path, values: Mapping[str, Any]) -> RunResult:
-    return RunResult(
-        directory=directory,
-        exit_status=int(values["exit_status"]),
-        reason=str(values.get("reason", "")),
-        world_size=int(values["world_size"]),
-        iterations=int(values["iterations"]),
-        roles={
-            int(role): RoleResult(str(facts["sha256"]), _optional_int(facts.get("samples")))
-            for role, facts in values["roles"].items()
-        },
-        story=read_story(directory, hashes=True),
-        resumed_after=_resumed_after(directory),
-    )
 
 
 def _resumed_after(directory: Path) -> int:
@@ -108,5 +101,6 @@ def _resumed_after(directory: Path) -> int:
     return int(restore["generation"][1]) if restore else 0
 
 
-def _optional_int(value: object) -> int | None:
-    return None if value is None else int(str(value))
+def _role(facts: Mapping[str, Any]) -> RoleResult:
+    samples = facts.get("samples")
+    return RoleResult(str(facts["sha256"]), None if samples is None else int(samples))

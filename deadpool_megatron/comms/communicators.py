@@ -370,12 +370,6 @@ class Communicators(Observed):
         return None if epoch is None else epoch.number
 
     @property
-    def unfinished_works(self) -> int:
-        """Started operations that nobody has waited for yet."""
-        epoch = self._current
-        return 0 if epoch is None else len(epoch.in_flight)
-
-    @property
     def reaping(self) -> int:
         """Old epochs whose sockets and threads are not freed yet."""
         return self._reaper.pending

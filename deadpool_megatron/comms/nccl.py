@@ -241,11 +241,7 @@ class NcclFabric(Fabric):
         plain: Any = ProcessGroup(store, spec.rank, spec.size)
         plain._set_default_backend(ProcessGroup.BackendType.NCCL)
         plain.bound_device_id = spec.device
-        plain._register_backend(
-            torch.device("cuda"),
-            ProcessGroup.BackendType.NCCL,
-            backend,
-        )
+        plain._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, backend)
         if hasattr(ProcessGroup, "_set_sequence_number_for_group"):  # torch 2.15 counts from zero
             backend._set_sequence_number_for_group()
         plain._set_group_name(spec.name)

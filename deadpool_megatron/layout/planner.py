@@ -203,13 +203,9 @@ class _Shelf:
 
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
-        self._layouts: dict[int, RoleLayout] = {}
-        unknown = {role for role in range(query.world_size) if role not in query.layouts}
+        unknown = set(range(query.world_size)) - query.layouts.keys()
         found = usual_layouts(unknown, query.inventories.values())
-        for role in range(query.world_size):
-            layout = query.layouts.get(role) or found.get(role)
-            if layout is not None:
-                self._layouts[role] = layout
+        self._layouts: dict[int, RoleLayout] = {**found, **query.layouts}
         # Generation, part, role -> nodes. One key of all three would be hashed a million times.
         self._holders: dict[Generation, dict[str, dict[int, list[int]]]] = {}
         for node, inventory in query.inventories.items():

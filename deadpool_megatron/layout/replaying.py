@@ -47,11 +47,7 @@ def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) 
         for shard, info in gradients.items()
     ]
     own = (role,)
-    return [
-        *found,
-        PartInfo(UPDATE_PART, update_bytes, own),
-        PartInfo(SUMS_PART, SUMS_BYTES, own),
-    ]
+    return [*found, PartInfo(UPDATE_PART, update_bytes, own), PartInfo(SUMS_PART, SUMS_BYTES, own)]
 
 
 def pack_sums(sums: Mapping[str, tuple[int, int]]) -> bytes:

@@ -173,18 +173,14 @@ def refusal(
             f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
             f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
         )
-    needed, is_new = _nodes_needed(kind, blocks), present is None or scheme != present.scheme
-    if is_new and live_nodes < needed:
+    # The blocks of a group of two roles lie on as many nodes; a copy beside the own node.
+    needed = blocks + (2 if kind is SchemeKind.PARITY else 1)
+    if (present is None or scheme != present.scheme) and live_nodes < needed:
         return (
             f"{scheme_in_words(scheme)} that survives {blocks} lost nodes needs at least {needed}"
             f" nodes, there are {live_nodes}: attach {needed - live_nodes} more"
         )
     return ""
-
-
-def _nodes_needed(kind: SchemeKind, survived: int) -> int:
-    """The blocks of a group of two roles lie on as many nodes; a copy beside the own node."""
-    return survived + (2 if kind is SchemeKind.PARITY else 1)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def in_short(roles: Sequence[int]) -> str:
     at = 0
     while at < len(roles):
         run = _run_at(roles, at)
-        parts.append(_run_in_short(run))
+        step = f":{run.step}" if run.step > 1 else ""
+        parts.append(f"{run[0]}-{run[-1]}{step}" if len(run) > 1 else str(run.start))
         at += len(run)
     return ",".join(parts)
 
@@ -65,12 +66,6 @@ def _run_at(roles: Sequence[int], at: int) -> range:
     if end - at + 1 < _SHORTEST_RUN:
         return range(first, first + 1)
     return range(first, roles[end] + 1, step)
-
-
-def _run_in_short(run: range) -> str:
-    if len(run) == 1:
-        return str(run.start)
-    return f"{run[0]}-{run[-1]}" + (f":{run.step}" if run.step > 1 else "")
 
 
 def _read_run(text: str) -> range:

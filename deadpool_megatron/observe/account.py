@@ -18,9 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron import ownership
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.events import DAMAGE, Event, Kind, event_files, parse_line
+from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind
 
 # What lies between the close and a decision, and is neither, is a wait where it is longer.
 _LONGEST_DECISION_SECONDS = 1.0
@@ -117,7 +116,9 @@ class Account:
             case Kind.STEP:
                 self._step(at, event.iteration or 0)
             case Kind.SEGMENT:
-                self._end_segment(at, event)
+                # What lies between the last step and this, but for some microseconds.
+                is_save = event.data.get("boundary") == "save"
+                self._settle(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
             case Kind.EPOCH_CLOSED:
                 self._close(at, str(event.data.get("kind", "")))
             case Kind.EPOCH_DECIDED:
@@ -176,12 +177,6 @@ class Account:
         # Where it was not, its coordinator was lost, and nobody will tell it.
         self.is_replaying = False
         self._settle(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
-
-    def _end_segment(self, at: float, event: Event) -> None:
-        """Count what lies between the last step and this as the segment, but for some
-        microseconds."""
-        is_save = event.data.get("boundary") == "save"
-        self._settle(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
 
     def _close(self, at: float, kind: str) -> None:
         if self.closed_at:  # another failure before the last one was over
@@ -270,10 +265,6 @@ class LiveAccount:
     def _read(self, events: Path) -> None:
         whole = Account()
         with contextlib.suppress(OSError):
-            for path in event_files(events):
-                with open(ownership.open_regular(path), "rb") as lines:
-                    for line in lines:
-                        with contextlib.suppress(*DAMAGE):
-                            whole.take(parse_line(line))
+            EventTail(events).feed(whole.take)
             with self._changing:
                 self._account, self._unread = whole, None

@@ -76,8 +76,28 @@ def tell(event: Event) -> Line | None:
             return Line(str(data["text"]), "yellow")
         case Kind.LOG if data.get("level") != "info":  # those are for the report of the run
             return Line(str(data.get("text")))
+        case Kind.PROTECTION:
+            return Line(f"protection: {describe_protection(event)}", "yellow")
+        case Kind.GATE_WAIT if not data.get("over"):
+            waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
+            return Line(f"{waited} since {float(data['seconds']):.0f} s", "yellow")
+        case Kind.CORRUPTION:
+            return Line(f"damaged bytes found and not used: {dict(data)}", "bold red")
+        case Kind.DECODED:
+            text = f"{data.get('part')} of role {event.role} computed from parity"
+            return Line(f"{text} in {float(data['seconds']):.2f} s", "green")
+        case Kind.REPLAYED:
+            again = f"recomputed over {data.get('steps')} updates"
+            seconds = f"in {float(data['seconds']):.2f} s"
+            return Line(f"role {event.role}: state {again} {seconds}", "yellow")
+        case Kind.REHEARSED if not data.get("matched"):
+            found = f"an update of role {event.role}, computed again, gave other bytes"
+            why = f"({data.get('difference')}): whole copies instead of gradients"
+            return Line(f"{found} {why}", "bold red")
+        case Kind.STALE_DIVERGENCE:
+            return Line("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red")
         case _:
-            return _of_protection(event)
+            return None
 
 
 def count(number: object, noun: str) -> str:
@@ -220,33 +240,6 @@ ADVICE: Mapping[str, Advice] = {
     FailureKind.COORDINATOR: Advice("the new one found the epoch closed"),
     FailureKind.RESTART: Advice("no process of the run was left"),
 }
-
-
-def _of_protection(event: Event) -> Line | None:
-    data = event.data
-    match event.kind:
-        case Kind.PROTECTION:
-            return Line(f"protection: {describe_protection(event)}", "yellow")
-        case Kind.GATE_WAIT if not data.get("over"):
-            waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
-            return Line(f"{waited} since {float(data['seconds']):.0f} s", "yellow")
-        case Kind.CORRUPTION:
-            return Line(f"damaged bytes found and not used: {dict(data)}", "bold red")
-        case Kind.DECODED:
-            text = f"{data.get('part')} of role {event.role} computed from parity"
-            return Line(f"{text} in {float(data['seconds']):.2f} s", "green")
-        case Kind.REPLAYED:
-            again = f"recomputed over {data.get('steps')} updates"
-            seconds = f"in {float(data['seconds']):.2f} s"
-            return Line(f"role {event.role}: state {again} {seconds}", "yellow")
-        case Kind.REHEARSED if not data.get("matched"):
-            found = f"an update of role {event.role}, computed again, gave other bytes"
-            why = f"({data.get('difference')}): whole copies instead of gradients"
-            return Line(f"{found} {why}", "bold red")
-        case Kind.STALE_DIVERGENCE:
-            return Line("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red")
-        case _:
-            return None
 
 
 def _seat(value: object) -> str:

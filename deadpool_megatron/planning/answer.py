@@ -97,7 +97,12 @@ def assess(plan: Plan) -> Assessment:
     _check_layout(plan)
     _check_scheme(plan)
     if plan.protection.scheme == "mixed":
-        plan = _settled(plan)
+        cluster, scene = plan.cluster, scene_of(plan)
+        free = int((cluster.host_memory_gb - cluster.host_memory_reserved_gb) * GIGA)
+        scheme = choose(scene, dict.fromkeys(scene.domains, free)).plan.scheme
+        changes = {"parity_group": scheme.group} if scheme.kind is SchemeKind.PARITY else {}
+        protection = dataclasses.replace(plan.protection, scheme=str(scheme.kind), **changes)
+        plan = dataclasses.replace(plan, protection=protection)
     placement = traffic.place(plan)
     _check_domains(plan, placement)
     loads = traffic.node_loads(plan, placement)
@@ -105,14 +110,6 @@ def assess(plan: Plan) -> Assessment:
     _check_window(plan, times)
     _check_memory(plan, loads)
     return Assessment(plan, placement, loads, times)
-
-
-def _settled(plan: Plan) -> Plan:
-    scene, free = scene_of(plan), plan.cluster.host_memory_gb - plan.cluster.host_memory_reserved_gb
-    scheme = choose(scene, dict.fromkeys(scene.domains, int(free * GIGA))).plan.scheme
-    changes = {"parity_group": scheme.group} if scheme.kind is SchemeKind.PARITY else {}
-    protection = dataclasses.replace(plan.protection, scheme=str(scheme.kind), **changes)
-    return dataclasses.replace(plan, protection=protection)
 
 
 def _check_layout(plan: Plan) -> None:

@@ -42,9 +42,7 @@ class Shape:
     hidden: int
     vocab: int
     attention: int
-    attention_bias: int
     mlp: int
-    mlp_bias: int
     norm: int
     router: int
     experts: int
@@ -63,10 +61,8 @@ class Shape:
             layers=model.layers,
             hidden=hidden,
             vocab=model.vocab or 0,
-            attention=hidden * (2 * hidden + 2 * keys),
-            attention_bias=hidden + 2 * keys if model.biases else 0,
-            mlp=hidden * (width + ffn),
-            mlp_bias=width if model.biases else 0,
+            attention=hidden * (2 * hidden + 2 * keys) + (hidden + 2 * keys) * model.biases,
+            mlp=hidden * (width + ffn) + width * model.biases,
             norm=hidden if model.rmsnorm else 2 * hidden,
             router=hidden * model.experts,
             experts=model.experts,
@@ -81,22 +77,18 @@ def total_parameters(model: Model) -> int:
     if shape is None:
         return model.parameters or 0
     tables = (2 if model.untied else 1) * shape.vocab + shape.positions
-    layer = shape.attention + shape.attention_bias + shape.row_bias + 2 * shape.norm + shape.router
-    mlp = max(1, shape.experts) * _expert(shape)
+    layer = shape.attention + shape.row_bias + 2 * shape.norm + shape.router
+    mlp = max(1, shape.experts) * (shape.mlp + shape.row_bias)
     return shape.layers * (layer + mlp) + tables * shape.hidden + shape.norm
 
 
 def active_parameters(model: Model) -> int:
     """Those that one token goes through: what the 6·N·tokens rule counts."""
     shape = Shape.of(model)
-    if shape is None or not shape.experts:
+    if shape is None:
         return total_parameters(model)
-    idle = shape.experts - model.experts_per_token
-    return total_parameters(model) - shape.layers * idle * _expert(shape)
-
-
-def _expert(shape: Shape) -> int:
-    return shape.mlp + shape.mlp_bias + shape.row_bias
+    idle = shape.layers * max(0, shape.experts - model.experts_per_token)
+    return total_parameters(model) - idle * (shape.mlp + shape.row_bias)
 
 
 @dataclass(frozen=True)
@@ -117,9 +109,8 @@ def stage_parameters(model: Model, parallel: Parallel) -> list[StageParameters]:
         return [StageParameters((whole - expert) / (tp * pp), expert / (etp * pp * ep))] * pp
     multiple = _VOCAB_MULTIPLE * tp
     table = -(-shape.vocab // multiple) * multiple * shape.hidden / tp
-    split = shape.attention + shape.attention_bias
-    dense = split / tp + shape.row_bias + 2 * shape.norm + shape.router
-    mlp = (shape.mlp + shape.mlp_bias) / (etp if shape.experts else tp) + shape.row_bias
+    dense = shape.attention / tp + shape.row_bias + 2 * shape.norm + shape.router
+    mlp = shape.mlp / (etp if shape.experts else tp) + shape.row_bias
     expert = shape.experts / ep * mlp
     if not shape.experts:
         dense += mlp

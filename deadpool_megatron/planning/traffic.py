@@ -103,11 +103,6 @@ class NodeLoad:
         """Shared memory for slots of every kind."""
         return self.own_slots_bytes + self.copies_bytes
 
-    @property
-    def ship_bytes(self) -> int:
-        """Return what the node's links are busy with: they work in both directions at once."""
-        return max(self.out_bytes_per_step, self.in_bytes_per_step)
-
 
 def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     """Of every node, for a generation that is protected (with recompute: whole). Of spares it is
@@ -181,7 +176,8 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
     shard = max(role.shard_bytes for role in placement.roles.values())
     forward_backward = step * cluster.forward_backward_fraction
     link = cluster.nic_gb_s * GIGA
-    shipped = max(load.ship_bytes for load in loads.values())
+    # Links work in both directions at once.
+    shipped = max(max(one.out_bytes_per_step, one.in_bytes_per_step) for one in loads.values())
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     window = forward_backward + more_steps * step
     copy = shard / (cluster.pcie_gb_s * GIGA)

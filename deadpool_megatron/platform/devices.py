@@ -71,17 +71,17 @@ class Platform(ABC):
         it only whether a copy has ended: its device is then that of the calling thread."""
         return _nothing
 
-    @abstractmethod
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         """Page-lock writable host memory so that :meth:`side_copy` into it is asynchronous.
 
         Takes seconds per 10 GB: call it at start, never while recovering. Raises RuntimeError when
         the driver refuses, ValueError for memory that is read-only or scattered.
         """
+        host_range(memory)
 
-    @abstractmethod
     def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         """Undo :meth:`register_host_memory` for exactly the same memory."""
+        host_range(memory)
 
     @abstractmethod
     def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
@@ -231,23 +231,6 @@ class _ThreadCopy(CopyHandle):
         self.finished.set()
 
 
-class _Copier:
-    """The thread that copies. Started by the first copy; a forked child starts its own."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_ThreadCopy] = queue.SimpleQueue()
-        self._owner_pid = -1
-
-    def submit(self, copy: _ThreadCopy) -> None:
-        if self._owner_pid != os.getpid():
-            self._queue = queue.SimpleQueue()
-            self._owner_pid = os.getpid()
-            threading.Thread(
-                target=_serve, args=(self._queue,), name="deadpool-copier", daemon=True
-            ).start()
-        self._queue.put(copy)
-
-
 def _serve(copies: queue.SimpleQueue[_ThreadCopy]) -> None:
     while True:
         copies.get().run()
@@ -260,16 +243,16 @@ class CpuPlatform(Platform):
     is_cuda = False
 
     def __init__(self) -> None:
-        self._copier = _Copier()
+        self._queue: queue.SimpleQueue[_ThreadCopy] = queue.SimpleQueue()
+        self._owner_pid = -1
 
     def install(self) -> None:
         stand_ins.install()
 
     def synchronize(self, deadline_seconds: float) -> None:
         # Work on the CPU is finished when its call returns; only the copier runs beside it.
-        marker = _ThreadCopy([], [])
         started = time.monotonic()
-        self._copier.submit(marker)
+        marker = self._submit(_ThreadCopy([], []))
         if not marker.wait(deadline_seconds):
             waited = time.monotonic() - started
             raise TimeoutError(f"copier thread still busy after {waited:.1f} s")
@@ -277,16 +260,19 @@ class CpuPlatform(Platform):
     def catch_up(self, timeout_seconds: float) -> bool:
         return True
 
-    def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
-        host_range(memory)
-
-    def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
-        host_range(memory)
-
     def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
         check_pairs(dst, src)
-        copy = _ThreadCopy(list(dst), list(src))
-        self._copier.submit(copy)
+        return self._submit(_ThreadCopy(list(dst), list(src)))
+
+    def _submit(self, copy: _ThreadCopy) -> _ThreadCopy:
+        """Have the copier thread do it: the first copy starts it, in a forked child once more."""
+        if self._owner_pid != os.getpid():
+            self._queue = queue.SimpleQueue()
+            self._owner_pid = os.getpid()
+            threading.Thread(
+                target=_serve, args=(self._queue,), name="deadpool-copier", daemon=True
+            ).start()
+        self._queue.put(copy)
         return copy
 
 

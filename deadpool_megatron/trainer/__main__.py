@@ -58,21 +58,16 @@ def main(argv: Sequence[str]) -> int:
     """Play a role, or wait as a spare, until the run is over."""
     world_size = os.environ.get("DEADPOOL_WORLD_SIZE")
     config = parse_args(argv, None if world_size is None else int(world_size))
-    refusal = saves_refusal(config.save, os.environ)
-    if refusal:
-        print(f"trainer: {refusal}", file=sys.stderr, flush=True)
-        return 2
-    if "DEADPOOL_AGENT_FD" not in os.environ:
-        print(
-            "trainer: no agent watches this process: start it with deadpool run, or"
-            " deadpool_megatron.trainer.plain without protection",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 2
-    torch.set_num_threads(1)
-    select_platform().install()
     try:
+        if refusal := saves_refusal(config.save, os.environ):
+            raise BadArgumentsError(refusal)
+        if "DEADPOOL_AGENT_FD" not in os.environ:
+            raise BadArgumentsError(
+                "no agent watches this process: start it with deadpool run, or"
+                " deadpool_megatron.trainer.plain without protection"
+            )
+        torch.set_num_threads(1)
+        select_platform().install()
         Session.join().run(GptProgram(config))
     except BadArgumentsError as error:
         print(f"trainer: {error}", file=sys.stderr, flush=True)

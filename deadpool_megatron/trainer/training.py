@@ -42,6 +42,7 @@ from deadpool_megatron.trainer.model import (
 # The last part of a text, one of so many, is kept for validation.
 _VALIDATION_PARTS = 20
 _DEFAULT_BYTES = 8 << 20
+_COUNTERS = ["iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_iterations"]
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
 Batch = dict[str, torch.Tensor]
@@ -82,12 +83,7 @@ class TrainingLoop(SteppedLoop):
         self.model_chunks = build_model(config)
         self.optimizer: Any = build_optimizer(config, self.model_chunks)
         self.scheduler: Any = build_scheduler(config, self.optimizer)
-        self.counters: dict[str, int] = {
-            "iteration": 0,
-            "consumed_train_samples": 0,
-            "consumed_valid_samples": 0,
-            "skipped_iterations": 0,
-        }
+        self.counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self.log_sums: dict[str, float] = {"loss": 0.0, "iterations": 0.0, "skipped": 0.0}
         self._log_started = time.monotonic()
         self._microbatch = 0

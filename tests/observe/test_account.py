@@ -233,7 +233,7 @@ def test_a_directory_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(account_module, "event_files", lambda *_: goes_on.wait() and [])
+    monkeypatch.setattr(account_module.EventTail, "poll", lambda _: goes_on.wait() and [])
     live = LiveAccount(tmp_path / "events.jsonl", 2)
     live.finish(0.01)
     assert live.to_dict() == NOTHING

@@ -6,12 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from deadpool_megatron.cli.common import (
-    CommandError,
-    RunNotReachable,
-    add_run_directory,
-    ask,
-)
+from deadpool_megatron.cli.common import CommandError, RunNotReachable, add_run_directory, ask
 from deadpool_megatron.cli.control.asking import final_line
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal.user_requests import Request
@@ -69,13 +64,18 @@ def run(args: argparse.Namespace) -> int:
 def _lines(status: dict[str, Any]) -> list[str]:
     if status["phase"] == "over":
         return [final_line(status)]
+    term, rpo = status["coordinator"], status["rpo"]
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
+    beside = "" if term["node"] is None else f", beside node {term['node']}"
+    seconds = rpo["most_lost_seconds"]
+    about = "" if seconds is None else f", about {seconds:.3g} s"
+    wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
     lines = [
         f"epoch {status['epoch']}, {status['phase']}{waits}; iteration {status['iteration']};"
         f" {status['recoveries']} recoveries; spares: {status['spares'] or 'none'}",
-        _coordinator_line(status["coordinator"]),
+        f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}",
         f"  protection: {status['protection'] or 'not yet decided'}",
-        _rpo_line(status["rpo"]),
+        f"  RPO: at most {count(rpo['most_lost'], 'iteration')}{about}{wanted}",
     ]
     for role, known in status["roles"].items():
         node, slot, incarnation = known["seat"]
@@ -132,15 +132,3 @@ def _export_lines(export: dict[str, Any]) -> list[str]:
         how = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
         lines.append(f"  the last one, of iteration {last['iteration']}, {how}")
     return lines
-
-
-def _coordinator_line(term: dict[str, Any]) -> str:
-    beside = "" if term["node"] is None else f", beside node {term['node']}"
-    return f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}"
-
-
-def _rpo_line(known: dict[str, Any]) -> str:
-    seconds = known["most_lost_seconds"]
-    about = "" if seconds is None else f", about {seconds:.3g} s"
-    wanted = f"; becomes {known['wanted']}" if known["wanted"] else ""
-    return f"  RPO: at most {count(known['most_lost'], 'iteration')}{about}{wanted}"

@@ -17,14 +17,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from deadpool_megatron.cli.common import (
-    ignore_notices,
-    local_address,
-    refusing_system_errors,
-)
+from deadpool_megatron.cli.common import ignore_notices, local_address, refusing_system_errors
 from deadpool_megatron.cli.start.scripts import preload_modules
 from deadpool_megatron.cli.start.serving import AgentPlace, serve
 from deadpool_megatron.cluster.failures import ExitStatus
@@ -62,41 +58,35 @@ _TOGETHER_SECONDS = 1.0
 _FENCE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """``refill``: how many dead nodes are followed by a new spare node; ``say``: one line to the
+@dataclass(eq=False)
+class Launcher:
+    """One run on this host. Use :meth:`run` once; ``trouble`` is why it failed, if it was not for
+    a reason that the coordinator has written down.
+
+    ``refills``: how many dead nodes are followed by a new spare node; ``say``: one line to the
     user; ``look``: called several times a second, to show progress. ``numbers``: of the nodes to
     start with. ``gpus``: what they share out; none leaves all of them with what this process sees.
     """
 
-    run: RunDirectory
+    directory: RunDirectory
     info: RunInfo
     port: int
     modules: tuple[str, ...]
-    refill: int
+    refills: int
     say: Callable[[str], None]
     look: Callable[[], object]
     numbers: tuple[int, ...]
     gpus: tuple[str, ...] = ()
+    trouble: str = field(default="", init=False)
 
-
-class Launcher:
-    """One run on this host. Use :meth:`run` once; ``trouble`` is why it failed, if it was not for
-    a reason that the coordinator has written down.
-    """
-
-    def __init__(self, options: LaunchOptions) -> None:
-        self._options = options
-        self._run = options.run
-        self._info = options.info
+    def __post_init__(self) -> None:
         self._agents: dict[int, int] = {}  # node -> pid
         self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
         self._server: ForkServer | None = None
         # node -> which share of the GPUs it has
-        self._shares = {node: share for share, node in enumerate(sorted(options.numbers))}
+        self._shares = {node: share for share, node in enumerate(sorted(self.numbers))}
         self._appointed: set[int] = set()
-        self._next_node = max(options.numbers) + 1
-        self._refills = options.refill
+        self._next_node = max(self.numbers) + 1
         self._unfilled = 0  # dead nodes that no new one has followed yet
         self._signals = 0
         self._discards = False  # what is in memory, when stopped
@@ -108,15 +98,13 @@ class Launcher:
         self._fallen: dict[int, float] = {}  # node -> when its agent had ended, not long ago
         self._shortage = ""
         self._status: int = ExitStatus.FAILED
-        self.trouble = ""
-        self.run_id = self._info.run_id
 
     def run(self) -> int:
         """From the first process to the last; returns the exit status of the run.
 
         Raises CommandError for what is wrong with the environment; nothing is left running then.
         """
-        self._address = local_address(self._info.settings.interface)
+        self._address = local_address(self.info.settings.interface)
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -125,12 +113,12 @@ class Launcher:
         }
         try:
             with refusing_system_errors():
-                self._run.create(self._info)
-                auth.create_secret(self._run.path)
-                self._held = claim_segments(self._run, self._info.run_id)
+                self.directory.create(self.info)
+                auth.create_secret(self.directory.path)
+                self._held = claim_segments(self.directory, self.info.run_id)
             ignore_notices()
-            self._server = preload_modules(self._info.settings, self._options.modules)
-            for node in sorted(self._options.numbers, reverse=True):
+            self._server = preload_modules(self.info.settings, self.modules)
+            for node in sorted(self.numbers, reverse=True):
                 if not self._signals:
                     self._start_agent(node)
             self._supervise()
@@ -144,7 +132,7 @@ class Launcher:
 
     def _start_agent(self, node: int) -> None:
         # Two standbys of a host cannot have the same port: the one that is first in order has it.
-        port = self._options.port if node == max(self._options.numbers) else 0
+        port = self.port if node == max(self.numbers) else 0
         self._shares.setdefault(node, self._free_share())
         sys.stdout.flush()
         sys.stderr.flush()
@@ -158,7 +146,7 @@ class Launcher:
         else:
             if pid == 0:
                 kept = (theirs,) if server is None else (theirs, server.connection.fileno())
-                log = self._run.log(f"node{node}-agent")
+                log = self.directory.log(f"node{node}-agent")
                 _become_agent(lambda: self._serve(node, port, theirs, server), kept, log)
         finally:
             os.close(theirs)
@@ -170,19 +158,19 @@ class Launcher:
 
     def _serve(self, node: int, standby_port: int, line: int, server: ForkServer | None) -> int:
         """In the forked child: be the agent of ``node``; returns its exit status."""
-        if gpus := self._options.gpus:
-            size = self._info.nproc_per_node
+        if gpus := self.gpus:
+            size = self.info.nproc_per_node
             os.environ[VISIBLE] = share_of(gpus, self._shares[node], size)
         return serve(
-            self._run,
-            self._info,
+            self.directory,
+            self.info,
             AgentPlace(node, self._address, ""),
             server,
-            self._options.modules,
-            auth.load_secret(self._run.path),
+            self.modules,
+            auth.load_secret(self.directory.path),
             standby_port=standby_port,
             launcher_fd=line,
-            siblings=frozenset(self._options.numbers),
+            siblings=frozenset(self.numbers),
         )
 
     def _free_share(self) -> int:
@@ -215,15 +203,15 @@ class Launcher:
                 look_at = time.monotonic() + _LOOK_SECONDS
                 if orphans is not None:
                     orphans.reap()
-                self._options.look()
-                coordinators = coordinator_processes(self._run)
-                if not coordinators and self._run.has_final():
+                self.look()
+                coordinators = coordinator_processes(self.directory)
+                if not coordinators and self.directory.has_final():
                     return
                 for pid in set(coordinators) - self._stopped if self._signals else ():
                     self._stopped.add(pid)
                     posix.kill(pid, signal.SIGTERM if self._discards else signal.SIGINT)
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
-                self._options.say("the run does not end by itself: killing it")
+                self.say("the run does not end by itself: killing it")
                 return
             self._wait()
 
@@ -242,7 +230,7 @@ class Launcher:
             if found
         }
         if ended:
-            self._options.look()
+            self.look()
         for node in ended:
             del self._agents[node]
             self._hang_up(node)
@@ -253,23 +241,23 @@ class Launcher:
         until = time.monotonic() - _TOGETHER_SECONDS
         for node in [n for n, at in self._fallen.items() if self._agents and at < until]:
             del self._fallen[node]
-            self._clean(node, keep_slots=slots_are_kept(self._run))
-        if not (ended or self._unfilled) or self._run.has_final() or self._stop_deadline:
+            self._clean(node, keep_slots=slots_are_kept(self.directory))
+        if not (ended or self._unfilled) or self.directory.has_final() or self._stop_deadline:
             return
         codes = [os.waitstatus_to_exitcode(status) for status in ended.values()]
         if ExitStatus.BAD_INPUT in codes and not self._has_begun():
             self._status, self.trouble = ExitStatus.BAD_INPUT, self._words_of(max(ended))
             return
         for node, status in ended.items():
-            self._options.say(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
-        self._unfilled = min(self._unfilled + len(ended), self._refills)
+            self.say(f"node {node}: agent {ProcessEnd.from_wait_status(status)}")
+        self._unfilled = min(self._unfilled + len(ended), self.refills)
         if not self._fallen or not self._agents:  # a spare takes up what it finds on its host
             self._refill()
         self._appoint()
 
     def _clean(self, node: int, *, keep_slots: bool) -> None:
         with self._saying_what_fails(f"what node {node} has left"):
-            clean_node(self._run, self._info.run_id, node, keep_slots=keep_slots)
+            clean_node(self.directory, self.info.run_id, node, keep_slots=keep_slots)
 
     def _refill(self) -> None:
         """Start what is due. A host that is short of processes has its new spare later."""
@@ -279,29 +267,29 @@ class Launcher:
             except OSError as error:
                 if self._shortage != str(error):
                     self._shortage = str(error)
-                    self._options.say(f"no new spare yet: {error}")
+                    self.say(f"no new spare yet: {error}")
                 return
-            self._options.say(f"node {self._next_node} starts as a new spare")
+            self.say(f"node {self._next_node} starts as a new spare")
             self._next_node += 1
-            self._refills -= 1
+            self.refills -= 1
             self._unfilled -= 1
 
     def _note_trouble(self) -> None:
         """Note what no coordinator can notice: that no node came up, or that none is left."""
-        if self._stop_deadline or self._run.has_final():
+        if self._stop_deadline or self.directory.has_final():
             return
         if self._newest_epoch() != 0:
             self.trouble = "no node is left"
             with contextlib.suppress(OSError, ValueError):
-                for newest in filter(is_there, read_valid(self._run.latest)[:1]):
+                for newest in filter(is_there, read_valid(self.directory.latest)[:1]):
                     self.trouble += f"; the newest checkpoint is {newest.path}"
             return
-        line = self._words_of(min(self._options.numbers))
+        line = self._words_of(min(self.numbers))
         self.trouble = f"no node came up: {line}" if line else "no node came up"
 
     def _words_of(self, node: int) -> str:
         """Return in its own words why an agent waits, or has ended; else its log's last line."""
-        log = self._run.log(f"node{node}-agent")
+        log = self.directory.log(f"node{node}-agent")
         said = [line for line in tail(log).splitlines() if line.startswith("agent of node ")]
         return said[-1] if said else last_line(log)
 
@@ -309,12 +297,12 @@ class Launcher:
         """Return whether an epoch was decided; where the journal does not say, it may have been
         once there was a coordinator."""
         epoch = self._newest_epoch()
-        return self._run.coordinator.exists() if epoch is None else epoch > 0
+        return self.directory.coordinator.exists() if epoch is None else epoch > 0
 
     def _newest_epoch(self) -> int | None:
         """0 where none was decided, None when the journal does not say."""
         try:
-            journal = Journal(self._run.journal)
+            journal = Journal(self.directory.journal)
             return max(journal.numbers("epoch"), default=0)
         except JournalError:
             return None
@@ -323,10 +311,10 @@ class Launcher:
         if self.trouble:
             return self._status
         try:
-            final = self._run.read_final()
+            final = self.directory.read_final()
         except RunDirectoryError:
             return ExitStatus.STOPPED if self._signals else ExitStatus.FAILED
-        self._options.look()
+        self.look()
         return int(final["exit_status"])
 
     # ProcessEnd.
@@ -338,7 +326,7 @@ class Launcher:
         del frame
         self._signals += 1
         self._discards = number == signal.SIGTERM
-        settings = self._info.settings
+        settings = self.info.settings
         now = time.monotonic()
         self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
         if self._signals > 1 and not self._agents and not self._ending:
@@ -349,7 +337,7 @@ class Launcher:
         continued from."""
         self._ending = True
         self._stop_deadline = time.monotonic()  # from here on nothing is started again
-        if self._run.has_final() and self._signals < 2:
+        if self.directory.has_final() and self._signals < 2:
             self._wait_for_agents(_LEAVE_SECONDS)
         for node in list(self._lines):
             self._hang_up(node)
@@ -361,14 +349,14 @@ class Launcher:
         self._agents.clear()
         if self._server is not None:
             self._server.end()
-        run_id = self._info.run_id
+        run_id = self.info.run_id
         kept = self._keeps_slots() and any(
             any(node.glob("*.seg")) for node in node_directories(run_id)
         )
-        if self._run.has_final() and self._signals < 2:
+        if self.directory.has_final() and self._signals < 2:
             self._wait_for_others(_FENCE_SECONDS)
         with self._saying_what_fails("what the run has left"):
-            clean_run(self._run, run_id, keep_slots=kept)
+            clean_run(self.directory, run_id, keep_slots=kept)
         if self._held >= 0:
             os.close(self._held)
 
@@ -378,7 +366,7 @@ class Launcher:
         try:
             yield
         except OSError as error:
-            self._options.say(f"{what} was not removed as a whole: {error}")
+            self.say(f"{what} was not removed as a whole: {error}")
 
     def _hang_up(self, node: int) -> None:
         """Close the line to an agent, which ends when it lives."""
@@ -389,16 +377,16 @@ class Launcher:
         """Return whether they stay: the result says so, or there is none and nobody had it removed:
         then only starting it has failed, perhaps not for the first time. Told to remove it before
         it has decided anything, it leaves what was there before it."""
-        if self._run.has_final():
-            return slots_are_kept(self._run)
+        if self.directory.has_final():
+            return slots_are_kept(self.directory)
         epoch = self._newest_epoch()
         if self._discards:
-            return epoch is not None and 0 < epoch <= self._info.ended_epoch
+            return epoch is not None and 0 < epoch <= self.info.ended_epoch
         return epoch != 0
 
     def _wait_for_others(self, deadline_seconds: float) -> None:
         """Agents that came to the run by a command of their own are told that it is over, too."""
-        run, run_id = self._run, self._info.run_id
+        run, run_id = self.directory, self.info.run_id
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < limit and len(vault_processes(run, run_id)) < len(
             run_processes(run, run_id)

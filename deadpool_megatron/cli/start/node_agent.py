@@ -43,21 +43,13 @@ from deadpool_megatron.cli.start.resuming import (
     resume_point,
     write_what_is_left,
 )
-from deadpool_megatron.cli.start.scripts import (
-    DEFAULT_PRELOAD,
-    preload_modules,
-    waits_for_forks,
-)
+from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, preload_modules, waits_for_forks
 from deadpool_megatron.cli.start.serving import AgentPlace, serve
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
-from deadpool_megatron.cluster.run_directory.directory import (
-    RunDirectory,
-    RunInfo,
-    slots_are_kept,
-)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, slots_are_kept
 from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
@@ -113,10 +105,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_size(agent, required=False)
     agent.add_argument(
-        "--resume",
-        type=Path,
-        metavar="OLD",
-        help="start a new run from the newest state of OLD",
+        "--resume", type=Path, metavar="OLD", help="start a new run from the newest state of OLD"
     )
     add_address(agent)
     agent.add_argument("--domain", default="", help="failure domain (rack) of this node")

@@ -11,10 +11,7 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
-from deadpool_megatron.cluster.coordinator.durable import (
-    export_directory,
-    remove_unfinished,
-)
+from deadpool_megatron.cluster.coordinator.durable import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import (

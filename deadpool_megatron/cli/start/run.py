@@ -21,7 +21,7 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cli.start import checks, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
-from deadpool_megatron.cli.start.launch import Launcher, LaunchOptions
+from deadpool_megatron.cli.start.launch import Launcher
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         follower.close()
         os.close(lock)
-        if held := kept_memory(directory, launcher.run_id):
+        if held := kept_memory(directory, launcher.info.run_id):
             print(f"deadpool run: {held}", file=sys.stderr)
     return status
 
@@ -148,26 +148,23 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
     gpus = gpus_to_share(info, len(numbers), os.environ)
     lock = hold(directory)
+    display = Display(quiet=args.quiet)
+    follower = Follower(directory, display)
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
-    display = Display(quiet=args.quiet)
-    if restart is not None:
+    else:
         display.line(begin(directory, restart))
-    follower = Follower(directory, display)
-    if restart is not None:
         follower.skip()
     launcher = Launcher(
-        LaunchOptions(
-            run=directory,
-            info=info,
-            port=args.port,
-            modules=modules,
-            refill=args.refill,
-            say=display.line,
-            look=follower.look,
-            numbers=numbers,
-            gpus=gpus,
-        )
+        directory=directory,
+        info=info,
+        port=args.port,
+        modules=modules,
+        refills=args.refill,
+        say=display.line,
+        look=follower.look,
+        numbers=numbers,
+        gpus=gpus,
     )
     return launcher, follower, lock
 

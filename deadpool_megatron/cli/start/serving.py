@@ -72,7 +72,8 @@ def serve(
             node = _attach(run, info, fixed)
         standby: tuple[str, ...] = ()
         if standby_port is not None:
-            standby = _standby_command(run, place.host, node, standby_port)
+            standby = ("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path))
+            standby += ("--node-id", str(node), "--host", place.host, "--port", str(standby_port))
         options = AgentOptions(
             node=node,
             run=run,
@@ -108,13 +109,6 @@ def serve(
     if ended == 0:  # else what agents that died have left may complete what was dumped
         remove_unclaimed(info.run_id)
     return ended
-
-
-def _standby_command(run: RunDirectory, host: str, node: int, port: int) -> tuple[str, ...]:
-    return (
-        *("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path)),
-        *("--node-id", str(node), "--host", host, "--port", str(port)),
-    )
 
 
 def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from deadpool_megatron.comms.in_flight.works import CompletedWork, tensors_in
 from deadpool_megatron.comms.inner import EpochClosed, GroupSpec, InnerGroup
@@ -54,10 +55,7 @@ class DetachedGroup(InnerGroup):
         self._backend = DetachedBackend("nccl" if spec.device.type == "cuda" else "gloo")
 
     def forward(
-        self,
-        operation: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work:
         action = _ACTIONS.get(operation)
         with torch.no_grad():
@@ -86,12 +84,7 @@ class ClosedGroup(InnerGroup):
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
 
-    def forward(
-        self,
-        operation: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> NoReturn:
+    def forward(self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
         raise EpochClosed(self._epoch, operation)
 
     def backend(self) -> NoReturn:
@@ -104,7 +97,7 @@ class ClosedGroup(InnerGroup):
         raise EpochClosed(self._epoch, "monitored_barrier")
 
 
-def _fit(target: torch.Tensor, source: torch.Tensor) -> None:
+def _fit(target: Tensor, source: Tensor) -> None:
     """Copy as much of ``source`` as there is room for; zeros elsewhere."""
     if target.shape == source.shape:
         target.copy_(source)
@@ -117,7 +110,7 @@ def _fit(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _gather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
-    if isinstance(inputs, torch.Tensor):
+    if isinstance(inputs, Tensor):
         outputs, inputs = [outputs], [inputs]
     for slots, source in zip(outputs, inputs, strict=False):  # of a gather none but at the root
         for slot in slots:
@@ -131,19 +124,11 @@ def _allgather_coalesced(rank: int, size: int, lists: Any, inputs: Any, *_: Any)
             _fit(slot, source)
 
 
-def _gather_single(
-    rank: int,  # noqa: ARG001
-    size: int,
-    output: torch.Tensor,
-    source: torch.Tensor,
-    *_: Any,
-) -> None:
+def _gather_single(rank: int, size: int, output: Tensor, source: Tensor, *_: Any) -> None:  # noqa: ARG001
     _fit(output, source.reshape(-1).repeat(size))
 
 
-def _scatter_single(
-    rank: int, size: int, output: torch.Tensor, source: torch.Tensor, *_: Any
-) -> None:
+def _scatter_single(rank: int, size: int, output: Tensor, source: Tensor, *_: Any) -> None:
     chunk = source.numel() // size
     _fit(output, source.reshape(-1)[rank * chunk : (rank + 1) * chunk])
 
@@ -157,14 +142,14 @@ def _each(action: Callable[..., None]) -> Callable[..., None]:
 
 
 def _scatter(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
-    if isinstance(outputs, torch.Tensor):
+    if isinstance(outputs, Tensor):
         outputs, inputs = [outputs], [inputs]
     for output, parts in zip(outputs, inputs, strict=False):
         if parts:  # of a scatter empty but at the root
             _fit(output, parts[rank])
 
 
-def _receive(rank: int, size: int, tensors: Sequence[torch.Tensor], *_: Any) -> None:  # noqa: ARG001
+def _receive(rank: int, size: int, tensors: Sequence[Tensor], *_: Any) -> None:  # noqa: ARG001
     for tensor in tensors:
         tensor.zero_()
 
@@ -184,8 +169,8 @@ def _all_to_all(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> Non
 def _all_to_all_single(
     rank: int,
     size: int,
-    output: torch.Tensor,
-    source: torch.Tensor,
+    output: Tensor,
+    source: Tensor,
     output_sizes: Sequence[int] = (),
     input_sizes: Sequence[int] = (),
     *_: Any,
@@ -196,7 +181,7 @@ def _all_to_all_single(
         _fit(part, sent[rank])
 
 
-def _sizes(tensor: torch.Tensor, size: int, given: Sequence[int]) -> list[int]:
+def _sizes(tensor: Tensor, size: int, given: Sequence[int]) -> list[int]:
     return list(given) or [tensor.shape[0] // size] * size
 
 

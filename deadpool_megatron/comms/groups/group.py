@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -267,25 +268,18 @@ class Installation:
         )
         self._undo.append(_unregister_backend)
         init = self._wrap_init(_c10d.init_process_group)
-        self._replace(_c10d, "init_process_group", init)
-        self._replace(_dist, "init_process_group", init)
-        self._replace(_c10d, "_new_group_with_tag", self._wrap_new_group(_c10d._new_group_with_tag))
-        split = _wrap_split(_c10d.split_group)
+        self._replace("init_process_group", init, _c10d, _dist)
+        self._replace("_new_group_with_tag", self._wrap_new_group(_c10d._new_group_with_tag), _c10d)
         # DeviceMesh has a copy.
-        for module in (_c10d, _dist, device_mesh):
-            self._replace(module, "split_group", split)
-        batch = _wrap_batch(_c10d.batch_isend_irecv)
-        self._replace(_c10d, "batch_isend_irecv", batch)
-        self._replace(_dist, "batch_isend_irecv", batch)
-        self._replace(_c10d, "_set_pg_timeout", _wrap_set_timeout(_c10d._set_pg_timeout))
+        self._replace("split_group", _wrap_split(_c10d.split_group), _c10d, _dist, device_mesh)
+        self._replace("batch_isend_irecv", _wrap_batch(_c10d.batch_isend_irecv), _c10d, _dist)
+        self._replace("_set_pg_timeout", _wrap_set_timeout(_c10d._set_pg_timeout), _c10d)
         if not hasattr(torch._C, "_nccl_version"):
             # For a group named "nccl" c10d's error logger asks for NCCL's version, and a torch
             # without NCCL then replaces the error by an AttributeError.
-            self._replace(torch.cuda.nccl, "version", lambda: (0, 0, 0))
+            self._replace("version", lambda: (0, 0, 0), torch.cuda.nccl)
         for name, outcome in _DETACHED_OBJECTS.items():
-            wrapped = _wrap_objects(getattr(_c10d, name), outcome)
-            self._replace(_c10d, name, wrapped)
-            self._replace(_dist, name, wrapped)
+            self._replace(name, _wrap_objects(getattr(_c10d, name), outcome), _c10d, _dist)
 
     def remove(self) -> None:
         """Put everything back; groups that exist stay usable."""
@@ -310,10 +304,10 @@ class Installation:
             raise RuntimeError(f"group {description or ranks} was not created before in this order")
         return _c10d.GroupMember.NON_GROUP_MEMBER if entry.group is None else entry.group
 
-    def _replace(self, module: Any, name: str, value: Any) -> None:
-        old = getattr(module, name)
-        self._undo.append(lambda: setattr(module, name, old))
-        setattr(module, name, value)
+    def _replace(self, name: str, value: Any, *modules: Any) -> None:
+        for module in modules:
+            self._undo.append(partial(setattr, module, name, getattr(module, name)))
+            setattr(module, name, value)
 
     def _create(self, given: Any, options: Any) -> ReconfigurableGroup:
         """The creator that c10d calls; ``global_ranks_in_group`` is empty for WORLD."""

@@ -103,10 +103,7 @@ class WaiterPool:
         self._busy: set[Waiter] = set()
 
     def call(
-        self,
-        function: Callable[[], Any],
-        epoch: Epoch,
-        deadline_seconds: float | None = None,
+        self, function: Callable[[], Any], epoch: Epoch, deadline_seconds: float | None = None
     ) -> None:
         """Run ``function`` in a thread; returns when it returned, raises what it raised.
 
@@ -118,24 +115,15 @@ class WaiterPool:
             waiter = Waiter()
         self._busy.add(waiter)
         waiter.begin(function)
-        until = None if deadline_seconds is None else time.monotonic() + deadline_seconds
-        grace_until: float | None = None
+        deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         try:
             while not waiter.finished:
-                if epoch.closed:
-                    now = time.monotonic()
-                    if grace_until is None:
-                        grace_until = now + epoch.grace_seconds
-                    if now >= grace_until:
-                        raise Left(waiter, deadline=False)
-                    waiter.wake.acquire(timeout=grace_until - now)
-                elif until is None:
-                    waiter.wake.acquire()
-                else:
-                    rest = until - time.monotonic()
-                    if rest <= 0:
-                        raise Left(waiter, deadline=True)
-                    waiter.wake.acquire(timeout=rest)
+                closed = epoch.closed
+                until = epoch.closed_at_seconds + epoch.grace_seconds if closed else deadline
+                rest = None if until is None else until - time.monotonic()
+                if rest is not None and rest <= 0:
+                    raise Left(waiter, deadline=not closed)
+                waiter.wake.acquire(timeout=-1 if rest is None else rest)
         finally:
             self._busy.discard(waiter)
             if waiter.finished:
@@ -223,8 +211,7 @@ class Builders:
     def __init__(self, jobs: Sequence[Job], at_once: int) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(jobs)
-        self._begun: dict[int, Job] = {}
-        self._number = 0
+        self._begun: list[Job] = []
         self._stopped = False
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         self._threads = [
@@ -253,8 +240,7 @@ class Builders:
     def oldest(self) -> str:
         """The place of the first group that is not up, or nothing. Any thread."""
         with self._lock:
-            first = next(iter(self._begun.values()), None)
-        return "" if first is None else first.place
+            return self._begun[0].place if self._begun else ""
 
     @property
     def finished(self) -> bool:
@@ -263,24 +249,22 @@ class Builders:
 
     def _serve(self) -> None:
         try:
-            while (begun := self._begin()) is not None:
-                number, job = begun
+            while (job := self._begin()) is not None:
                 job.connect()
                 with self._lock:
-                    del self._begun[number]
+                    self._begun.remove(job)
         except BaseException as error:
             self.stop()
             self._ends.put(error)
         else:
             self._ends.put(None)
 
-    def _begin(self) -> tuple[int, Job] | None:
+    def _begin(self) -> Job | None:
         with self._lock:
             if self._stopped or not self._waiting:
                 return None
-            self._number += 1
-            job = self._begun[self._number] = self._waiting.popleft()
-            return self._number, job
+            self._begun.append(self._waiting.popleft())
+            return self._begun[-1]
 
 
 class Connecting:

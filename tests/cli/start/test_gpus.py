@@ -114,10 +114,9 @@ def test_a_new_node_gets_the_gpus_of_the_one_that_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, made = RunDirectory(tmp_path), info("auto")
-    options = launch.LaunchOptions(
+    launcher = launch.Launcher(
         run, made, 0, (), 2, print, lambda: None, numbers=(0, 1, 2), gpus=tuple("abcdef")
     )
-    launcher = launch.Launcher(options)
     seen = {}
 
     def serve(

@@ -47,9 +47,9 @@ def test_what_a_signal_leaves_in_memory(
     slots.parent.mkdir()
     slots.touch()
     monkeypatch.setattr(launch, "preload_modules", lambda *_: os.kill(os.getpid(), number))
-    options = launch.LaunchOptions(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
+    launcher = launch.Launcher(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
     try:
-        assert launch.Launcher(options).run() == ExitStatus.STOPPED
+        assert launcher.run() == ExitStatus.STOPPED
         assert slots.exists() == (ended_epoch == 1 or number != signal.SIGTERM)
     finally:
         shutil.rmtree(segment_root(run_id), ignore_errors=True)
@@ -74,10 +74,10 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
         raise CommandError("no module named megatron")
 
     monkeypatch.setattr(launch, "preload_modules", missing)
-    options = launch.LaunchOptions(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
+    launcher = launch.Launcher(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
     try:
         with pytest.raises(CommandError):
-            launch.Launcher(options).run()
+            launcher.run()
         assert slots.exists() == began
     finally:
         shutil.rmtree(segment_root(run_id), ignore_errors=True)
@@ -93,8 +93,7 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
     junk = run.journal / "junk"
     monkeypatch.setattr(launch, "preload_modules", lambda *_: junk.touch())
     monkeypatch.setattr(service, "_SAID_SECONDS", 0.5)
-    options = launch.LaunchOptions(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
-    launcher = launch.Launcher(options)
+    launcher = launch.Launcher(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
     why = f"{junk} does not belong into a journal"
@@ -106,7 +105,7 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
 ) -> None:
     """A shell has jobs in its background ignore interrupts, and nohup the end of the session."""
     info = RunInfo(uuid.uuid4().hex[:8], 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
-    options = launch.LaunchOptions(
+    launcher = launch.Launcher(
         RunDirectory(tmp_path), info, 0, (), 0, print, lambda: None, numbers=(0,)
     )
     numbers = (signal.SIGHUP, signal.SIGINT)
@@ -120,7 +119,7 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         with pytest.raises(CommandError):
-            launch.Launcher(options).run()
+            launcher.run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -166,8 +165,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             if look(run) or time.monotonic() > limit:
                 write_json(run.final, {"exit_status": 0, "reason": "", "iterations": 1})
 
-        options = launch.LaunchOptions(run, info, 0, (), refill, said.append, watched, (0, 1))
-        return launch.Launcher(options).run(), said
+        launcher = launch.Launcher(run, info, 0, (), refill, said.append, watched, (0, 1))
+        return launcher.run(), said
 
     monkeypatch.setattr(launch, "preload_modules", lambda *_: None)
     monkeypatch.setattr(launch, "serve", serve)

@@ -27,13 +27,13 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.LaunchOptions]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
     """What launchers were made with; none of them starts anything."""
-    seen: list[launch.LaunchOptions] = []
+    seen: list[launch.Launcher] = []
     monkeypatch.setenv(scripts.VARIABLE, "left over")
 
     def run(launcher: launch.Launcher) -> int:
-        seen.append(launcher._options)
+        seen.append(launcher)
         return 0
 
     monkeypatch.setattr(launch.Launcher, "run", run)
@@ -142,7 +142,7 @@ def test_the_script_is_named_to_what_is_preloaded() -> None:
     assert importing.SCRIPT_VARIABLE == scripts.VARIABLE
 
 
-def test_run(script: str, tmp_path: Path, started: list[launch.LaunchOptions]) -> None:
+def test_run(script: str, tmp_path: Path, started: list[launch.Launcher]) -> None:
     directory = str(tmp_path / "run")
     own = ("run", *SIZE, "--run-dir", directory, "--deadpool-max-lag", "1", "--quiet")
     # Each alone does not go with the default of the other.

@@ -227,18 +227,17 @@ def _watch_platform() -> None:
     from deadpool_megatron.platform import devices as cpu
 
     platform: Any = cpu.CpuPlatform
-    copier: Any = cpu._Copier
-    submit, synchronize = copier.submit, platform.synchronize
+    submit, synchronize = platform._submit, platform.synchronize
 
-    def submit_to_side_stream(self: Any, copy: Any) -> None:
+    def submit_to_side_stream(self: Any, copy: Any) -> Any:
         copy.run = functools.partial(_run_beside, copy.run, order.after_current_thread())
-        submit(self, copy)
+        return submit(self, copy)
 
     def synchronize_device(self: Any, deadline_seconds: float) -> None:
         order.settle_all(deadline_seconds)
         synchronize(self, deadline_seconds)
 
-    copier.submit = submit_to_side_stream
+    platform._submit = submit_to_side_stream
     platform.synchronize = synchronize_device
     platform.catch_up = lambda self, timeout_seconds: order.catch_up(timeout_seconds)
 
