@@ -29,7 +29,7 @@ LIMIT_SECONDS = 30.0
 
 
 def of_epoch(*, closed: bool) -> Any:
-    return SimpleNamespace(closed=closed, grace_seconds=0.01)
+    return SimpleNamespace(closed=closed, closed_at_seconds=0.0, grace_seconds=0.01)
 
 
 def test_the_error_of_a_call_that_was_left_is_not_that_of_a_later_call(
