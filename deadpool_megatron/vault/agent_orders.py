@@ -71,7 +71,6 @@ class Vault:
         self._members = MemberDialogues(self._state)
         self._server = Server(self._state, transport)
         self._links = LocalServer(local_listener, self._dialogue)
-        self._workers: dict[int, RoleWorker] = {}
         self._order_lock = threading.Lock()
         self._event_lock = threading.Lock()
         self._agent: LocalLink | None = None
@@ -92,7 +91,6 @@ class Vault:
             found = self._state.table.scan()
             self._state.table.require_read()
         for name, damage in self._state.table.dropped.items():
-            self._state.reports.counters["corruption"] += 1
             about = (parse_name(name)[0], Generation(0, 0), "description", name)
             self._state.reports.corruption(*about, damage.expected, damage.found)
         self._report_damage()
@@ -232,12 +230,12 @@ class Vault:
             if not self._state.adopt(record):
                 return
             self._state.table.removed.clear()  # what is made for new roles may need the room
-            self._workers = {
+            workers = {
                 role: RoleWorker(self._state, self._transport, record, role, seat)
                 for role, seat in self._state.own_roles().items()
             }
-            self._members.set_workers(self._workers)
-            for worker in self._workers.values():
+            self._members.set_workers(workers)
+            for worker in workers.values():
                 worker.start()
 
     def status(self) -> dict[str, Any]:
@@ -276,7 +274,6 @@ class Vault:
             found = {(one, *word) for one in segments for word in one.foreign_words()}
         for segment, slot, name, word in found - self._damaged:
             generation, where = segment.generation(slot), f"header of slot {slot}"
-            self._state.reports.counters["corruption"] += 1
             role, where = segment.layout.role, f"{where} of {segment.path.name}"
             self._state.reports.corruption(role, generation, name, where, 0, word)
         self._damaged = found
@@ -298,7 +295,7 @@ class Vault:
 
     def _cut(self) -> None:
         """Break every connection to and from other vaults; workers see that they are over."""
-        for worker in self._workers.values():
+        for worker in self._members.workers.values():
             worker.cut()
         self._server.cut()
         with self._state.lock:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from deadpool_megatron import failpoints
@@ -101,6 +102,16 @@ class VaultState:
     def is_open(self, epoch: int) -> bool:
         """True while things of this epoch may be sealed."""
         return self.open_epoch == epoch
+
+    def require_open(self, epoch: int) -> None:
+        """Raise VaultError when nothing of this epoch may be sealed any more."""
+        if not self.is_open(epoch):
+            raise VaultError(f"epoch {epoch} was closed")
+
+    def pause(self, epoch: int, seconds: float) -> None:
+        """Wait before something is tried again; a close of its epoch ends it."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.is_open(epoch), timeout=seconds)
 
     def close(self, epoch: int) -> None:
         """After this returns nothing of ``epoch`` (or older) is ever sealed on this node."""
@@ -218,24 +229,39 @@ class VaultState:
             self.reports.emit(Kind.SEALED, role, generation, facts)
         return True
 
-    def open_part(self, segment: Segment, slot: int, name: str, epoch: int) -> bool:
-        """Invalidate a part of a claimed slot before its bytes arrive; False when too late."""
+    def open_part(self, segment: Segment, slot: int, name: str, epoch: int) -> None:
+        """Invalidate a part of a claimed slot before its bytes arrive. Raises VaultError when too
+        late."""
         with self.lock:
-            if not self.is_open(epoch):
-                return False
+            self.require_open(epoch)
             segment.invalidate_part(slot, name, PartState.ABSENT)
-            return True
+
+    def copy_part(self, place: Place, segment: Segment, slot: int, epoch: int) -> Place | int:
+        """Copy a part into a claimed slot and seal it; the wrong checksum of damaged bytes. Raises
+        VaultError at a close: the member of the next epoch must not wait for the slot of this."""
+        self.open_part(segment, slot, place.name, epoch)
+        target, go_on = (
+            segment.data(slot, place.name, place.nbytes),
+            partial(self.require_open, epoch),
+        )
+        found = place.copy_into(target, self.settings.chunk_bytes, go_on)
+        if found != place.checksum:
+            return found
+        return self.seal_copy(segment, slot, place.name, place.nbytes, found, epoch)
 
     def seal_copy(
         self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
-    ) -> bool:
-        """Seal a part whose last byte has arrived and whose checksum matched; False when late."""
+    ) -> Place:
+        """Seal a part whose last byte has arrived and whose checksum matched. Raises VaultError
+        when late."""
+        role = segment.layout.role
         with self.changed:
             if not self.is_open(epoch):
-                return False
+                self.reports.refuse(Refusal.STALE, role=role, epoch=epoch)
+            self.require_open(epoch)
             segment.seal_part(slot, name, nbytes, digest, epoch)
-            self._advance(segment.layout, self.table.held(segment.layout.role))
-        return True
+            self._advance(segment.layout, self.table.held(role))
+        return Place(segment, slot, name, nbytes, digest, epoch)
 
     def claim(
         self, segment: Segment, generation: Generation, epoch: int, *, anew: bool = False
@@ -262,7 +288,6 @@ class VaultState:
                 return  # others have found that out, and the part was restored into the same slot
             self.table.mark_bad(place)
             self.changed.notify_all()
-        self.reports.counters["corruption"] += 1
         self.reports.corruption(
             role, generation, place.name, f"slot {place.segment.path.name}", place.checksum, found
         )

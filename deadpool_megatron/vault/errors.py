@@ -181,7 +181,8 @@ class VaultReports:
     def corruption(
         self, role: int, generation: Generation, name: str, where: str, expected: int, found: int
     ) -> None:
-        """Report bytes that are not what they should be."""
+        """Count and report bytes that are not what they should be."""
+        self.counters["corruption"] += 1
         log.warning("corruption: role %d %s part %s in %s", role, generation, name, where)
         checksums = {"expected": f"{expected:016x}", "found": f"{found:016x}"}
         data = {"part": name, "where": where, **checksums}

@@ -45,7 +45,7 @@ class MemberDialogues:
         self._state = state
         self._lock = threading.Lock()
         self._dialogues: dict[int, MemberDialogue] = {}
-        self._workers: dict[int, RoleWorker] = {}
+        self.workers: dict[int, RoleWorker] = {}
         # By role: found while its member was away. Whether it still counts, the epoch in it says.
         self._found_bad: dict[int, dict[str, Any]] = {}
         state.on_committed = self._committed
@@ -54,7 +54,7 @@ class MemberDialogues:
     def set_workers(self, workers: dict[int, RoleWorker]) -> None:
         """The workers of a newly opened epoch; waiting members are handed to them."""
         with self._lock:
-            self._workers = workers
+            self.workers = workers
             dialogues = list(self._dialogues.values())
         for dialogue in dialogues:
             dialogue.resume()
@@ -62,7 +62,7 @@ class MemberDialogues:
     def worker(self, role: int) -> RoleWorker | None:
         """The worker of a role seated here."""
         with self._lock:
-            return self._workers.get(role)
+            return self.workers.get(role)
 
     def enter(self, dialogue: MemberDialogue) -> None:
         """A member has registered; the newest connection of a role counts."""

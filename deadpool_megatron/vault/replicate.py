@@ -112,8 +112,7 @@ class Sender(threading.Thread, ABC):
             if done:
                 pause = _FIRST_PAUSE_SECONDS
             else:
-                with self._state.changed:
-                    self._state.changed.wait_for(lambda: not self._going(), timeout=pause)
+                self._state.pause(self._epoch, pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         self._disconnect()
 
@@ -251,13 +250,14 @@ class Doubler(Sender):
             if lacking:
                 doubled += self._double(generation, lacking)
         except VaultError as error:
-            self._state.reports.refuse(f"second copy: {error}", role=role)
+            if self._going():
+                self._state.reports.refuse(f"second copy: {error}", role=role)
         self._state.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
         return len(doubled) == len(places)
 
     def _double(self, generation: Generation, places: list[Place]) -> list[str]:
         """Copy the parts; returns the names of those sealed, none while no slot is free. Raises
-        VaultError where there is no room, WireError at a close."""
+        VaultError where there is no room, or at a close."""
         state = self._state
         names = [place.name for place in places]
         segment = room.ensure_copy(state, self._layout, generation, names)
@@ -274,22 +274,9 @@ class Doubler(Sender):
     def _copy(self, place: Place, segment: Segment, slot: int) -> bool:
         """Copy and seal a part; False when its source turns out to be damaged."""
         state = self._state
-        if not state.open_part(segment, slot, place.name, self._epoch):
-            raise WireError("the epoch was closed")
-        target = segment.data(slot, place.name, place.nbytes)
-        found = place.copy_into(target, state.settings.chunk_bytes, self._require_open)
-        if found != place.checksum:
+        if not isinstance(state.copy_part(place, segment, slot, self._epoch), Place):
             self._examine(place)
             return False
-        sealed = state.seal_copy(
-            segment, slot, place.name, place.nbytes, place.checksum, self._epoch
-        )
-        if not sealed:
-            raise WireError("the epoch was closed")
         state.reports.counters["bytes doubled"] += place.nbytes
         state.fail_point_corrupt("vault.doubled", place.segment, place.slot, [place.name])
         return True
-
-    def _require_open(self) -> None:
-        if not self._going():
-            raise WireError("the epoch was closed")

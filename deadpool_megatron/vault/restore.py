@@ -128,8 +128,8 @@ class Obtainer:
                         why = f"{self._record.restore.path}: {error.strerror or error}"
                         here = (self._state.node, self._role, why)
                         raise RestoreUnavailable(self._extras, (here,)) from error
-                self._pause()
-                self._require_open()
+                self._state.pause(self._record.epoch, _PAUSE_SECONDS)
+                self._state.require_open(self._record.epoch)
 
     def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
         restore, recomputed = self._record.restore, frozenset[str]()
@@ -195,7 +195,7 @@ class Obtainer:
         while sources:
             # A node that has kept us waiting for one part is asked last for the next.
             for source in sorted(sources, key=lambda source: source.node in self._silent):
-                self._require_open()
+                self._state.require_open(self._record.epoch)
                 try:
                     return self._fetch(layout, wanted, source)
                 except _Hopeless as error:
@@ -208,7 +208,7 @@ class Obtainer:
                     if time.monotonic() > deadline:
                         sources.remove(source)
                         tried.append((source.node, source.role, f"unreachable: {error}"))
-            self._pause()
+            self._state.pause(self._record.epoch, _PAUSE_SECONDS)
         if self._record.restore.kind == "dump":
             return self._load(layout, wanted, deadline, text)
         recipe = self._record.restore.recipes.get(self._role)
@@ -230,7 +230,7 @@ class Obtainer:
 
         if self._decoder is None:
             about = (self._state, self._record, self._role)
-            self._decoder = Decoder(*about, self._dial, self._target, self._seal)
+            self._decoder = Decoder(*about, self._dial, self._target)
         return self._decoder.obtain(layout, part, decoding, tried, deadline)
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
@@ -258,11 +258,7 @@ class Obtainer:
         played it here. Returns the wrong checksum of damaged bytes."""
         with self._target(layout, wanted) as (segment, slot):
             room.require_fit(segment, {wanted.name: place.nbytes})
-            self._open(segment, slot, wanted.name)
-            found = self._copied(place, segment, slot)
-            if found != place.checksum:
-                return found
-            return self._seal(segment, slot, wanted.name, place.nbytes, place.checksum)
+            return self._state.copy_part(place, segment, slot, self._record.epoch)
 
     def _fetch(self, layout: RoleLayout, wanted: _Wanted, source: Source) -> Place:
         if source == Source(self._state.node, self._role):
@@ -301,13 +297,13 @@ class Obtainer:
             where = f"role {source.role} on node {source.node}"
             state.reports.corruption(self._role, generation, name, where, vouched[1], expected)
             raise _Hopeless("not the bytes that the role had")
-        self._open(segment, slot, name)
+        state.open_part(segment, slot, name, self._record.epoch)
         found = receive_part(channel, segment, slot, name, nbytes)
         if found != expected:
             where = f"from node {source.node}"
             state.reports.corruption(self._role, generation, name, where, expected, found)
             raise _Hopeless("checksum does not match")
-        return self._seal(segment, slot, name, nbytes, expected)
+        return state.seal_copy(segment, slot, name, nbytes, expected, self._record.epoch)
 
     def _load(self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str) -> Place:
         """Read a part from the files of a dump: of the role, else of one with the same bytes; or
@@ -366,8 +362,8 @@ class Obtainer:
             except _NoSlotYet:
                 if time.monotonic() > deadline:
                     raise
-            self._pause()
-            self._require_open()
+            self._state.pause(self._record.epoch, _PAUSE_SECONDS)
+            self._state.require_open(self._record.epoch)
 
     def _read(
         self, dumped: Segment, source: int, segment: Segment, slot: int, name: str
@@ -375,43 +371,13 @@ class Obtainer:
         """Read a part into the slot; None when its bytes are damaged."""
         entry = dumped.entry(source, name)
         room.require_fit(segment, {name: entry.nbytes})
-        self._open(segment, slot, name)
         place = Place(dumped, source, name, entry.nbytes, entry.checksum, entry.epoch)
-        found = self._copied(place, segment, slot)
-        if found == place.checksum:
-            return self._seal(segment, slot, name, place.nbytes, place.checksum)
+        found = self._state.copy_part(place, segment, slot, self._record.epoch)
+        if isinstance(found, Place):
+            return found
         generation, where = dumped.generation(source), str(dumped.path)
         self._state.reports.corruption(self._role, generation, name, where, place.checksum, found)
         return None
-
-    def _copied(self, place: Place, segment: Segment, slot: int) -> int:
-        """Copy a part into a slot; returns the checksum of what has arrived. Raises VaultError at
-        a close: the member of the next epoch must not wait for the slot of this."""
-        target = segment.data(slot, place.name, place.nbytes)
-        return place.copy_into(target, self._state.settings.chunk_bytes, self._require_open)
-
-    def _open(self, segment: Segment, slot: int, name: str) -> None:
-        if not self._state.open_part(segment, slot, name, self._record.epoch):
-            raise self._closed()
-
-    def _seal(self, segment: Segment, slot: int, name: str, nbytes: int, digest: int) -> Place:
-        if not self._state.seal_copy(segment, slot, name, nbytes, digest, self._record.epoch):
-            raise self._closed()
-        return Place(segment, slot, name, nbytes, digest, self._record.epoch)
-
-    def _pause(self) -> None:
-        """Before asking again; a close ends it."""
-        with self._state.changed:
-            self._state.changed.wait_for(
-                lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
-            )
-
-    def _require_open(self) -> None:
-        if not self._state.is_open(self._record.epoch):
-            raise self._closed()
-
-    def _closed(self) -> VaultError:
-        return VaultError(f"epoch {self._record.epoch} was closed during the restore")
 
     @contextlib.contextmanager
     def _target(

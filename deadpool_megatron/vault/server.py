@@ -229,21 +229,16 @@ class _Connection:
     def _keep(
         self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
     ) -> bool:
-        """Take and seal a part; False when its bytes are damaged. Raises ConnectionClosed at a
-        close."""
+        """Take and seal a part; False when its bytes are damaged. Raises VaultError at a close."""
         state, role = self._state, segment.layout.role
-        if not state.open_part(segment, slot, name, epoch):
-            raise ConnectionClosed("the epoch was closed")
+        state.open_part(segment, slot, name, epoch)
         found = receive_part(self._channel, segment, slot, name, nbytes)
         if found != digest:
-            state.reports.counters["corruption"] += 1
             generation = segment.generation(slot)
             state.reports.corruption(role, generation, name, "wire", digest, found)
             return False
         state.reports.counters["bytes received"] += nbytes
-        if not state.seal_copy(segment, slot, name, nbytes, digest, epoch):
-            state.reports.refuse(Refusal.STALE, role=role, epoch=epoch)
-            raise ConnectionClosed("the epoch was closed")
+        state.seal_copy(segment, slot, name, nbytes, digest, epoch)
         state.fail_point_corrupt("vault.received", segment, slot, [name])
         return True
 

@@ -258,11 +258,15 @@ def test_a_restore_of_an_epoch_that_is_over_seals_nothing_and_the_member_writes_
     state.adopt(replace(record, epoch=2))
     slot = state.claim(segment, RESTORED, 2)
     assert slot is not None
-    assert state.open_part(segment, slot, "shard", 2)
+    state.open_part(segment, slot, "shard", 2)
     state.close(2)
     state.adopt(replace(record, epoch=3))
-    assert not state.seal_copy(segment, slot, "shard", 10, 0, 2)
-    assert not state.open_part(segment, slot, "tail", 2)
+    for late in (
+        lambda: state.seal_copy(segment, slot, "shard", 10, 0, 2),
+        lambda: state.open_part(segment, slot, "tail", 2),
+    ):
+        with pytest.raises(VaultError):
+            late()
     assert state.claim(segment, RESTORED, 2) is None
     assert state.claim(segment, RESTORED, 3) is None, "one thread at a time"
     client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
@@ -291,8 +295,8 @@ def test_what_is_copied_on_the_node_is_given_up_with_its_epoch(
     state.close(1)
     state.adopt(record)
     obtainer = Obtainer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
-    monkeypatch.setattr(obtainer, "_open", lambda *_: state.close(2))
-    with pytest.raises(VaultError, match="closed during the restore"):
+    monkeypatch.setattr(state, "open_part", lambda *_: state.close(2))
+    with pytest.raises(VaultError, match="was closed"):
         obtainer.obtain(LAYOUT)
     assert not state.table.writers
     own = state.table.own(0, seat)

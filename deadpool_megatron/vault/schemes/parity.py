@@ -379,7 +379,6 @@ class ParityBlock:
                     state.changed.notify_all()
         if not is_whole:
             where = f"from node {self._scheme.record.seats[role].node}"
-            state.reports.counters["corruption"] += 1
             found_digest = digest.intdigest()
             state.reports.corruption(role, offer.generation, name, where, expected, found_digest)
         return is_whole

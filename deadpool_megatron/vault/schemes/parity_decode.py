@@ -62,7 +62,6 @@ _MOST_SMALL_BYTES = 16 << 20
 # A new connection to the vault of a node; raises OSError, WireError, or VaultError for no node.
 Dial = Callable[[int], Channel]
 Target = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
-Seal = Callable[[Segment, int, str, int, int], Place]
 # Number of a block -> the place it is taken from; None for one that is all zeros.
 Choice = Mapping[int, Source | None]
 
@@ -180,7 +179,6 @@ class BlockSource(ABC):
     def _check(self, found: int, expected: int) -> None:
         if found != expected:
             reports = self._state.reports
-            reports.counters["corruption"] += 1
             about = (self._source.role, self._generation, self._part, self.where)
             reports.corruption(*about, expected, found)
             raise self.error("checksum does not match", damaged=True)
@@ -311,8 +309,7 @@ class Decoder:
     """Decodes parts of one role for one epoch. One thread; :meth:`cut` from any.
 
     ``dial``: connects to the vault of a node, if it is not a dump that is restored. ``target``: the
-    claimed slot for the role. ``seal``: vouch for a part in it; raises VaultError when the epoch
-    was closed.
+    claimed slot for the role.
     """
 
     def __init__(
@@ -322,7 +319,6 @@ class Decoder:
         role: int,
         dial: Dial,
         target: Target,
-        seal: Seal,
     ) -> None:
         self._state = state
         self._record = record
@@ -330,7 +326,6 @@ class Decoder:
         self._generation = record.restore.generation
         self._dial = dial
         self._target = target
-        self._seal = seal
         self._blocks: list[BlockSource] = []
         self._members: dict[Source, BlockMembers] = {}
         self._silent: set[int] = set()
@@ -363,8 +358,7 @@ class Decoder:
             raise RestoreUnavailable(name, (*tried, here)) from error
         candidates = _Candidates(decoding, self._silent)
         while (choice := candidates.choose()) is not None:
-            if not self._state.is_open(self._record.epoch):
-                raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+            self._state.require_open(self._record.epoch)
             late = time.monotonic() > deadline
             try:
                 return self._attempt(layout, name, decoding, coder, choice)
@@ -373,7 +367,6 @@ class Decoder:
                 state, blocks = self._state, [one for one in choice.values() if one is not None]
                 where = ", ".join(f"role {one.role} on node {one.node}" for one in blocks)
                 about = (self._role, self._generation, name, f"decoded from {where}")
-                state.reports.counters["corruption"] += 1
                 state.reports.corruption(*about, *error.args)
                 why = f"block of {sorted(choice)}, which give other bytes than the role had"
                 tried += [(one.node, one.role, why) for one in blocks]
@@ -387,16 +380,13 @@ class Decoder:
             except ConnectionError as error:  # no slot is free yet
                 if late:
                     raise VaultError(f"part {name} of role {self._role}: {error}") from error
-            with self._state.changed:
-                self._state.changed.wait_for(
-                    lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
-                )
+            self._state.pause(self._record.epoch, _PAUSE_SECONDS)
         raise RestoreUnavailable(name, tuple(tried))
 
     def _attempt(
         self, layout: RoleLayout, name: str, decoding: Decoding, coder: Coder, choice: Choice
     ) -> Place:
-        started = time.monotonic()
+        started, state, epoch = time.monotonic(), self._state, self._record.epoch
         members = self._members_of(name, decoding, choice)
         nbytes, expected = members.contributions[self._role][name]
         blocks = self._blocks = self._needed(members, name, choice)
@@ -406,14 +396,13 @@ class Decoder:
                     number = max(choice)
                     why = f"names a part of {nbytes} bytes, which does not fit"
                     raise BlockError(number, choice[number], why, final=True)
-                if not self._state.open_part(segment, slot, name, self._record.epoch):
-                    raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+                state.open_part(segment, slot, name, epoch)
                 view, wanted = segment.data(slot, name, nbytes), decoding.group.index(self._role)
                 self._add_up(blocks, coder.begin(choice, wanted, view))
                 found = checksum(view)
                 if found != expected:
                     raise _WrongResultError(expected, found)
-                place = self._seal(segment, slot, name, nbytes, expected)
+                place = state.seal_copy(segment, slot, name, nbytes, expected, epoch)
         finally:
             for block in blocks:
                 block.cut()

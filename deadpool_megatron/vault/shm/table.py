@@ -207,14 +207,11 @@ class Table:
 
     def holdings(self) -> tuple[Holding, ...]:
         """Everything sealed, one entry for each role and generation."""
-        united: dict[tuple[int, Generation], set[str]] = {}
-        for slot in self.sealed():
-            if slot.parts:
-                key = slot.segment.layout.role, slot.generation
-                united.setdefault(key, set()).update(slot.parts)
+        roles = sorted({segment.layout.role for segment in self.segments.values()})
         return tuple(
-            Holding(role, generation, frozenset(united[role, generation]))
-            for role, generation in sorted(united)
+            Holding(role, generation, frozenset(parts))
+            for role in roles
+            for generation, parts in sorted(self.held(role).items())
         )
 
     def layouts(self) -> tuple[RoleLayout, ...]:
