@@ -247,7 +247,7 @@ class VaultState:
         found = place.copy_into(target, self.settings.chunk_bytes, go_on)
         if found != place.checksum:
             return found
-        return self.seal_copy(segment, slot, place.name, place.nbytes, found, epoch)
+        return self.seal_copy(segment, slot, place.name, place.nbytes, place.checksum, epoch)
 
     def seal_copy(
         self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int

@@ -45,24 +45,19 @@ class MemberDialogues:
         self._state = state
         self._lock = threading.Lock()
         self._dialogues: dict[int, MemberDialogue] = {}
-        self.workers: dict[int, RoleWorker] = {}
+        self.workers: Mapping[int, RoleWorker] = {}
         # By role: found while its member was away. Whether it still counts, the epoch in it says.
         self._found_bad: dict[int, dict[str, Any]] = {}
         state.on_committed = self._committed
         state.on_bad = self._bad
 
-    def set_workers(self, workers: dict[int, RoleWorker]) -> None:
+    def set_workers(self, workers: Mapping[int, RoleWorker]) -> None:
         """The workers of a newly opened epoch; waiting members are handed to them."""
         with self._lock:
             self.workers = workers
             dialogues = list(self._dialogues.values())
         for dialogue in dialogues:
             dialogue.resume()
-
-    def worker(self, role: int) -> RoleWorker | None:
-        """The worker of a role seated here."""
-        with self._lock:
-            return self.workers.get(role)
 
     def enter(self, dialogue: MemberDialogue) -> None:
         """A member has registered; the newest connection of a role counts."""
@@ -85,8 +80,7 @@ class MemberDialogues:
             dialogue.push_committed(generation, boundary, released)
 
     def _bad(self, epoch: int, role: int, generation: Generation, part: str) -> None:
-        about = {"epoch": epoch, "generation": generation.to_list(), "part": part}
-        bad = {"t": "bad", **about}
+        bad = {"t": "bad", "epoch": epoch, "generation": generation.to_list(), "part": part}
         with self._lock:
             dialogue = self._dialogues.get(role)
             if dialogue is None:
@@ -164,7 +158,7 @@ class MemberDialogue:
             committed = state.committed.get(self.role)
             if committed is not None and state.ledger is not None:
                 self.push_committed(*committed, state.ledger.released(self.layout, committed[0]))
-        worker = self._members.worker(self.role)
+        worker = self._members.workers.get(self.role)
         if worker is not None:
             worker.poke()
 
@@ -177,7 +171,7 @@ class MemberDialogue:
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "filled":
-            worker = self._members.worker(self.role)
+            worker = self._members.workers.get(self.role)
             if worker is not None:
                 worker.seal()  # here: another thread would have to wake up first
         elif kind == "restore":
@@ -203,7 +197,7 @@ class MemberDialogue:
 
     def resume(self) -> None:
         """Hand the member's wish to the worker of its epoch, or keep it until there is one."""
-        worker = self._members.worker(self.role)
+        worker = self._members.workers.get(self.role)
         with self._lock:
             wish = self._wish
             if wish is None:

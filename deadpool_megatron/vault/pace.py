@@ -193,7 +193,7 @@ class SharedLink:
         # Bytes per second: what the interface says, which may be more than the network behind it
         # carries; what a shipment had that nothing held back, or the interface has sent in a
         # moment, which may be less than the link has.
-        self._stated, self._seen = self.stated(), 0.0
+        self._stated, self.seen = self.stated(), 0.0
         self.shares: set[Share] = set()
         self.closed_bytes = 0  # that TCP has sent for shipments which are over
         self.is_watched = self.is_idle = False
@@ -234,18 +234,12 @@ class SharedLink:
             raise OSError("there is no such interface any more, or it counts nothing")
         return total
 
-    def seen(self, bytes_per_second: float) -> None:
-        """So much has gone over it in a moment."""
-        self._seen = max(self._seen, bytes_per_second)
-
     def speed(self) -> tuple[float, str]:
         """Returns the best that is known of it, in bytes per second, 0 while nothing is, and from
         where."""
-        known = (
-            (self._stated, "the network interface"),
-            (self._seen, "the most that was seen on it"),
-        )
-        return next((one for one in known if one[0] > 0), (0.0, ""))
+        if self._stated:
+            return self._stated, "the network interface"
+        return self.seen, "the most that was seen on it" if self.seen else ""
 
     def watch(self) -> None:
         """Read the counters for as long as a shipment is paced; a thread of its own."""
@@ -285,7 +279,7 @@ class SharedLink:
         if seconds < SPAN_SECONDS:
             return False
         # Early shipments, which nothing holds back, had to share the link with training.
-        self.seen(sent / seconds)
+        self.seen = max(self.seen, sent / seconds)
         bytes_there_were = self.speed()[0] * seconds
         if own > _TELLING_SHARE * bytes_there_were and sent < _COUNTED * own:
             raise ValueError("its counters stand still while copies are sent")
@@ -439,7 +433,8 @@ class Share(AbstractContextManager["Share"]):
         seconds = max(time.monotonic() - self._began - self._held_seconds, busy)
         with self._link.changed:
             if self.is_free and self.sent_bytes >= _TELLING_BYTES:
-                self._link.seen(self.sent_bytes / max(seconds, 1e-9))
+                speed = self.sent_bytes / max(seconds, 1e-9)
+                self._link.seen = max(self._link.seen, speed)
             pace = self._link.pace(self._role)
             pace.finds_gaps = 2 * self.gap_bytes > self.sent_bytes
             shipped = pace.shipped

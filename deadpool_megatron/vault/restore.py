@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,11 +87,17 @@ class Obtainer:
         # By generation: bytes and checksum, as the role had them, of parts that its peers hold.
         self._vouched = defaultdict[Generation, dict[str, tuple[int, int]]](dict)
         self._decoder: Decoder | None = None
+        self._extras = extras_part(record.restore.boundary)
+        self._recipe = record.restore.recipes.get(role)
+        replay = None if self._recipe is None else self._recipe.replay
+        # Generation -> part -> places, of what has to be recomputed from; and into which parts.
+        self._replayed_from = {} if replay is None else replay.sources
+        self._recomputed = () if replay is None else frozenset(replay.sources[replay.base])
 
     def describe(self) -> RoleLayout | None:
         """Ask the sources what the role consists of, so that fetching need not wait for it."""
         found = [*self._record.restore.sources.get(self._role, {}).values()]
-        for parts in self._replay_sources.values():
+        for parts in self._replayed_from.values():
             found += parts.values()
         nodes = {s.node for listed in found for s in listed if s.role == self._role}
         for node in sorted(nodes - {self._state.node}):
@@ -132,17 +138,14 @@ class Obtainer:
                 self._state.require_open(self._record.epoch)
 
     def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
-        restore, recomputed = self._record.restore, frozenset[str]()
-        recipe = restore.recipes.get(self._role)
-        if recipe is not None and recipe.replay is not None:
-            recomputed = frozenset(recipe.replay.sources[recipe.replay.base])
+        restore = self._record.restore
         sources = restore.sources.get(self._role, {})
         wanted = {
             name: _Wanted(restore.generation, name, sources.get(name, ()))
             for name in self._names(layout)
-            if name not in recomputed
+            if name not in self._recomputed
         }
-        for generation, parts in self._replay_sources.items():
+        for generation, parts in self._replayed_from.items():
             for name, found in parts.items():
                 wanted[key(generation, name)] = _Wanted(generation, name, found, leads=True)
         return wanted
@@ -163,16 +166,6 @@ class Obtainer:
     def _names(self, layout: RoleLayout) -> tuple[str, ...]:
         # Extras first: who has them knows what the others have to be like.
         return (self._extras, *layout.shard_parts)
-
-    @property
-    def _extras(self) -> str:
-        return extras_part(self._record.restore.boundary)
-
-    @property
-    def _replay_sources(self) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
-        """Generation -> part -> places, of what has to be recomputed from."""
-        recipe = self._record.restore.recipes.get(self._role)
-        return {} if recipe is None or recipe.replay is None else recipe.replay.sources
 
     def cut(self) -> None:
         """Break all connections, from any thread: the epoch is over."""
@@ -211,8 +204,7 @@ class Obtainer:
             self._state.pause(self._record.epoch, _PAUSE_SECONDS)
         if self._record.restore.kind == "dump":
             return self._load(layout, wanted, deadline, text)
-        recipe = self._record.restore.recipes.get(self._role)
-        decoding = recipe.decodings.get(text) if recipe is not None else None
+        decoding = None if self._recipe is None else self._recipe.decodings.get(text)
         if decoding is None:
             raise RestoreUnavailable(text, tuple(tried))
         return self._decode(layout, text, decoding, tried, deadline)
@@ -263,47 +255,33 @@ class Obtainer:
     def _fetch(self, layout: RoleLayout, wanted: _Wanted, source: Source) -> Place:
         if source == Source(self._state.node, self._role):
             return self._find(layout, wanted)
+        state, epoch = self._state, self._record.epoch
+        generation, name = wanted.generation, wanted.name
         channel = self._channel(source.node)
-        if wanted.name == self._extras:
-            vouched = ask_elsewhere(channel, source, wanted.generation)
-            self._vouched[wanted.generation] |= vouched
+        if name == self._extras:
+            self._vouched[generation] |= ask_elsewhere(channel, source, generation)
         try:
-            nbytes, expected = ask_part(
-                channel, self._record.epoch, source, wanted.generation, wanted.name
-            )
+            nbytes, expected = ask_part(channel, epoch, source, generation, name)
         except Refused as refused:
             raise _Hopeless(str(refused)) from refused
         # Memory is taken for what is on its way, not for what a source may turn out to lack.
         with self._target(layout, wanted) as (segment, slot):
-            return self._receive(channel, source, segment, slot, wanted, nbytes, expected)
-
-    def _receive(
-        self,
-        channel: Channel,
-        source: Source,
-        segment: Segment,
-        slot: int,
-        wanted: _Wanted,
-        nbytes: int,
-        expected: int,
-    ) -> Place:
-        state, generation, name = self._state, wanted.generation, wanted.name
-        if not 0 <= nbytes <= segment.capacity(name):
-            self._forget(source.node)
-            raise _Hopeless(f"part of {nbytes} bytes does not fit")
-        vouched = self._vouched[generation].get(name, (nbytes, expected))
-        if (nbytes, expected) != vouched:
-            self._forget(source.node)
-            where = f"role {source.role} on node {source.node}"
-            state.reports.corruption(self._role, generation, name, where, vouched[1], expected)
-            raise _Hopeless("not the bytes that the role had")
-        state.open_part(segment, slot, name, self._record.epoch)
-        found = receive_part(channel, segment, slot, name, nbytes)
-        if found != expected:
-            where = f"from node {source.node}"
-            state.reports.corruption(self._role, generation, name, where, expected, found)
-            raise _Hopeless("checksum does not match")
-        return state.seal_copy(segment, slot, name, nbytes, expected, self._record.epoch)
+            if not 0 <= nbytes <= segment.capacity(name):
+                self._forget(source.node)
+                raise _Hopeless(f"part of {nbytes} bytes does not fit")
+            vouched = self._vouched[generation].get(name, (nbytes, expected))
+            if (nbytes, expected) != vouched:
+                self._forget(source.node)
+                where = f"role {source.role} on node {source.node}"
+                state.reports.corruption(self._role, generation, name, where, vouched[1], expected)
+                raise _Hopeless("not the bytes that the role had")
+            state.open_part(segment, slot, name, epoch)
+            found = receive_part(channel, segment, slot, name, nbytes)
+            if found != expected:
+                where = f"from node {source.node}"
+                state.reports.corruption(self._role, generation, name, where, expected, found)
+                raise _Hopeless("checksum does not match")
+            return state.seal_copy(segment, slot, name, nbytes, expected, epoch)
 
     def _load(self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str) -> Place:
         """Read a part from the files of a dump: of the role, else of one with the same bytes; or
@@ -355,29 +333,24 @@ class Obtainer:
     ) -> Place | None:
         """Read a part as soon as there is a slot; None when its bytes are damaged. Raises OSError
         when its disk fails, or when no slot is free at the deadline."""
+        name = wanted.name
+        entry = dumped.entry(source, name)
+        place = Place(dumped, source, name, entry.nbytes, entry.checksum, entry.epoch)
         while True:
             try:
                 with self._target(layout, wanted) as (segment, slot):
-                    return self._read(dumped, source, segment, slot, wanted.name)
+                    room.require_fit(segment, {name: entry.nbytes})
+                    found = self._state.copy_part(place, segment, slot, self._record.epoch)
+                if isinstance(found, Place):
+                    return found
+                about = (self._role, dumped.generation(source), name, str(dumped.path))
+                self._state.reports.corruption(*about, place.checksum, found)
+                return None
             except _NoSlotYet:
                 if time.monotonic() > deadline:
                     raise
             self._state.pause(self._record.epoch, _PAUSE_SECONDS)
             self._state.require_open(self._record.epoch)
-
-    def _read(
-        self, dumped: Segment, source: int, segment: Segment, slot: int, name: str
-    ) -> Place | None:
-        """Read a part into the slot; None when its bytes are damaged."""
-        entry = dumped.entry(source, name)
-        room.require_fit(segment, {name: entry.nbytes})
-        place = Place(dumped, source, name, entry.nbytes, entry.checksum, entry.epoch)
-        found = self._state.copy_part(place, segment, slot, self._record.epoch)
-        if isinstance(found, Place):
-            return found
-        generation, where = dumped.generation(source), str(dumped.path)
-        self._state.reports.corruption(self._role, generation, name, where, place.checksum, found)
-        return None
 
     @contextlib.contextmanager
     def _target(

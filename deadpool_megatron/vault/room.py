@@ -182,14 +182,14 @@ def give_back(state: VaultState, offered: Generation) -> bool:
     """Give memory back that is not needed once ``offered`` is offered; False when there is none."""
     table, chosen = state.table, list[tuple[Segment, int, list[str]]]()
     with state.lock:
-        if state.record is None or not state.open_epoch:
+        if state.record is None or state.ledger is None or not state.open_epoch:
             return False
         restored = state.record.restore.generation
         later = successors_by(state.record, offered)(restored)
         for segment in table.segments.values():
             if segment.seat is not None or keeps_steps(segment.layout):
                 continue
-            owed = _owed(state, segment.layout)
+            owed = state.ledger.scheme.keeps(segment.layout, state.node)
             for slot in range(segment.slots):
                 key = segment.path.name, slot
                 if key in table.writers or table.pins[key]:
@@ -222,14 +222,6 @@ def remove_unneeded(state: VaultState) -> None:
             kept = generations_kept(segment.layout, state.settings.full_every)
             if table.unneeded(segment, later, kept):
                 table.remove(segment)
-
-
-def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
-    """Parts of a role that are owed to this node."""
-    ledger = state.ledger
-    if ledger is None:
-        return {part.name for part in layout.parts}
-    return ledger.scheme.keeps(layout, state.node)
 
 
 def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: bool) -> list[str]:

@@ -101,21 +101,16 @@ class Server:
                 channel.shutdown()  # its thread counts it
             return len(self._strangers) < _MOST_STRANGERS
 
-    def _authenticate(self, channel: Channel) -> bool:
-        try:
-            channel.authenticate()
-        except (OSError, WireError) as error:
-            self._state.reports.refuse("connection", why_exactly=error)
-            return False
-        finally:
-            with self._lock:
-                self._strangers.pop(channel, None)
-        return True
-
     def _serve(self, channel: Channel) -> None:
         try:
-            if not self._authenticate(channel):
+            try:
+                channel.authenticate()
+            except (OSError, WireError) as error:
+                self._state.reports.refuse("connection", why_exactly=error)
                 return
+            finally:
+                with self._lock:
+                    self._strangers.pop(channel, None)
             connection = _Connection(self._state, self._transport, channel)
             while not self._stopping.is_set():
                 if channel.readable(1.0):

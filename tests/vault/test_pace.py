@@ -52,7 +52,7 @@ def shipment(
 ) -> Share:
     """Of role 0, sealed at 100 s; its members have ``speed`` of the link."""
     if speed is not None:
-        link._seen = speed
+        link.seen = speed
     return Share(link, 0, generation, nbytes, 1)
 
 
@@ -195,7 +195,7 @@ def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:
     assert [ship(iteration) for iteration in range(3)] == [None] * 3
     speed, origin = link.speed()
     assert (speed, origin) == (pytest.approx(len(view) / 500.0), "the most that was seen on it")
-    link._seen = 1 << 30
+    link.seen = 1 << 30
     assert ship(3) == pytest.approx(0.25 * (1 << 30))
     link.pace(1)
     assert ship(4) == pytest.approx(0.25 * (1 << 30) / 2)

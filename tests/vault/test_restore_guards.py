@@ -80,13 +80,13 @@ class House:
         transport = self.network.transport("fake", 7, 5.0)
         obtainer = Obtainer(self.states[0], transport, record, 0)
         if late:
-            pause = obtainer._pause
+            pause = self.states[0].pause
 
-            def adopt_and_pause() -> None:
+            def adopt_and_pause(epoch: int, seconds: float) -> None:
                 self.states[1].adopt(record)
-                pause()
+                pause(epoch, seconds)
 
-            obtainer._pause = adopt_and_pause  # type: ignore[method-assign]
+            self.states[0].pause = adopt_and_pause  # type: ignore[method-assign]
         return obtainer
 
     def obtain(self, restore: Restore | None = None, late: bool = False) -> None:

@@ -21,6 +21,7 @@ what has gone into the block stays in the slots of its owners, whose members do 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,7 +31,12 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, ParityPlacement
+from deadpool_megatron.layout.parity_groups import (
+    MEMBERS,
+    BlockMembers,
+    ParityGroup,
+    ParityPlacement,
+)
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -113,7 +119,7 @@ class Parity(Copies):
                 raise Refused(Refusal.WRONG_HOLDER)
             block = self._blocks.get(number)
             if block is None:
-                block = self._blocks[number] = ParityBlock(state, transport, self, number)
+                block = self._blocks[number] = ParityBlock(state, transport, self, number, found)
             return block
 
     def cut(self) -> None:
@@ -163,16 +169,19 @@ class ParityBlock:
     vault's lock."""
 
     def __init__(
-        self, state: VaultState, transport: Transport, scheme: Parity, number: int
+        self,
+        state: VaultState,
+        transport: Transport,
+        scheme: Parity,
+        number: int,
+        place: tuple[ParityGroup, int],
     ) -> None:
-        found = scheme.placement.block(number)
-        assert found is not None, "the number of a block of this plan"
         self._state = state
         self._transport = transport
         self._scheme = scheme
         self._epoch = scheme.record.epoch
         self._number = number
-        self._group, self._index = found
+        self._group, self._index = place
         self._piece_bytes = min(state.settings.chunk_bytes, _MOST_PIECE_BYTES)
         self._wait_seconds = min(_WAIT_SECONDS, state.settings.connect_seconds / 4)
         known = {role: state.table.layout(role) for role in self._group.roles}
@@ -457,7 +466,16 @@ class ParityBlock:
     def _ask(self, generation: Generation, roles: Collection[int]) -> None:
         for role in roles:
             try:
-                layout = self._described(generation, role)
+                node = self._scheme.record.seats[role].node
+                address = self._state.address(node)
+                if address is None:
+                    raise ConnectionError("not a live node")
+                channel = self._transport.connect(node, address.host, address.vault_port)
+                with contextlib.closing(channel):
+                    about = {"role": role, "generation": generation.to_list()}
+                    channel.send({"t": "describe", "again": self._state.node, **about})
+                    found = channel.receive()["layout"]
+                layout = RoleLayout.from_dict(found) if found else None
             except UNREACHABLE as error:
                 log.info("block %d: role %d: %s", self._number, role, error)
                 continue
@@ -468,17 +486,3 @@ class ParityBlock:
                     self._state.changed.notify_all()
         with self._state.lock:
             self._is_asking = False
-
-    def _described(self, generation: Generation, role: int) -> RoleLayout | None:
-        node = self._scheme.record.seats[role].node
-        address = self._state.address(node)
-        if address is None:
-            raise ConnectionError("not a live node")
-        channel = self._transport.connect(node, address.host, address.vault_port)
-        try:
-            about = {"role": role, "generation": generation.to_list()}
-            channel.send({"t": "describe", "again": self._state.node, **about})
-            layout = channel.receive()["layout"]
-        finally:
-            channel.close()
-        return RoleLayout.from_dict(layout) if layout else None

@@ -62,6 +62,8 @@ _MOST_SMALL_BYTES = 16 << 20
 # A new connection to the vault of a node; raises OSError, WireError, or VaultError for no node.
 Dial = Callable[[int], Channel]
 Target = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
+# Of a part: bytes and checksum, and what fills a piece that begins at some byte, one after another.
+Asked = tuple[int, int, Callable[[int, memoryview], None]]
 # Number of a block -> the place it is taken from; None for one that is all zeros.
 Choice = Mapping[int, Source | None]
 
@@ -119,7 +121,7 @@ class BlockSource(ABC):
 
     def add_to(self, combination: Combination) -> None:
         """Fetch it piece by piece, until it is here or not wanted any more."""
-        with self._asked() as (nbytes, expected):
+        with self._asked() as (nbytes, expected, read):
             if self._wanted not in (None, (nbytes, expected)):
                 raise VaultError("holds other bytes than the parity was computed from")
             size = self._state.settings.chunk_bytes
@@ -128,7 +130,7 @@ class BlockSource(ABC):
                 about = {"role": self._source.role, "part": self._part}
                 failpoints.hit("vault.decode", iteration=self._generation.iteration, **about)
                 piece = room[: nbytes - start]
-                self._read(piece)
+                read(start, piece)
                 self.moved = time.monotonic()
                 digest.update(piece)
                 if not combination.add(self._number, start, piece):
@@ -137,11 +139,11 @@ class BlockSource(ABC):
 
     def small(self) -> bytes:
         """The whole part, which has to be a small one."""
-        with self._asked() as (nbytes, expected):
+        with self._asked() as (nbytes, expected, read):
             if not 0 <= nbytes <= _MOST_SMALL_BYTES:
                 raise VaultError(f"{self._part} of {nbytes} bytes")
             content = bytearray(nbytes)
-            self._read(memoryview(content))
+            read(0, memoryview(content))
             self._check(xxhash.xxh3_64_intdigest(content), expected)
         return bytes(content)
 
@@ -154,27 +156,18 @@ class BlockSource(ABC):
         """Make the other methods fail soon; from any thread."""
 
     @abstractmethod
-    def _begin(self) -> tuple[int, int]:
-        """Size in bytes and checksum of the part, whose bytes follow."""
-
-    @abstractmethod
-    def _read(self, target: memoryview) -> None:
-        """Fill ``target`` with the next bytes."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Give the resources back."""
+    def _opened(self) -> AbstractContextManager[Asked]:
+        """Ask for the part, and give the resources back in the end."""
 
     @contextlib.contextmanager
-    def _asked(self) -> Iterator[tuple[int, int]]:
+    def _asked(self) -> Iterator[Asked]:
         try:
-            yield self._begin()
+            with self._opened() as asked:
+                yield asked
         except VaultError as error:
             raise self.error(str(error), final=True) from error
         except UNREACHABLE as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
-        finally:
-            self._close()
 
     def _check(self, found: int, expected: int) -> None:
         if found != expected:
@@ -196,15 +189,14 @@ class VaultBlock(BlockSource):
         self._epoch = epoch
         self._dial = dial
 
-    def _begin(self) -> tuple[int, int]:
-        self._channel = channel = self._dial(self._source.node)
-        if self._over or not self._state.is_open(self._epoch):
-            raise ConnectionError("the epoch was closed while connecting")
-        return ask_part(channel, self._epoch, self._source, self._generation, self._part)
-
-    def _read(self, target: memoryview) -> None:
-        assert self._channel is not None, "_begin() comes first"
-        self._channel.receive_bulk(target)
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Asked]:
+        with contextlib.closing(self._dial(self._source.node)) as channel:
+            self._channel = channel
+            if self._over or not self._state.is_open(self._epoch):
+                raise ConnectionError("the epoch was closed while connecting")
+            found = ask_part(channel, self._epoch, self._source, self._generation, self._part)
+            yield *found, lambda _, target: channel.receive_bulk(target)
 
     def cut(self) -> None:
         self._over = True
@@ -212,36 +204,22 @@ class VaultBlock(BlockSource):
         if channel is not None:
             channel.shutdown()
 
-    def _close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-
 
 class DumpedBlock(BlockSource):
     """In a file of a dump; the node of a source is the one that wrote it."""
-
-    _dumped: Segment | None = None
-    _position = 0
 
     def __init__(self, directory: Path, *about: Any) -> None:
         super().__init__(*about)
         self._path = directory / dump_name(self._source.role, self._source.node)
         self.where = str(self._path)
 
-    def _begin(self) -> tuple[int, int]:
-        self._dumped = Segment.open(self._path, writable=False)
-        entry = self._dumped.entry(0, self._part)
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Asked]:
+        dumped = Segment.open(self._path, writable=False)
+        entry = dumped.entry(0, self._part)
         if entry.state is not PartState.SEALED:
             raise VaultError("not in the file")
-        return entry.nbytes, entry.checksum
-
-    def _read(self, target: memoryview) -> None:
-        assert self._dumped is not None, "_begin() comes first"
-        self._dumped.read_into(0, self._part, self._position, target)
-        self._position += len(target)
-
-    def _close(self) -> None:
-        self._dumped = None
+        yield entry.nbytes, entry.checksum, partial(dumped.read_into, 0, self._part)
 
 
 class _WrongResultError(Exception):
