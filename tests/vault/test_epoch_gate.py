@@ -363,7 +363,8 @@ def test_memory_is_given_back_without_the_lock(
             pass
 
     monkeypatch.setattr(Segment, "give_back", checked)
-    monkeypatch.setattr(room, "_owed", lambda *_: ())
+    assert state.ledger is not None
+    monkeypatch.setattr(state.ledger.scheme, "keeps", lambda *_: ())
     assert room.give_back(state, NEW)
     assert given == [0, 1]
     assert not state.table.writers
