@@ -110,7 +110,8 @@ def from_progress(report: Event) -> inputs.Input | None:
     if report.kind is Kind.STACK:
         return _stack(report)
     if report.kind is Kind.EXPOSED:
-        return inputs.Exposed(report.epoch, float(report.data["seconds"]))
+        seconds = float(report.data["seconds"])
+        return inputs.PhaseReported(report.epoch, "reprotect", seconds, exposed=seconds)
     return None
 
 

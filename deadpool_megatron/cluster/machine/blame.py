@@ -89,10 +89,6 @@ class Blame:
     nonfinite: Mapping[int, int] = field(default_factory=dict)
     poisoned_from: int | None = None
 
-    def note_stack(self, text: str) -> None:
-        """Keep one more place where a process stood."""
-        self.stacks = (*self.stacks, text)[-SHOWN_FAILURES:]
-
     def note_failure(self, reached: int, failure: Failure) -> None:
         """Count a failure after the iteration ``reached``; those before it had progress after them
         and do not count any more."""

@@ -70,11 +70,9 @@ class Core:
         return True
 
     def player(self, event: OfPlayer) -> int | None:
-        """Returns the role that the process plays in the epoch of which it speaks; None, and
-        refuses the input, if it plays none there."""
+        """Returns the role that the process (a present one) plays in the epoch of which it speaks;
+        None, and refuses the input, if it plays none there."""
         state = self.state
-        if not self.is_present(event):
-            return None
         role = state.role_at(event.node, event.slot, event.incarnation)
         if role is None:
             self.refuse_of(event, "it has no seat")

@@ -72,13 +72,10 @@ def must_look(core: Core) -> bool:
     return True
 
 
-def looked_at(core: Core, gone: frozenset[str]) -> None:
-    """Those that are gone are not decided on."""
-    line = core.state.lineage
-    for path in sorted(gone & {one.path for one in line.valid}):
-        core.log("warning", f"checkpoint {path} is not there any more, or without its index")
-    line.remove(gone)
-    line.seen = True
+def durable_valid(core: Core, event: ev.DurableValid) -> None:
+    """A checkpoint became valid."""
+    generation = Generation(0, event.iteration)
+    core.state.lineage.add_valid(Restore("durable", generation, event.boundary, event.path))
 
 
 def with_struck(core: Core, reason: str) -> str:
@@ -302,13 +299,12 @@ def _writers(core: Core, dumping: Dumping) -> dict[int, int]:
     }
 
 
-def dump_exported(core: Core, generation: Generation, path: str) -> None:
-    """Take note that what was dumped is a checkpoint at ``path``, too, or could not become one
-    (empty): end."""
+def dump_exported(core: Core, event: ev.DumpExported) -> None:
+    """Take note that what was dumped is a checkpoint, too, or could not become one: end."""
     match core.state.doing:
         case Dumping(exporting=True, restore=restore) as dumping:
-            if generation == restore.generation:
-                _finish_dumped(core, dumping, path)
+            if event.generation == restore.generation:
+                _finish_dumped(core, dumping, event.path)
 
 
 # The end.
@@ -323,10 +319,11 @@ def hurry(core: Core, dumping: Dumping, reason: str) -> None:
         dumping.words = replace(words, reason=f"{words.reason}; {reason}", exports=False)
 
 
-def stop(core: Core, reason: str, *, keeps: bool = False) -> None:
+def stop(core: Core, event: ev.UserStop) -> None:
     """The user ends the run (130). One that is dumped ends as that, without the checkpoint: what it
     continues from must be told in any case; one that is being saved keeps its memory, any other
     where the user ``keeps`` it; one that is over waits for nothing any more."""
+    reason = event.reason
     match core.state.doing:
         case Dumping(exporting=True) as dumping:
             _finish_dumped(core, dumping, "")
@@ -344,7 +341,7 @@ def stop(core: Core, reason: str, *, keeps: bool = False) -> None:
             # A start that its user has thought better of: what was there before it still is.
             end_as_found(core, LastWords(ExitStatus.STOPPED, reason))
         case _:
-            keeps = keeps and core.state.record is not None
+            keeps = event.keeps and core.state.record is not None
             stays = "; what the run holds in memory stays" if keeps else ""
             finish(core, ExitStatus.STOPPED, reason + stays, keeps_slots=keeps)
 

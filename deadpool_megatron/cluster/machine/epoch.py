@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import chosen_plan
+from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Announce, CloseEpoch, WriteRecord
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
@@ -17,12 +18,12 @@ from deadpool_megatron.cluster.machine.ending import (
     cannot_decide,
     dump,
     dump_held,
+    end_recovery,
     finish,
     must_look,
     restore_query,
     with_struck,
 )
-from deadpool_megatron.cluster.machine.inputs import Restored
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     Closing,
@@ -44,7 +45,6 @@ from deadpool_megatron.layout.planner import NoRestore, Seating
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
-    Inventory,
     NodeAddress,
     Restore,
     Seat,
@@ -117,9 +117,19 @@ def check_closed(core: Core) -> None:
             decide(core)
 
 
-def note_inventory(core: Core, inventory: Inventory) -> None:
+def checkpoints_seen(core: Core, event: ev.CheckpointsSeen) -> None:
+    """The checkpoints were looked at: those that are gone are not decided on."""
+    line = core.state.lineage
+    for path in sorted(event.gone & {one.path for one in line.valid}):
+        core.log("warning", f"checkpoint {path} is not there any more, or without its index")
+    line.remove(event.gone)
+    line.seen = True
+    check_closed(core)
+
+
+def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     """A node's vault has closed the epoch and promises what it holds."""
-    state = core.state
+    state, inventory = core.state, event.inventory
     match state.doing:
         case _ if state.record is None or inventory.epoch != state.record.epoch:
             core.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
@@ -292,9 +302,9 @@ def _history(state: State, restore: Restore) -> History:
     )
 
 
-def journal_written(core: Core, epoch: int) -> None:
+def journal_written(core: Core, event: ev.JournalWritten) -> None:
     """A record is durable: announce it, or decide again when it was overtaken."""
-    state = core.state
+    state, epoch = core.state, event.epoch
     match state.doing:
         case Deciding(pending=pending, redecide=None) if epoch == state.epoch:
             _announce(core, pending)
@@ -305,10 +315,10 @@ def journal_written(core: Core, epoch: int) -> None:
             core.refuse("journal", f"epoch {epoch} is not being decided")
 
 
-def journal_failed(core: Core, epoch: int, text: str) -> None:
+def journal_failed(core: Core, event: ev.JournalFailed) -> None:
     """A record cannot be made durable."""
-    if isinstance(core.state.doing, Deciding) and epoch == core.state.epoch:
-        cannot_decide(core, f"epoch {epoch} cannot be journalled: {text}")
+    if isinstance(core.state.doing, Deciding) and event.epoch == core.state.epoch:
+        cannot_decide(core, f"epoch {event.epoch} cannot be journalled: {event.text}")
 
 
 # Open.
@@ -388,7 +398,7 @@ def opening_seconds(core: Core, record: EpochRecord) -> float:
     return limit
 
 
-def restored(core: Core, event: Restored) -> None:
+def restored(core: Core, event: ev.Restored) -> None:
     """A role has its state; with the last one the epoch opens."""
     role, record, doing = core.player(event), core.state.record, core.state.doing
     if role is None or record is None:
@@ -458,3 +468,25 @@ def check_done(core: Core) -> None:
                 finish(core, ExitStatus.SAVED, how, is_early=True)
             else:
                 finish(core, 0, "")
+
+
+# What is told of it.
+
+
+def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
+    """Some role has completed an iteration."""
+    state, iteration = core.state, event.iteration
+    if state.record is None or event.epoch != state.heard_epoch:
+        core.refuse(f"step {iteration}", f"epoch {event.epoch} is not open")
+        return
+    state.lineage.report(Generation(event.epoch, iteration))
+    is_first = state.recoveries.current is not None
+    is_new = iteration > state.record.restore.generation.iteration
+    if is_first and is_new and isinstance(state.doing, Running | Pausing):
+        end_recovery(core)
+
+
+def phase_reported(core: Core, event: ev.PhaseReported) -> None:
+    """A member's or vault's part of a recovery."""
+    newest = 0 if core.state.record is None else core.state.record.epoch
+    core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, newest)

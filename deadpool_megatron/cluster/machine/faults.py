@@ -8,9 +8,9 @@ from dataclasses import replace
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
-from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
-from deadpool_megatron.cluster.machine.epoch import close, save_and_end
+from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
 from deadpool_megatron.cluster.machine.membership import drop_node, put_aside, quarantine
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
@@ -129,13 +129,27 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     close(core, failure)
 
 
+def note_stack(core: Core, event: ev.StackTaken) -> None:
+    """Keep one more place where a process stood."""
+    blame = core.state.blame
+    blame.stacks = (*blame.stacks, event.text)[-SHOWN_FAILURES:]
+
+
+def diverged(core: Core, event: ev.Diverged) -> None:
+    """Training has no one result any more."""
+    save_and_end(core, LastWords(ExitStatus.DIVERGENCE, event.text))
+
+
 def not_finite(core: Core, event: ev.NotFinite) -> None:
-    """Act on it as the setting ``nonfinite`` says: stop or rollback.
+    """Act on it as the setting ``nonfinite`` says: ignore, stop or rollback.
 
     The epoch may have been closed meanwhile for another reason: its generations count all the same.
     """
     state, blame, k = core.state, core.state.blame, event.iteration
     setting, computed = core.config.settings.nonfinite, Generation(event.epoch, event.iteration)
+    if setting == "ignore":
+        step_reported(core, event)
+        return
     if blame.is_poisoned(computed):
         return  # told by another role already, or it follows from what was told
     # Nothing computes iteration 0: it is what was built or loaded.

@@ -185,19 +185,13 @@ class AuditFailed(OfPlayer):
 
 @dataclass(frozen=True)
 class PhaseReported(Input):
-    """One member's or vault's part of a recovery; the longest of each phase counts."""
+    """One member's or vault's part of a recovery; the longest of each phase counts. ``exposed``:
+    how long after the loss a vault has re-protected what it owed."""
 
     epoch: int
     phase: str
     seconds: float
-
-
-@dataclass(frozen=True)
-class Exposed(Input):
-    """A vault re-protected what it owed, this long after the loss."""
-
-    epoch: int
-    seconds: float
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ a higher number; a record that was overtaken before it was durable is never anno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.machine import (
     bootstrap,
     ending,
@@ -23,7 +23,7 @@ from deadpool_megatron.cluster.machine import (
 )
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action
-from deadpool_megatron.cluster.machine.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.state import (
     ChosenProtection,
@@ -42,17 +42,51 @@ from deadpool_megatron.cluster.machine.state import (
     WaitingSpare,
 )
 from deadpool_megatron.layout.planner import is_thrown_away
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat, SeatTable
+from deadpool_megatron.layout.records import EpochRecord, Restore, Seat, SeatTable
 from deadpool_megatron.layout.schemes import first_plan
 
 NOBODY: Mapping[int, str] = {}
+# The function of a topic that each input is for. One of a member is heard from, or about, the
+# present process of its slot only.
+_TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
+    ev.NodeJoined: bootstrap.node_joined,
+    ev.FactsTold: bootstrap.told,
+    ev.NodeLost: membership.node_lost,
+    ev.NodeInventory: epoch.note_inventory,
+    ev.StepReported: epoch.step_reported,
+    ev.PhaseReported: epoch.phase_reported,
+    ev.StackTaken: faults.note_stack,
+    ev.NotFinite: faults.not_finite,
+    ev.RolesHung: faults.roles_hung,
+    ev.DurableValid: ending.durable_valid,
+    ev.CheckpointsSeen: epoch.checkpoints_seen,
+    ev.Asked: requests.take,
+    ev.RequestsFound: requests.found,
+    ev.Exported: requests.exported,
+    ev.DrainRequested: pauses.drain_slow,
+    ev.ProtectionRequested: pauses.protect_otherwise,
+    ev.JournalWritten: epoch.journal_written,
+    ev.JournalFailed: epoch.journal_failed,
+    ev.Dumped: ending.note_dumped,
+    ev.DumpExported: ending.dump_exported,
+    ev.Diverged: faults.diverged,
+    ev.DumpRequested: pauses.dump_requested,
+    ev.UserStop: ending.stop,
+    ev.MemberHello: membership.hello,
+    ev.MemberWarm: membership.warm,
+    ev.MemberRegistered: membership.registered,
+    ev.MemberLost: membership.lost,
+    ev.MemberSuspected: membership.suspected,
+    ev.MemberFault: faults.fault_reported,
+    ev.NotRestored: faults.restore_failed,
+    ev.AuditFailed: faults.audit_failed,
+    ev.Restored: epoch.restored,
+    ev.MemberDone: pauses.note_done,
+    ev.Paused: pauses.note_paused,
+    ev.PauseRefused: pauses.pause_later,
+}
 # After these the nodes that are gathering may be complete.
-_GATHERS = (
-    ev.NodeJoined,
-    ev.NodeLost,
-    ev.MemberHello,
-    ev.MemberRegistered,
-)
+_GATHERS = (ev.NodeJoined, ev.NodeLost, ev.MemberHello, ev.MemberRegistered)
 
 
 class Machine(Core):
@@ -136,94 +170,10 @@ class Machine(Core):
         return self.actions
 
     def _dispatch(self, event: ev.Input) -> None:
-        state = self.state
-        match event:
-            case ev.Tick():
-                self._tick()
-            case ev.NodeJoined():
-                bootstrap.node_joined(self, event)
-            case ev.FactsTold():
-                bootstrap.told(self, event)
-            case ev.NodeLost():
-                membership.node_lost(self, event)
-            case ev.NodeInventory():
-                epoch.note_inventory(self, event.inventory)
-            case ev.StepReported():
-                self._step_reported(event.epoch, event.iteration)
-            case ev.PhaseReported():
-                self._report(event.epoch, event.phase, event.seconds)
-            case ev.Exposed():
-                self._report(event.epoch, "reprotect", event.seconds, exposed=event.seconds)
-            case ev.StackTaken(text):
-                state.blame.note_stack(text)
-            case ev.NotFinite() if self.config.settings.nonfinite == "ignore":
-                self._step_reported(event.epoch, event.iteration)
-            case ev.NotFinite():
-                faults.not_finite(self, event)
-            case ev.RolesHung():
-                faults.roles_hung(self, event)
-            case ev.DurableValid(iteration, path, boundary):
-                found = Restore("durable", Generation(0, iteration), boundary, path)
-                state.lineage.add_valid(found)
-            case ev.CheckpointsSeen(gone):
-                ending.looked_at(self, gone)
-                epoch.check_closed(self)
-            case ev.Asked():
-                requests.take(self, event)
-            case ev.RequestsFound():
-                requests.found(self, event)
-            case ev.Exported():
-                requests.exported(self, event)
-            case ev.DrainRequested(node):
-                pauses.drain_slow(self, node)
-            case ev.ProtectionRequested():
-                pauses.protect_otherwise(self, event)
-            case ev.JournalWritten(number):
-                epoch.journal_written(self, number)
-            case ev.JournalFailed(number, text):
-                epoch.journal_failed(self, number, text)
-            case ev.Dumped():
-                ending.note_dumped(self, event)
-            case ev.DumpExported(generation, path):
-                ending.dump_exported(self, generation, path)
-            case ev.Diverged(text):
-                epoch.save_and_end(self, LastWords(ExitStatus.DIVERGENCE, text))
-            case ev.DumpRequested():
-                pauses.dump_requested(self, event)
-            case ev.UserStop(reason, keeps):
-                ending.stop(self, reason, keeps=keeps)
-            case ev.MemberFault():
-                faults.fault_reported(self, event)
-            case ev.NotRestored():
-                faults.restore_failed(self, event)
-            case ev.AuditFailed():
-                faults.audit_failed(self, event)
-            case ev.Restored():
-                epoch.restored(self, event)
-            case ev.MemberDone():
-                pauses.note_done(self, event)
-            case ev.Paused():
-                pauses.note_paused(self, event)
-            case ev.PauseRefused():
-                pauses.pause_later(self, event)
-            case ev.OfMember():
-                membership.member_told(self, event)
-
-    def _step_reported(self, number: int, iteration: int) -> None:
-        """Some role has completed an iteration."""
-        state = self.state
-        if state.record is None or number != state.heard_epoch:
-            self.refuse(f"step {iteration}", f"epoch {number} is not open")
-            return
-        state.lineage.report(Generation(number, iteration))
-        is_first = state.recoveries.current is not None
-        is_new = iteration > state.record.restore.generation.iteration
-        if is_first and is_new and isinstance(state.doing, Running | Pausing):
-            ending.end_recovery(self)
-
-    def _report(self, number: int, phase: str, seconds: float, *, exposed: float = 0.0) -> None:
-        newest = 0 if self.state.record is None else self.state.record.epoch
-        self.state.recoveries.report(number, phase, seconds, exposed, newest)
+        if isinstance(event, ev.Tick):
+            self._tick()
+        elif not isinstance(event, ev.OfMember) or self.is_present(event):
+            _TOPICS[type(event)](self, event)
 
     def _tick(self) -> None:
         """Look at every deadline; nothing is asked for one where there is nothing to wait for."""
@@ -248,8 +198,8 @@ class Machine(Core):
             case Rejoining() as rejoining if state.record is not None:
                 takeover.time_is_over(self, rejoining, state.record)
             case Closing(looks=True):
-                ending.looked_at(self, frozenset())  # what cannot be looked at may be there
-                epoch.check_closed(self)
+                # What cannot be looked at may be there.
+                epoch.checkpoints_seen(self, ev.CheckpointsSeen(frozenset()))
             case Closing(awaited=awaited):
                 late = awaited | {place[0] for place in state.fleet.members.killed}
                 for node in sorted(late):

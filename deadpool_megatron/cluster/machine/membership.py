@@ -264,23 +264,6 @@ def _recent(core: Core, times: tuple[float, ...]) -> tuple[float, ...]:
 # Members.
 
 
-def member_told(core: Core, event: ev.OfMember) -> None:
-    """Pass on to the handler what comes from, or is about, the present process of a slot."""
-    if not core.is_present(event):
-        return
-    match event:
-        case ev.MemberHello():
-            _hello(core, event)
-        case ev.MemberWarm():
-            _warm(core, event)
-        case ev.MemberRegistered():
-            _registered(core, event)
-        case ev.MemberLost():
-            _lost(core, event)
-        case ev.MemberSuspected():
-            _suspected(core, event)
-
-
 def _tell(core: Core, what: Kind, /, of: ev.OfMember, role: int | None = None, **data: Any) -> None:
     process = {"slot": of.slot, "incarnation": of.incarnation}
     core.emit(what, node=of.node, role=role, **process, **data)
@@ -290,7 +273,8 @@ def _role(core: Core, event: ev.OfMember) -> int | None:
     return core.state.role_at(event.node, event.slot, event.incarnation)
 
 
-def _hello(core: Core, event: ev.MemberHello) -> None:
+def hello(core: Core, event: ev.MemberHello) -> None:
+    """The process runs."""
     place, members = (event.node, event.slot), core.state.fleet.members
     started = members[place]
     if started.status is MemberStatus.STARTING:
@@ -299,7 +283,8 @@ def _hello(core: Core, event: ev.MemberHello) -> None:
         _tell(core, Kind.MEMBER_STARTED, event, pid=event.pid)
 
 
-def _warm(core: Core, event: ev.MemberWarm) -> None:
+def warm(core: Core, event: ev.MemberWarm) -> None:
+    """A member without a seat has built and is parked."""
     place = (event.node, event.slot)
     member = core.state.fleet.members[place]
     if member.status not in (MemberStatus.STARTING, MemberStatus.RUNNING):
@@ -309,7 +294,8 @@ def _warm(core: Core, event: ev.MemberWarm) -> None:
     consider_pause(core)
 
 
-def _registered(core: Core, event: ev.MemberRegistered) -> None:
+def registered(core: Core, event: ev.MemberRegistered) -> None:
+    """A member has built: its state must be laid out as that of the run."""
     state, memory, layout = core.state, core.state.memory, event.layout
     role = _role(core, event)
     if role != layout.role or state.heard_epoch is None or state.record is None:
@@ -344,7 +330,8 @@ def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> No
     finish(core, ExitStatus.BAD_INPUT, reason, keeps_slots=True)
 
 
-def _lost(core: Core, event: ev.MemberLost) -> None:
+def lost(core: Core, event: ev.MemberLost) -> None:
+    """The process has ended: close the epoch, end the run, or start the next one, as it ended."""
     state, place = core.state, (event.node, event.slot)
     ordered = state.fleet.members[place].status is MemberStatus.KILLED
     role = _role(core, event)
@@ -456,7 +443,8 @@ def _restart(core: Core, event: ev.MemberLost, failure: Failure, *, counts: bool
         core.start_members(event.node, {event.slot: event.incarnation + 1})
 
 
-def _suspected(core: Core, event: ev.MemberSuspected) -> None:
+def suspected(core: Core, event: ev.MemberSuspected) -> None:
+    """A verdict: the process is killed and replaced."""
     role = _role(core, event)
     core.kill((event.node, event.slot))
     if (role is not None and core.state.heard_epoch is not None) or _is_pending(core, event):

@@ -20,6 +20,7 @@ from deadpool_megatron.cluster.machine.epoch import (
     seating,
 )
 from deadpool_megatron.cluster.machine.inputs import (
+    DrainRequested,
     DumpRequested,
     MemberDone,
     Paused,
@@ -100,9 +101,9 @@ def drain(core: Core, node: int) -> None:
     consider_pause(core)
 
 
-def drain_slow(core: Core, node: int) -> None:
+def drain_slow(core: Core, event: DrainRequested) -> None:
     """A slow node's roles are to be moved away."""
-    state = core.state
+    state, node = core.state, event.node
     if node not in state.fleet.nodes:
         core.refuse("drain", f"node {node} is not connected", node)
     elif node not in state.seats.nodes:

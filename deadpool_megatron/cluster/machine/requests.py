@@ -90,7 +90,7 @@ def _settle(core: Core, request: Request) -> None:
     if core.state.phase in (Phase.ENDING, Phase.ENDED):
         done = request.verb is Verb.STOP
         if done and request.stage is Stage.ASKED:
-            ending.stop(core, str(request.what["reason"]))
+            ending.stop(core, ev.UserStop(str(request.what["reason"])))
         _change(core, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
     elif isinstance(doing, Rejoining) and request.number in doing.requests:
         return
@@ -193,7 +193,7 @@ def _stop(core: Core, request: Request) -> Request:
         return request
     reason = str(request.what["reason"])
     if not request.what["dump"]:
-        ending.stop(core, reason)
+        ending.stop(core, ev.UserStop(reason))
         return request.at(Stage.DONE)
     left = None if request.until is None else max(0.0, request.until - core.now)
     core.act(EndRun(reason, left))

@@ -149,7 +149,11 @@ def test_malformed_messages_raise(message: dict[str, Any]) -> None:
     ("event", "kind", "told"),
     [
         (Event(Kind.STEP, 2, iteration=5), "progress", inputs.StepReported(2, 5)),
-        (Event(Kind.EXPOSED, 2, data={"seconds": 0.5}), "progress", inputs.Exposed(2, 0.5)),
+        (
+            Event(Kind.EXPOSED, 2, data={"seconds": 0.5}),
+            "progress",
+            inputs.PhaseReported(2, "reprotect", 0.5, exposed=0.5),
+        ),
         (Event(Kind.COMMITTED, 2, role=1), "progress", None),
         (Event(Kind.CORRUPTION, 2, node=3, role=1), "event", None),
         (Event(Kind.LOG), "event", None),

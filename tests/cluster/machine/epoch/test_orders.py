@@ -209,7 +209,7 @@ def test_account_of_a_recovery() -> None:
         ev.PhaseReported(2, "rebuild", 1.5),
         ev.PhaseReported(2, "restore", 0.75),
         ev.PhaseReported(1, "restore", 99.0),
-        ev.Exposed(2, 3.0),
+        ev.PhaseReported(2, "reprotect", 3.0, exposed=3.0),
     )
     rig.now += 2.25
     rig.restored()
@@ -234,7 +234,7 @@ def test_account_of_a_recovery() -> None:
     assert report.to_dict()["seats_changed"] == {"1": [[1, 0, 0], [2, 0, 0]]}
     (emitted,) = rig.emitted(Kind.RECOVERED)
     assert emitted.data["cause"] == "node 1: silent"
-    rig.feed(ev.Exposed(2, 5.0))
+    rig.feed(ev.PhaseReported(2, "reprotect", 5.0, exposed=5.0))
     assert rig.state.recoveries.finished[0].phases["reprotect"] == 5.0, "the slowest role counts"
     assert rig.state.recoveries.finished[0].exposed_seconds == 5.0
 
