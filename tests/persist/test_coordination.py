@@ -249,7 +249,7 @@ def test_what_is_removed_cannot_be_published_meanwhile(
 
     def publish_first(path: Path) -> None:
         with pytest.raises(durable.DurableError):
-            durable.publish_export(left, final, restore, run, "id")
+            durable.NewCheckpoint(left, final, restore, run, "id").publish()
         rmtree(path)
 
     monkeypatch.setattr(durable.shutil, "rmtree", publish_first)

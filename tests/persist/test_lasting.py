@@ -16,8 +16,7 @@ import torch
 from deadpool_megatron.cluster.coordinator import durable
 from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
-    make_valid,
-    publish_export,
+    NewCheckpoint,
 )
 from deadpool_megatron.cluster.run_directory import directory
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -73,7 +72,7 @@ def test_all_of_a_save_in_place_is_on_the_disk_before_it_counts(
     for path in files:
         path.write_text("x")
     before = synced_before(monkeypatch, directory, "write_json", synced)
-    make_valid(saved, saved, saved_at(4, saved), run, "run")
+    NewCheckpoint(saved, saved, saved_at(4, saved), run, "run").make_valid()
     (on_disk,) = before
     assert {*files, saved, saved.parent} <= on_disk
 
@@ -94,7 +93,7 @@ def test_what_names_an_export_is_on_the_disk_before_older_ones_may_go(
     unfinished = unfinished_export(final.parent, "run", "1.1")
     unfinished.mkdir(parents=True)
     run.path.mkdir()
-    publish_export(unfinished, final, saved_at(4, final), run, "run")
+    NewCheckpoint(unfinished, final, saved_at(4, final), run, "run").publish()
     tracker = final.parent / "latest_checkpointed_iteration.txt"
     assert {tracker, run.latest} <= set(replaced)
     for path, moment in replaced.items():
@@ -128,7 +127,7 @@ def test_an_older_save_that_becomes_valid_meanwhile_does_not_hide_an_export(
         return found
 
     monkeypatch.setattr(durable, "still_valid", known)
-    make_valid(saved, saved, saved_at(4, saved), run, "run")
+    NewCheckpoint(saved, saved, saved_at(4, saved), run, "run").make_valid()
     exporting.join()
     assert read_json(run.latest)["generation"] == [1, 8]
 
@@ -188,8 +187,8 @@ def test_what_could_not_be_loaded_is_replaced_by_what_is_saved_in_its_place(
         temporary = folder / f".{to.name}.epoch2"
         temporary.mkdir(parents=True)
         (temporary / ".metadata").write_text(content)
-        how = make_valid if make == "save" else publish_export
-        how(temporary, to, saved_at(iteration, to), run, "run", struck=struck)
+        new = NewCheckpoint(temporary, to, saved_at(iteration, to), run, "run", struck=struck)
+        (new.make_valid if make == "save" else new.publish)()
 
     written("older", 2)
     written("first", 4)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from deadpool_megatron.cluster.coordinator import durable
 from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
-    make_valid,
+    NewCheckpoint,
     to_prune,
     unfinished_export,
 )
@@ -219,7 +219,7 @@ def test_what_the_program_saves_is_never_pruned(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     own = run.exports / "iter_0000004"
     own.mkdir(parents=True)
-    make_valid(own, own, saved_at(4, own), run, "run")
+    NewCheckpoint(own, own, saved_at(4, own), run, "run").make_valid()
     for iteration in (4, 8, 12, 16):
         published(run, iteration)
     assert sorted(path.name for path in run.exports.glob("iter_*")) == [
@@ -239,7 +239,7 @@ def test_a_save_does_not_fall_back_to_the_checkpoint_of_another_run(tmp_path: Pa
         temporary = folder / f".{final.name}.epoch{epoch}"
         temporary.mkdir()
         (temporary / f"own{epoch}").touch()
-        make_valid(temporary, final, saved_at(4, final), run, "r2")
+        NewCheckpoint(temporary, final, saved_at(4, final), run, "r2").make_valid()
     assert [path.name for path in final.iterdir()] == ["own1"]
     assert (folder / "iter_0000004.before-r2" / "of another run").exists()
     assert not list(folder.glob(".iter_*"))
@@ -259,10 +259,10 @@ def test_a_late_worker_of_a_closed_epoch_leaves_the_save_of_the_open_one_alone(
     run, folder = RunDirectory(tmp_path), tmp_path / "checkpoints"
     interrupted, _, _ = unfinished_save(folder, 4, epoch=1)
     late, under_way = unfinished_save(folder, 8, epoch=2), unfinished_save(folder, 12, epoch=3)
-    make_valid(*late, run, "run")
+    NewCheckpoint(*late, run, "run").make_valid()
     assert not interrupted.exists()
     assert (under_way[0] / "rank0").exists()
-    make_valid(*under_way, run, "run")
+    NewCheckpoint(*under_way, run, "run").make_valid()
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000008", "iter_0000012"]
 
 
@@ -274,7 +274,7 @@ def test_a_save_does_not_count_whose_epoch_was_closed_while_it_was_synced(
     temporary, final, restore = unfinished_save(tmp_path / "checkpoints", 4, epoch=1)
     place = temporary if in_place else final
     with pytest.raises(DurableError, match="its epoch was closed"):
-        make_valid(temporary, place, restore, run, "run", counts=lambda: False)
+        NewCheckpoint(temporary, place, restore, run, "run", counts=lambda: False).make_valid()
     assert not final.exists()
     assert not run.latest.exists()
     assert not run.named.exists()
@@ -295,7 +295,7 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
 
     def other() -> None:
         monkeypatch.setattr(durable, "_sync_all", sync_all)
-        make_valid(temporary, final, restore, run, "run")
+        NewCheckpoint(temporary, final, restore, run, "run").make_valid()
 
     def sync(directory: Path) -> None:
         if moment == "begins":
@@ -310,7 +310,7 @@ def test_a_save_that_two_coordinators_make_valid_is_there_once(
         return True
 
     monkeypatch.setattr(durable, "_sync_all", sync)
-    make_valid(temporary, final, restore, run, "run", counts)
+    NewCheckpoint(temporary, final, restore, run, "run", counts).make_valid()
     assert [path.name for path in final.iterdir()] == ["rank0"]
     assert read_json(run.latest)["path"] == str(final)
     set_aside = ["iter_0000004.before-run"] if is_foreign else []

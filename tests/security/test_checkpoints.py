@@ -12,8 +12,7 @@ import pytest
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
-    make_valid,
-    publish_export,
+    NewCheckpoint,
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.pretraining.megatron_checkpoints import StorageFaults
@@ -46,15 +45,15 @@ def test_what_others_have_written_gets_no_name(tmp_path: Path, tamper: Tamper) -
     run, folder = RunDirectory(tmp_path / "run"), tmp_path / "shared"
     run.path.mkdir()
     for unfinished, give in (
-        (folder / ".export-id-1.1", publish_export),
-        (folder / ".iter_0000004.epoch1", make_valid),
+        (folder / ".export-id-1.1", NewCheckpoint.publish),
+        (folder / ".iter_0000004.epoch1", NewCheckpoint.make_valid),
     ):
         make_private(unfinished)
         tamper(unfinished)
         final = folder / "iter_0000004"
         restore = Restore("durable", Generation(1, 4), "save", str(final))
         with pytest.raises(DurableError, match=str(unfinished)):
-            give(unfinished, final, restore, run, "id")
+            give(NewCheckpoint(unfinished, final, restore, run, "id"))
         assert not final.exists()
         with pytest.raises(OwnershipError):  # nor is it loaded, if it got there in another way
             check_checkpoint(unfinished)
@@ -73,7 +72,7 @@ def test_a_published_checkpoint_is_as_open_as_the_folder_above_and_links_are_not
     unfinished, final = folder / ".export-id-1.1", folder / "iter_0000004"
     make_private(unfinished)
     restore = Restore("durable", Generation(1, 4), "save", str(final))
-    publish_export(unfinished, final, restore, run, "id")
+    NewCheckpoint(unfinished, final, restore, run, "id").publish()
     assert final.stat().st_mode & 0o777 == 0o755
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert thesis.read_text() == "mine"

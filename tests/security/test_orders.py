@@ -89,7 +89,9 @@ def test_a_save_that_names_something_else(tmp_path: Path, temporary: str, final:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     with pytest.raises(durable.DurableError, match="is not where a save"):
-        durable.make_valid(tmp_path / temporary, tmp_path / final, restore, run, RUN)
+        durable.NewCheckpoint(
+            tmp_path / temporary, tmp_path / final, restore, run, RUN
+        ).make_valid()
     for name in (temporary, final):
         assert (tmp_path / name / "file").exists()
 

@@ -20,7 +20,7 @@ import functools
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
+    NewCheckpoint,
     export_directory,
-    make_valid,
-    publish_export,
     remember_and_prune,
     remove_unfinished,
 )
@@ -443,7 +442,6 @@ class Checkpoints:
         generation, final = export.generation, export.final
         assert generation is not None
         restore = Restore("durable", generation, export.boundary, str(final))
-        place = (export.unfinished, final, restore, self._run, self._run_id)
         # Of what somebody has asked for nothing is pruned.
         is_own = not export.wish.number
 
@@ -451,19 +449,13 @@ class Checkpoints:
             # A recovery may have decided while the files were synced.
             return is_kept(self._coordinator.state.lineage.kept, generation)
 
-        struck = self._coordinator.state.lineage.struck
-        try:
-            await asyncio.to_thread(publish_export, *place, counts, struck, may_be_pruned=is_own)
-        except DurableError as error:
+        new = self._new_checkpoint(export.unfinished, restore, counts)
+        publish = functools.partial(new.publish, may_be_pruned=is_own)
+        if error := await self._valid(publish, restore, background=True):
             self._abandon(f"it did not become valid: {error}")
             self._tell()
             return
-        iteration, path = export.iteration, str(final)
-        self._last = {"iteration": iteration, "path": path, "error": ""}
-        data = {"path": path, "background": True}
-        event = Event(Kind.DURABLE, generation.lineage, iteration=iteration, data=data)
-        self._coordinator.files.write(event)
-        self._coordinator.feed(inputs.DurableValid(iteration, path, export.boundary))
+        self._last = {"iteration": export.iteration, "path": restore.path, "error": ""}
         if is_own:
             state = self._coordinator.state
             # A recovery may just be loading an older one: the next export prunes, then.
@@ -475,7 +467,7 @@ class Checkpoints:
             except DurableError as error:
                 self._coordinator.warn(f"old checkpoints are not removed: {error}")
         self._export = None
-        self._answer(export, path)
+        self._answer(export, restore.path)
         if (leaving := self._leaving) is not None and self._wish is None and export.dump is None:
             self._leave(leaving.reason, leaving.ends)
         self._tell()
@@ -549,21 +541,35 @@ class Checkpoints:
             coordinator.peers.refuse("durable-request", f"of epoch {epoch}, which is not open")
             return
         failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
-        final = Path(str(m["final"]))
-        restore = Restore("durable", Generation(epoch, iteration), "save", str(final))
-        place = (Path(str(m["temporary"])), final, restore, self._run, self._run_id)
+        path = str(Path(str(m["final"])))
+        restore = Restore("durable", Generation(epoch, iteration), "save", path)
 
         def counts() -> bool:
             # A failure may have ended the epoch while the files were synced.
             return coordinator.state.standing_epoch == epoch
 
-        try:
-            await asyncio.to_thread(make_valid, *place, counts, coordinator.state.lineage.struck)
-        except DurableError as error:
+        new = self._new_checkpoint(Path(str(m["temporary"])), restore, counts)
+        if error := await self._valid(new.make_valid, restore):
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
-        data = {"path": str(final)}
-        coordinator.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        coordinator.feed(inputs.DurableValid(iteration, str(final)))
         coordinator.orders.durable_done(iteration)
+
+    # Both.
+
+    def _new_checkpoint(
+        self, temporary: Path, restore: Restore, counts: Callable[[], bool]
+    ) -> NewCheckpoint:
+        place, struck = (self._run, self._run_id), self._coordinator.state.lineage.struck
+        return NewCheckpoint(temporary, Path(restore.path), restore, *place, counts, struck)
+
+    async def _valid(self, make: Callable[[], None], restore: Restore, **data: Any) -> str:
+        """Have it made valid in a thread, and tell of it; return why it is not, empty if it is."""
+        try:
+            await asyncio.to_thread(make)
+        except DurableError as error:
+            return str(error)
+        (epoch, iteration), data["path"] = restore.generation.to_list(), restore.path
+        self._coordinator.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
+        self._coordinator.feed(inputs.DurableValid(iteration, restore.path, restore.boundary))
+        return ""

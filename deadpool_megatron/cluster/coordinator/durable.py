@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -123,118 +124,151 @@ def _resolved(path: Path) -> Path:
     return path.resolve()
 
 
-def make_valid(
-    temporary: Path,
-    final: Path,
-    restore: Restore,
-    run: RunDirectory,
-    run_id: str,
-    counts: Callable[[], bool] = lambda: True,
-    struck: Collection[str] = (),
-) -> None:
-    """Sync the files, rename the directory, then enter it into ``latest.json``, behind what is
-    newer there: an export may have overtaken a save that was asynchronous.
+@dataclass(frozen=True)
+class NewCheckpoint:
+    """The files in ``temporary`` are to be the checkpoint ``final`` of a run.
 
-    ``counts()``: whether its epoch is still the open one, asked when all is on the disk.
-    ``struck``: paths of checkpoints that could not be loaded, for which this one is no repetition.
-    ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint of
-    the same name is left alone if this run gave it the name: an earlier request made it valid, and
-    the one at hand repeats it after a recovery. Anybody else's is set aside, as
-    ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
-
-    A coordinator that takes over is asked again, and the one before may still be at it.
+    ``counts()``: whether it still belongs to the run, asked when all is on the disk. ``struck``:
+    paths of checkpoints that could not be loaded, for which this one is no repetition.
     """
-    with _in_a_line(final):
-        check_save(temporary, final)
-        if temporary == final:
-            check_checkpoint(final)
-            _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
-            _require(counts())
-        elif not _has_named(run, final) or (str(final) in struck and temporary.is_dir()):
-            _give_name(temporary, final, run, run_id, counts, struck)
-        _note(run, _SAVED, final)
-        sync(final.parent)
-        if temporary != final:
-            shutil.rmtree(temporary, ignore_errors=True)
-        for leftover in final.parent.glob(".iter_*.epoch*"):
-            # Of saves that a failure interrupted. Those of this epoch and of later ones may be
-            # under way: it may have been closed meanwhile.
-            if _epoch_of(leftover) < restore.generation.lineage:
-                shutil.rmtree(leftover, ignore_errors=True)
-        _point_at(restore, run, struck, replaces_equal=True)
 
+    temporary: Path
+    final: Path
+    restore: Restore
+    run: RunDirectory
+    run_id: str
+    counts: Callable[[], bool] = lambda: True
+    struck: Collection[str] = ()
 
-def _give_name(
-    temporary: Path,
-    final: Path,
-    run: RunDirectory,
-    run_id: str,
-    counts: Callable[[], bool],
-    struck: Collection[str],
-) -> None:
-    if not temporary.is_dir() and not _has_named(run, final):
-        raise DurableError(f"{temporary} is not a directory")
-    try:
-        _take(temporary)
-        _require(counts())
-        # Asked after the sync: what another coordinator has made valid meanwhile stays. It notes
-        # the name before it gives it.
-        if final.exists() and (str(final) in struck or not _is_named(run, final)):
-            _set_aside(final, run_id)
-        _note(run, _SAVED, final)
-        temporary.rename(final)
-    except OSError:
-        if not _has_named(run, final):
-            raise
+    def make_valid(self) -> None:
+        """Sync the files, rename the directory, then enter it into ``latest.json``, behind what is
+        newer there: an export may have overtaken a save that was asynchronous.
 
+        ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint
+        of the same name is left alone if this run gave it the name: an earlier request made it
+        valid, and the one at hand repeats it after a recovery. Anybody else's is set aside, as
+        ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
 
-def publish_export(
-    temporary: Path,
-    final: Path,
-    restore: Restore,
-    run: RunDirectory,
-    run_id: str,
-    counts: Callable[[], bool] = lambda: True,
-    struck: Collection[str] = (),
-    *,
-    may_be_pruned: bool = True,
-) -> None:
-    """Give an exported checkpoint its name, and enter it into ``latest.json``.
-
-    ``counts()``: whether its generation still belongs to the run, asked when all is on the disk.
-    ``struck``: see :func:`make_valid`.
-    ``may_be_pruned``: it is entered into the run's list, before it gets its name: one that is there
-    but could not be pointed at, on a full disk, is pruned as well.
-    A checkpoint that this run gave the name already stays: of the same iteration, it holds the
-    same. Raises DurableError, also where anybody else's has the name: it may be of another run, or
-    torn, or just being written. Runs in a worker thread.
-    """
-    iteration = restore.generation.iteration
-    with _in_a_line(final):
-        _take(temporary)
-        if not counts():
-            raise DurableError("training has gone on from before it")
-        if str(final) in struck and _has_named(run, final):
-            _set_aside(final, run_id)
-        if not final.exists():
-            _note(run, _EXPORTED, final)
-            if may_be_pruned:
-                with contextlib.suppress(DurableError):  # of a damaged list nothing is pruned
-                    _list(run, [*_listed(run, final), str(final)])
-            temporary.rename(final)
+        A coordinator that takes over is asked again, and the one before may still be at it.
+        """
+        temporary, final = self.temporary, self.final
+        with _in_a_line(final):
+            check_save(temporary, final)
+            if temporary == final:
+                check_checkpoint(final)
+                _sync_all(final)  # Megatron has left common.pt and metadata.json to the system
+                self._require()
+            elif not self._has_named() or (str(final) in self.struck and temporary.is_dir()):
+                self._give_name()
+            self._note(_SAVED)
             sync(final.parent)
-        elif _is_named(run, final):
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            raise DurableError(
-                f"{final} is there already and this run did not export it: it is left alone; name"
-                " another directory (deadpool persist RUN TO, --deadpool-persist-directory)"
-            )
-        tracker = final.parent / _TRACKER
-        if _newest_by(tracker) < iteration:
-            write_text(tracker, str(iteration), lasting=True)
-        _point_at(restore, run, struck, replaces_equal=False)
-        remove_unfinished(final.parent, run_id)
+            if temporary != final:
+                shutil.rmtree(temporary, ignore_errors=True)
+            for leftover in final.parent.glob(".iter_*.epoch*"):
+                # Of saves that a failure interrupted. Those of this epoch and of later ones may be
+                # under way: it may have been closed meanwhile.
+                if _epoch_of(leftover) < self.restore.generation.lineage:
+                    shutil.rmtree(leftover, ignore_errors=True)
+            self._point_at(replaces_equal=True)
+
+    def _give_name(self) -> None:
+        temporary, final = self.temporary, self.final
+        if not temporary.is_dir() and not self._has_named():
+            raise DurableError(f"{temporary} is not a directory")
+        try:
+            _take(temporary)
+            self._require()
+            # Asked after the sync: what another coordinator has made valid meanwhile stays. It
+            # notes the name before it gives it.
+            if final.exists() and (str(final) in self.struck or not self._is_named()):
+                self._set_aside()
+            self._note(_SAVED)
+            temporary.rename(final)
+        except OSError:
+            if not self._has_named():
+                raise
+
+    def publish(self, *, may_be_pruned: bool = True) -> None:
+        """Give an exported checkpoint its name, and enter it into ``latest.json``.
+
+        ``may_be_pruned``: it is entered into the run's list, before it gets its name: one that is
+        there but could not be pointed at, on a full disk, is pruned as well.
+        A checkpoint that this run gave the name already stays: of the same iteration, it holds the
+        same. Raises DurableError, also where anybody else's has the name: it may be of another run,
+        or torn, or just being written. Runs in a worker thread.
+        """
+        temporary, final = self.temporary, self.final
+        iteration = self.restore.generation.iteration
+        with _in_a_line(final):
+            _take(temporary)
+            if not self.counts():
+                raise DurableError("training has gone on from before it")
+            if str(final) in self.struck and self._has_named():
+                self._set_aside()
+            if not final.exists():
+                self._note(_EXPORTED)
+                if may_be_pruned:
+                    with contextlib.suppress(DurableError):  # of a damaged list nothing is pruned
+                        _list(self.run, [*_listed(self.run, final), str(final)])
+                temporary.rename(final)
+                sync(final.parent)
+            elif self._is_named():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                raise DurableError(
+                    f"{final} is there already and this run did not export it: it is left alone;"
+                    " name another directory (deadpool persist RUN TO,"
+                    " --deadpool-persist-directory)"
+                )
+            tracker = final.parent / _TRACKER
+            if _newest_by(tracker) < iteration:
+                write_text(tracker, str(iteration), lasting=True)
+            self._point_at(replaces_equal=False)
+            remove_unfinished(final.parent, self.run_id)
+
+    def _note(self, who: str) -> None:
+        """One line more, on the disk before anything gets the name."""
+        line = f"{who} {self.final}"
+        if line in _named(self.run):
+            return
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        handle = os.open(self.run.named, how, 0o644)
+        try:
+            # A line of its own even after one that a crash has cut short.
+            os.write(handle, os.fsencode(f"\n{line}\n"))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _is_named(self) -> bool:
+        """Return whether this run has given the name, for whomever."""
+        ours = {f"{_SAVED} {self.final}", f"{_EXPORTED} {self.final}"}
+        return not _named(self.run).isdisjoint(ours)
+
+    def _has_named(self) -> bool:
+        """Return whether the checkpoint is there, and has its name from this run."""
+        return self.final.exists() and self._is_named()
+
+    def _set_aside(self) -> None:
+        """Out of the way of what gets the name. One set aside before it is not in the way."""
+        aside = self.final.with_name(f"{self.final.name}.before-{self.run_id}")
+        if aside.exists():
+            aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
+        self.final.rename(aside)
+
+    def _point_at(self, *, replaces_equal: bool) -> None:
+        """Have the next start continue from it, unless from something newer."""
+        restore, latest = self.restore, self.run.latest
+        iteration = restore.generation.iteration
+        least = iteration + 1 if replaces_equal else iteration
+        with _pointing:
+            left = [one for one in still_valid(latest, restore) if one.path not in self.struck]
+            newer = [one for one in left if one.generation.iteration >= least]
+            point_at(latest, [*newer, restore, *(one for one in left if one not in newer)])
+
+    def _require(self) -> None:
+        if not self.counts():
+            raise DurableError("its epoch was closed before all of it was on the disk")
 
 
 def remove_unfinished(directory: Path, run_id: str, term: str = "0") -> None:
@@ -291,30 +325,6 @@ def _list(run: RunDirectory, paths: Sequence[str]) -> None:
     write_json(run.exported, {"paths": list(paths)}, lasting=True)
 
 
-def _note(run: RunDirectory, who: str, final: Path) -> None:
-    """One line more, on the disk before anything gets the name."""
-    line = f"{who} {final}"
-    if line in _named(run):
-        return
-    handle = os.open(run.named, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        # A line of its own even after one that a crash has cut short.
-        os.write(handle, os.fsencode(f"\n{line}\n"))
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _is_named(run: RunDirectory, final: Path) -> bool:
-    """Return whether this run has given the name, for whomever."""
-    return not _named(run).isdisjoint({f"{_SAVED} {final}", f"{_EXPORTED} {final}"})
-
-
-def _has_named(run: RunDirectory, final: Path) -> bool:
-    """Return whether the checkpoint is there, and has its name from this run."""
-    return final.exists() and _is_named(run, final)
-
-
 def _named(run: RunDirectory) -> frozenset[str]:
     try:
         # As bytes: a crash may have cut a character in two, and a directory any name.
@@ -337,31 +347,6 @@ def _tracked(checkpoints: Sequence[str]) -> set[str]:
     it."""
     folders = {Path(path).parent for path in checkpoints}
     return {str(one / f"iter_{_newest_by(one / _TRACKER):07d}") for one in folders}
-
-
-def _set_aside(final: Path, run_id: str) -> None:
-    """Out of the way of what gets the name. One that was set aside before it is not in the way."""
-    aside = final.with_name(f"{final.name}.before-{run_id}")
-    if aside.exists():
-        aside = aside.with_name(f"{aside.name}-{secrets.token_hex(4)}")
-    final.rename(aside)
-
-
-def _point_at(
-    restore: Restore, run: RunDirectory, struck: Collection[str], *, replaces_equal: bool
-) -> None:
-    """Have the next start continue from it, unless from something newer."""
-    iteration = restore.generation.iteration
-    least = iteration + 1 if replaces_equal else iteration
-    with _pointing:
-        left = [one for one in still_valid(run.latest, restore) if one.path not in struck]
-        newer = [one for one in left if one.generation.iteration >= least]
-        point_at(run.latest, [*newer, restore, *(one for one in left if one not in newer)])
-
-
-def _require(counts: bool) -> None:
-    if not counts:
-        raise DurableError("its epoch was closed before all of it was on the disk")
 
 
 def _epoch_of(unfinished: Path) -> int:

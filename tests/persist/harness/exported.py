@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deadpool_megatron.cluster.coordinator.durable import (
-    publish_export,
+    NewCheckpoint,
     remember_and_prune,
     unfinished_export,
 )
@@ -23,7 +23,7 @@ def exported(run: RunDirectory, folder: Path, iteration: int, keep: int | None =
     unfinished = unfinished_export(folder, "run", "1.1")
     unfinished.mkdir(parents=True)
     (unfinished / ".metadata").touch()
-    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
+    NewCheckpoint(unfinished, final, saved_at(iteration, final), run, "run").publish()
     if keep is not None:
         remember_and_prune(run, "run", final, keep, ())
     return final
