@@ -8,17 +8,39 @@ of its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core import parallel_state, rerun_state_machine
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.moe import fused_a2a
 
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
 from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
 
 _SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
+# What an overlapped pass of shared experts hands from one of its parts to the next.
+_PARTS_OF_SHARED_EXPERTS = (
+    "cached_fc1_input",
+    "cached_fc2_input",
+    "cached_fc2_output",
+    "cached_output",
+)
+# In a model's config, in the order in which get_cpu_offload_context() takes them; 0.16 without the
+# last.
+_OFFLOADING = (
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+    "num_layers",
+    "cpu_offloading_activations",
+    "cpu_offloading_weights",
+    "cpu_offloading_double_buffering",
+    "cpu_offloading_retain_pinned_cpu_buffers",
+)
 
 
 class InterruptCleanup:
@@ -30,8 +52,12 @@ class InterruptCleanup:
         self.functions = {name: getattr(config, name, None) for name in _SCHEDULE_FUNCTIONS}
         self.gathers_ahead = [bool(_forward_hooks(chunk)) for chunk in loop.model_chunks]
         self.rerun_mode = None if machine is None else machine.get_mode()
-        modules = (module for chunk in loop.model_chunks for module in chunk.modules())
-        self.never_trained = [module for module in modules if not module.training]
+        self.never_trained = [module for module in self.modules() if not module.training]
+
+    def modules(self) -> Iterator[Any]:
+        """Of all chunks."""
+        for chunk in self.loop.model_chunks:
+            yield from chunk.modules()
 
     def forget(self) -> None:
         """All of it, without communication. Main thread, and only when nothing can write."""
@@ -81,10 +107,9 @@ def rerun(left: InterruptCleanup) -> None:
 
 def logits(left: InterruptCleanup) -> None:
     """Largest logits, of attention modules: they would be logged as those of the next step."""
-    for chunk in left.loop.model_chunks:
-        for module in chunk.modules():
-            if getattr(module, "current_max_attn_logits", None) is not None:
-                module.current_max_attn_logits = None
+    for module in left.modules():
+        if getattr(module, "current_max_attn_logits", None) is not None:
+            module.current_max_attn_logits = None
 
 
 def buckets(left: InterruptCleanup) -> None:
@@ -142,6 +167,70 @@ def fp8_state(left: InterruptCleanup) -> None:
     fp8.reset_in_flight(left.loop.model_chunks)
 
 
+def shared_experts(left: InterruptCleanup) -> None:
+    """Half of an overlapped pass, in shared experts: the next one may not begin before its end."""
+    for module in left.modules():
+        if hasattr(module, _PARTS_OF_SHARED_EXPERTS[0]):
+            for name in _PARTS_OF_SHARED_EXPERTS:
+                setattr(module, name, None)
+            if hasattr(module, "_overlap_state"):  # since 0.18
+                module._overlap_state = type(module._overlap_state).IDLE
+
+
+def embedding_gradients(left: InterruptCleanup) -> None:
+    """Activations and gradients that wait for the end of the pipeline's backward passes, in the
+    last stage: schedules empty only the first list, so that the pairs would be others."""
+    for module in left.modules():
+        for name in ("embedding_activation_buffer", "grad_output_buffer"):
+            if waiting := getattr(module, name, None):
+                waiting.clear()
+
+
+def delayed_gradients(left: InterruptCleanup) -> None:
+    """The same of a layer's weights, in queues of Transformer Engine's modules: the next pass would
+    take the oldest for its own."""
+    for module in left.modules():
+        waiting = getattr(getattr(module, "wgrad_store", None), "context", None)
+        if waiting is not None:
+            waiting.queue.clear()
+
+
+def offloaded_activations(_: InterruptCleanup) -> None:
+    """Chunks, groups and copies under way, in the process-wide manager of offloaded activations:
+    the next step would begin in the middle. A new one finds out anew what to offload, and all roles
+    tell each other what, so all must begin alike."""
+    fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+def offloaded_layers(left: InterruptCleanup) -> None:
+    """The layer that is next, in Transformer Engine's context of offloaded layers, which each block
+    has: it would be another one."""
+    make = transformer_block.get_cpu_offload_context
+    for block in left.modules():
+        if isinstance(block, transformer_block.TransformerBlock) and block.config.cpu_offloading:
+            count = len(inspect.signature(make).parameters)
+            context, commit = make(*(getattr(block.config, name) for name in _OFFLOADING[:count]))
+            block.offload_context = block.config._cpu_offloading_context = context
+            block.group_prefetch_offload_commit_async = commit
+
+
+def expert_buffers(_: InterruptCleanup) -> None:
+    """Memory that peers write into, of DeepEP and Hybrid-EP, process-wide: it is kept by the group,
+    which outlives the peers."""
+    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
+
+
+def captured_graphs(left: InterruptCleanup) -> None:
+    """Graphs that Transformer Engine has captured, on layers: they hold communicators. train()
+    captures them again after its first steps, on all roles alike."""
+    for module in left.modules():
+        for graph in getattr(module, "cuda_graphs", ()):
+            if hasattr(graph, "reset"):  # since Transformer Engine 2.10
+                graph.reset()
+        if hasattr(module, "cuda_graphs"):
+            module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
+
+
 # A row each: what is left, where it lives, and what would come of it.
 TABLE = (
     gather_buffers,
@@ -156,6 +245,13 @@ TABLE = (
     gradients,
     training_mode,
     fp8_state,
+    shared_experts,
+    embedding_gradients,
+    delayed_gradients,
+    offloaded_activations,
+    offloaded_layers,
+    expert_buffers,
+    captured_graphs,
 )
 
 

@@ -195,6 +195,8 @@ def _replace_tensor_methods() -> None:
 
     torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = cuda  # type: ignore[method-assign,assignment]
+    # Plans that compute and communicate on streams of their own (pipeline_parallel/utils.py:228).
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]
 
 
 class _NoStream:
@@ -226,6 +228,8 @@ def _replace_streams() -> None:
         setattr(torch.cuda, name, _NoStream)
     for name in ("current_stream", "default_stream", "stream"):
         setattr(torch.cuda, name, lambda *_args, **_options: only)
+    for name in ("range_push", "range_pop"):  # pipeline_parallel/utils.py:212
+        setattr(torch.cuda.nvtx, name, _nothing)
 
 
 def _replace_generators() -> None:

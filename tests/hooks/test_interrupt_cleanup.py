@@ -5,12 +5,16 @@ All of them on real models: capture/test_restore.py.
 
 from __future__ import annotations
 
+import queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state, rerun_state_machine, timers
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.moe import fused_a2a, shared_experts
 
 from deadpool_megatron.hooks import interrupt_cleanup
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup, forget_frames
@@ -204,3 +208,114 @@ def test_a_teacher_that_was_built_in_evaluation_mode_stays_in_it() -> None:
     chunk.eval()
     interrupt_cleanup.training_mode(left)
     assert [module.training for module in chunk.modules()] == [True, True, False, False]
+
+
+class Module(torch.nn.Module):
+    """One with these attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop: Loop) -> None:
+    """On the real class, whose parts may only be called in their order."""
+    experts = shared_experts.SharedExpertMLP.__new__(shared_experts.SharedExpertMLP)
+    torch.nn.Module.__init__(experts)
+    experts.config = SimpleNamespace(moe_shared_expert_overlap=True, sequence_parallel=False)
+    experts.use_shared_expert_gate, experts.tp_group = False, SimpleNamespace(size=lambda: 1)
+    experts.stream = torch.cuda.Stream()
+    experts.cached_fc1_input = experts.cached_fc2_input = None
+    experts.cached_fc2_output = experts.cached_output = None
+    if states := getattr(shared_experts, "SharedExpertState", None):  # since 0.18
+        experts._overlap_state = states.IDLE
+    left = made(loop)
+    loop.model_chunks = [experts]
+    tokens = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        experts.pre_forward_comm(tokens + 1)
+        assert experts.cached_fc1_input is not None
+        experts.cached_fc2_input = experts.cached_fc2_output = experts.cached_output = tokens
+        interrupt_cleanup.shared_experts(left)
+        cached = [value for name, value in vars(experts).items() if name.startswith("cached_")]
+        assert cached == [None] * 4
+
+
+def test_no_gradient_waits_for_a_weight(loop: Loop) -> None:
+    """Of the output layer, and of modules of Transformer Engine, which keep a queue or none."""
+    waiting: queue.Queue[str] = queue.Queue()
+    waiting.put("activation and gradient")
+    activations, gradients = ["activation"], ["gradient", "gradient"]
+    last = Module(embedding_activation_buffer=activations, grad_output_buffer=gradients)
+    other = Module(embedding_activation_buffer=None, grad_output_buffer=None)
+    layers = [Module(wgrad_store=SimpleNamespace(context=each)) for each in (waiting, None)]
+    left = made(loop)
+    loop.model_chunks = [last, other, *layers]
+    interrupt_cleanup.embedding_gradients(left)
+    interrupt_cleanup.delayed_gradients(left)
+    # The same lists: the layer and the model share them.
+    assert (activations, gradients, waiting.qsize()) == ([], [], 0)
+
+
+def test_offloaded_activations_are_managed_anew(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real manager, in a step that stood in a micro-batch."""
+    monkeypatch.setattr(offload.PipelineOffloadManager, "OFFLOAD_MGR", None)
+    manager = offload.PipelineOffloadManager.get_instance()
+    manager._queue.append("chunk")
+    interrupt_cleanup.offloaded_activations(made(loop))
+    assert not offload.PipelineOffloadManager.get_instance()._queue
+
+
+@pytest.mark.parametrize("options", [6, 7])
+def test_offloaded_layers_are_counted_anew(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, options: int
+) -> None:
+    """With as many options as the function of a version takes."""
+    given = dict(zip(interrupt_cleanup._OFFLOADING, (True, 2, 8, True, False, 4, 5), strict=True))
+
+    def six(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> tuple[Any, str]:
+        return (a, b, c, d, e, f), "commit"
+
+    def seven(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> tuple[Any, str]:
+        return (a, b, c, d, e, f, g), "commit"
+
+    monkeypatch.setattr(transformer_block, "get_cpu_offload_context", {6: six, 7: seven}[options])
+    blocks = [
+        transformer_block.TransformerBlock.__new__(transformer_block.TransformerBlock)
+        for _ in range(2)
+    ]
+    for block, on in zip(blocks, (True, False), strict=True):
+        torch.nn.Module.__init__(block)
+        block.config = SimpleNamespace(**{**given, "cpu_offloading": on})
+        block.offload_context = block.group_prefetch_offload_commit_async = "of the step"
+    left = made(loop)
+    loop.model_chunks = blocks
+    interrupt_cleanup.offloaded_layers(left)
+    first, other = blocks
+    assert first.offload_context == first.config._cpu_offloading_context
+    assert first.offload_context == tuple(given.values())[:options]
+    assert first.group_prefetch_offload_commit_async == "commit"
+    assert other.offload_context == "of the step"
+
+
+def test_buffers_that_peers_write_into_are_made_anew(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_buffer", "_hybrid_ep_buffer"):
+        monkeypatch.setattr(fused_a2a, name, "of peers that are gone")
+    interrupt_cleanup.expert_buffers(made(loop))
+    assert (fused_a2a._buffer, fused_a2a._hybrid_ep_buffer) == (None, None)
+
+
+def test_captured_graphs_are_dropped(loop: Loop) -> None:
+    """Those of Transformer Engine 2.10 on give their memory back when they are told."""
+    told: list[str] = []
+    new, old = SimpleNamespace(reset=lambda: told.append("reset")), SimpleNamespace()
+    layer = Module(cuda_graphs=[new, old], cuda_graph_manual_hooks=["gather"])
+    left = made(loop)
+    loop.model_chunks = [Module(), layer]
+    interrupt_cleanup.captured_graphs(left)
+    assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks, told) == ([], [], ["reset"])

@@ -18,6 +18,10 @@ class ScriptedClock(CudaClock):
     def __init__(self) -> None:
         self.now = self.device = 0.0
         self.marks = 0
+        self.captures = False
+
+    def is_recorded(self) -> bool:
+        return self.captures
 
     def mark(self) -> float:
         self.marks += 1
@@ -62,6 +66,14 @@ def test_waits_and_stalls_are_not_the_roles_own() -> None:
     role.clock.device = role.clock.now
     role.meter.begin()
     assert role.meter.sample == (2, pytest.approx(7.0))
+
+
+def test_what_a_graph_captures_is_not_marked() -> None:
+    """The mark would be one of each replay, and who asks for it fails."""
+    role = Role()
+    role.clock.captures = True
+    role.iteration(3.0, 5.0)
+    assert (role.waits.count, role.clock.now) == (0, 8.0)
 
 
 def test_nothing_is_read_before_the_device_is_there_and_nothing_measured_meanwhile() -> None:

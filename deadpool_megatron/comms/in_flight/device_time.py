@@ -79,6 +79,8 @@ class StreamWaits:
         clock = self.clock
         if not self._is_open or clock is None or len(self._waits) >= MOST_WAITS:
             return wait()
+        if clock.is_recorded():
+            return wait()
         before = clock.mark()
         answer = wait()
         self._waits.append((before, clock.mark()))
@@ -150,6 +152,11 @@ class CudaClock:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+    def is_recorded(self) -> bool:
+        """Return whether the stream does nothing now, but captures a graph: a mark in it would be
+        one in every replay, and could not be asked for."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def is_passed(self, mark: torch.cuda.Event) -> bool:
         """Return whether the device has come to it. Never blocks."""

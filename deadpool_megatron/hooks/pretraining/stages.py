@@ -1,12 +1,13 @@
 """Roles that can use each other's model objects: stage classes, and what still names the role.
 
-Two roles are of one class when their models have equal layers and equal slices of them. Then a
-spare that was built for one becomes the other in place: its groups are renumbered, the numbers of
-its layers shifted. Only the optimizer is made again, for its shard lies elsewhere.
+Two roles are of one class when their models have layers of equal kinds and equal slices of them.
+Then a spare that was built for one becomes the other in place: its groups are renumbered, the
+numbers of its layers shifted. Only the optimizer is made again, for its shard lies elsewhere.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -71,22 +72,41 @@ def stage_class(args: Any, config: Any, role: int) -> str:
     kind = {0: "first", stages - 1: "last"}.get(place.pipeline, "middle")
     if stages == 1:
         kind = "only"
-    chunks = _chunks(args)
-    layers = [get_num_layers_to_build(config, chunk, place.pipeline) for chunk in chunks]
-    text = f"{kind}.layers{'+'.join(map(str, layers))}"
+    pattern = layer_pattern(args)
+    if pattern:
+        layers = _segments(args, config, pattern)[place.pipeline :: stages]
+    else:
+        layers = [str(number) for number in _numbers(args, config, place.pipeline)]
+    text = f"{kind}.layers{'+'.join(layers)}"
     text += f".tp{place.tensor}.cp{place.context}.ep{place.expert}.etp{place.expert_tensor}"
     if args.context_parallel_size > 1:
         # TransformerEngine's attention keeps the global ranks of its context-parallel peers.
         return f"{text}.role{role}"
-    if _numbers_matter(config):
+    if _numbers_matter(config) or (getattr(args, "spec", None) and not pattern):
         text += f".from{'+'.join(map(str, layer_offsets(args, config, role)))}"
     return text
 
 
 def layer_offsets(args: Any, config: Any, role: int) -> list[int]:
     """Number of layers before each model chunk of ``role``."""
-    stage = coordinates(args, role).pipeline
+    stage, stages = coordinates(args, role).pipeline, args.pipeline_model_parallel_size
+    if pattern := layer_pattern(args):
+        segments = _segments(args, config, pattern)
+        return [len("".join(segments[:at])) for at in range(stage, len(segments), stages)]
     return [get_transformer_layer_offset(config, chunk, stage) for chunk in _chunks(args)]
+
+
+def layer_pattern(args: Any) -> str:
+    """The kinds of all layers of a hybrid model, a character each, with Megatron's marks between
+    segments; empty for other models."""
+    pattern: str | None = getattr(args, "hybrid_layer_pattern", None)  # since 0.17
+    names = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_attention_ratio")
+    if pattern or not any(getattr(args, name, None) for name in names):
+        return pattern or ""
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+    ratios = (args.hybrid_attention_ratio, args.hybrid_mlp_ratio)
+    return "".join(allocate_layers(args.num_layers, *ratios, args.hybrid_override_pattern))
 
 
 def commonest_role(args: Any, config: Any, wanted: int, members_per_node: int) -> int:
@@ -133,6 +153,22 @@ def _digits(role: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
 def _chunks(args: Any) -> list[int | None]:
     virtual = args.virtual_pipeline_model_parallel_size
     return [None] if virtual is None else list(range(virtual))
+
+
+def _numbers(args: Any, config: Any, stage: int) -> list[int]:
+    """Of the layers of each model chunk of a stage."""
+    return [get_num_layers_to_build(config, chunk, stage) for chunk in _chunks(args)]
+
+
+def _segments(args: Any, config: Any, pattern: str) -> list[str]:
+    """The kinds of layers of all model chunks in the order of the model (Megatron's
+    hybrid_layer_allocation.py, select_pipeline_segment)."""
+    segments = pattern.split("/")[0].split("|")
+    if len(segments) > 1:
+        return segments
+    kinds = iter(segments[0])
+    counts = [_numbers(args, config, stage) for stage in range(args.pipeline_model_parallel_size)]
+    return ["".join(itertools.islice(kinds, count)) for (count,) in counts]
 
 
 def _numbers_matter(config: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,43 @@ def test_a_class_depends_on_slices_and_uneven_stages() -> None:
     )
     assert uneven[1] == uneven[2]
     assert "layers3" in uneven[1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kinds", "offsets"),
+    [
+        # Without marks it is cut as the layers of any model.
+        ("*-*-*-M-", ["*-", "*-", "*-", "M-"], [[0], [2], [4], [6]]),
+        ("*-|*-|M|*-M", ["*-", "*-", "M", "*-M"], [[0], [2], [4], [5]]),
+        ("*|-|M|*|-|-|E|E/*/*", ["*+-", "-+-", "M+E", "*+E"], [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_a_class_depends_on_the_kinds_of_layers(
+    pattern: str, kinds: list[str], offsets: list[list[int]]
+) -> None:
+    """As Megatron cuts a pattern: segments go round the stages."""
+    chunks = 2 if pattern.count("|") > 4 else None
+    args = arguments(
+        4, 1, 4, hybrid_layer_pattern=pattern, virtual_pipeline_model_parallel_size=chunks
+    )
+    made = config(args, layers=8)
+    found = [stages.stage_class(args, made, role) for role in range(4)]
+    assert [each.split(".")[1] for each in found] == [f"layers{each}" for each in kinds]
+    assert [stages.layer_offsets(args, made, role) for role in range(4)] == offsets
+
+
+def test_ratios_of_layers_are_a_pattern() -> None:
+    """Megatron 0.16, whose flags say how many of each kind there are."""
+    given = {"hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.5}
+    args = SimpleNamespace(num_layers=8, hybrid_override_pattern=None, **given)
+    assert Counter(stages.layer_pattern(args)) == {"M": 2, "*": 2, "-": 4}
+    args.hybrid_override_pattern = "M-*-M-*-"
+    assert stages.layer_pattern(args) == "M-*-M-*-"
+    assert stages.layer_pattern(arguments(4)) == ""
+
+
+def test_layers_of_a_users_own_are_not_moved() -> None:
+    assert len(set(classes(arguments(4, 1, 4, spec=["module", "layers"])))) == 4
 
 
 def test_layers_that_know_their_number_are_not_moved() -> None:
