@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 
@@ -115,6 +116,8 @@ def _form_of(kind: Any) -> _Form:
         )
     if origin is not None and issubclass(origin, Mapping):
         return _form_of_mapping(*map(_form_of, args), is_of_pairs=dataclasses.is_dataclass(args[0]))
+    if kind is Path:
+        return _Form(str, Path)
     if kind is Any:
         return _Form(lambda found: found, lambda value: value)
     return _Form(lambda found: found, kind)

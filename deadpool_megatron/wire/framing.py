@@ -146,6 +146,18 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     connection.sendall(encode(message))
 
 
+def send_some(connection: socket.socket, unsent: bytearray) -> None:
+    """Send as much of ``unsent`` as the socket takes without waiting, and take it out. All of it
+    goes where the other end is gone: whoever reads there finds the end of the stream."""
+    try:
+        while unsent:
+            del unsent[: connection.send(unsent)]
+    except BlockingIOError:
+        pass
+    except OSError:
+        unsent.clear()
+
+
 def receive(connection: socket.socket, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> dict[str, Any]:
     """Receive one frame; blocks up to the socket's own timeout (TimeoutError).
 

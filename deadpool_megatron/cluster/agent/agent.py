@@ -126,7 +126,7 @@ class Agent:
         )
         self._examiner = Examiner(self._options, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
-        self._exports = NodeExports(*place, self._vault, self._logs, self._link.send)
+        self._exports = NodeExports(*place, self._vault.take, self._logs, self._link.send)
         run, run_id = self._options.run, self._options.info.run_id
         self._names = held_names(run, run_id, self._node, self._segments)
         self._looked, self._began, self._said = 0.0, time.monotonic(), ""

@@ -12,9 +12,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
 from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
@@ -33,15 +33,10 @@ _END_SECONDS = 5.0
 _PAUSE_SECONDS = 0.02
 
 
-class Taker(Protocol):
-    """The part of the vault's keeper that is needed."""
-
-    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
-        """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
-
-
 class NodeExports:
-    """One export at a time; a new order ends an older one. For the agent's loop."""
+    """One export at a time; a new order ends an older one. ``take``: see
+    :meth:`.vault_process.VaultKeeper.take`. For the agent's loop.
+    """
 
     def __init__(
         self,
@@ -49,7 +44,7 @@ class NodeExports:
         run: RunDirectory,
         info: RunInfo,
         segments: Path,
-        vault: Taker,
+        take: Callable[[str, int, float], Awaitable[list[Taken]]],
         logs: LocalLogs,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
@@ -57,7 +52,7 @@ class NodeExports:
         self._run = run
         self._info = info
         self._segments = segments
-        self._vault = vault
+        self._take_aside = take
         self._log = logs.log(f"node{node}-persist")
         self._send = send
         self._name = ""
@@ -120,7 +115,7 @@ class NodeExports:
         limit = self._info.settings.persist_seconds
         failure, code, taken = "", Code.FAILED, list[Taken]()
         try:
-            taken = await self._vault.take(name, iteration, limit)
+            taken = await self._take_aside(name, iteration, limit)
         except (VaultError, OSError, TimeoutError) as error:
             failure = str(error) or type(error).__name__
             code = error.code if isinstance(error, VaultError) else code

@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.process.fork_server import StartedMember, Starter
 from deadpool_megatron.cluster.process.logs import fatal_words, last_words, tail
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
+from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode, send_some
 
 _RECEIVE_BYTES = 1 << 16
 # What a coordinator that has just started must hear again, newest of each kind.
@@ -93,14 +93,9 @@ class FramePipe:
         return True
 
     def _writable(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: self._connection.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._unsent.clear()  # the reading side reports the end
-        self._loop.remove_writer(self._connection.fileno())
+        send_some(self._connection, self._unsent)
+        if not self._unsent:
+            self._loop.remove_writer(self._connection.fileno())
 
     def _end(self, why: str) -> None:
         self.close()

@@ -14,7 +14,6 @@ from deadpool_megatron.cluster.agent.agent import Agent
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.run_directory import leftover_slots as slots
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -23,11 +22,15 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
 )
-from deadpool_megatron.cluster.run_directory.leftover_slots import NodeTaken, claim, end_leftovers
+from deadpool_megatron.cluster.run_directory.leftover_slots import (
+    NodeTaken,
+    claim,
+    end_leftovers,
+    take_up,
+)
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import host
-from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.vault.disk.dump import dump_kept, found_slots
@@ -54,19 +57,18 @@ def run_agent(options: AgentOptions) -> int:
     needed = posix.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
     if complaint := posix.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
-    lock = slots.claim(options.segments, options.node)
+    lock = claim(options.segments, options.node)
     run_id = options.info.run_id
-    slots.end_leftovers(options.run, run_id, options.node, options.segments)
-    former = slots.take_up(options.run, run_id, options.segments, options.siblings)
+    end_leftovers(options.run, run_id, options.node, options.segments)
+    former = take_up(options.run, run_id, options.segments, options.siblings)
     if former is not None:
-        text = f"node {options.node} takes up the slots of node {former}"
-        print(text, file=sys.stderr, flush=True)
+        print(f"node {options.node} takes up the slots of node {former}", file=sys.stderr)
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()
     found = found_slots(options.node, options.segments)
     # Before the loop: nvidia-smi and the health command may take long.
-    options = replace(options, gpus=gpus.visible_gpus(os.environ))
+    options = replace(options, gpus=host.visible_gpus(os.environ))
     settings = options.info.settings
     if settings.check != "off":
         facts = host.read_facts(options.host, settings.health_command, settings.health_seconds)

@@ -11,12 +11,12 @@ nobody watches it any more (the parent-death signal does the same, without a thr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from deadpool_megatron.cluster.link.rendezvous import MemberStore
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire.framing import FrameBuffer, encode, writable
+from deadpool_megatron.wire.framing import FrameBuffer, encode, send_some, writable
 
 _RECEIVE_BYTES = 1 << 16
 
@@ -71,7 +71,7 @@ class MemberLink:
         self._connection = connection
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = threading.Condition()
-        self._outbox: deque[bytes] = deque()
+        self._outbox = bytearray()
         self._outbox_lock = threading.Lock()
         self._record: EpochRecord | None = None
         self._closed_epoch = 0
@@ -109,14 +109,11 @@ class MemberLink:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send or queue one message, in order; never blocks."""
-        data = encode(message)
         with self._outbox_lock:
-            if not self._outbox:
-                data = self._send_some(data)
-            if not data:
-                return
-            self._outbox.append(data)
-        os.eventfd_write(self._wake_fd, 1)
+            self._outbox += encode(message)
+            send_some(self._connection, self._outbox)
+        if self._outbox:
+            os.eventfd_write(self._wake_fd, 1)
 
     def send_event(self, event: Event) -> None:
         """Report to the coordinator, the only writer of the event file."""
@@ -137,10 +134,7 @@ class MemberLink:
             if self._stop_reason is not None:
                 raise StopOrder(self._stop_reason)
             assert self._record is not None
-            try:
-                os.eventfd_read(self.interrupt_fd)
-            except BlockingIOError:
-                pass  # there was no close since the last record
+            _take_back(self.interrupt_fd)
             return self._record
 
     def _takeable(self, after_epoch: int) -> bool:
@@ -164,7 +158,7 @@ class MemberLink:
         limit = time.monotonic() + deadline_seconds
         while True:
             with self._outbox_lock:
-                self._drain_outbox()
+                send_some(self._connection, self._outbox)
                 if not self._outbox:
                     return True
             left = limit - time.monotonic()
@@ -195,17 +189,11 @@ class MemberLink:
             poller.register(self._connection, wanted)
             for handle, happened in poller.poll(max(0.0, due - time.monotonic()) * 1000):
                 if handle == self._wake_fd:
-                    self._take_wake()
+                    _take_back(self._wake_fd)
                 elif happened & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._read(frames)
             with self._outbox_lock:
-                self._drain_outbox()
-
-    def _take_wake(self) -> None:
-        try:
-            os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
+                send_some(self._connection, self._outbox)
 
     def _read(self, frames: FrameBuffer) -> None:
         try:
@@ -275,24 +263,10 @@ class MemberLink:
                 self.send_event(Event(Kind.LOG, data={"level": "error", "text": text}))
         self.send({"t": "beat", **status})
 
-    # Sending; the outbox lock is held.
 
-    def _send_some(self, data: bytes) -> bytes:
-        """Return what the socket did not take."""
-        try:
-            return data[self._connection.send(data) :]
-        except BlockingIOError:
-            return data
-        except OSError:
-            return b""  # agent gone: the watcher sees the end of the stream and ends the process
-
-    def _drain_outbox(self) -> None:
-        while self._outbox:
-            rest = self._send_some(self._outbox[0])
-            if rest:
-                self._outbox[0] = rest
-                return
-            self._outbox.popleft()
+def _take_back(event_fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # it was not set
+        os.eventfd_read(event_fd)
 
 
 class PausePoint:

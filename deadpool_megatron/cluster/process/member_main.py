@@ -12,16 +12,17 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
+from deadpool_megatron.wire.forms import Coded
 
 
 @dataclass(frozen=True)
-class MemberSpec:
+class MemberSpec(Coded):
     """One member to start. ``command``: ``-m MODULE ARGS`` or ``SCRIPT ARGS``."""
 
     node: int
@@ -31,16 +32,6 @@ class MemberSpec:
     environment: Mapping[str, str]
     log: Path
     directory: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form, for a parked process."""
-        return {**vars(self), "log": str(self.log), "directory": str(self.directory)}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> MemberSpec:
-        """Inverse of :meth:`to_dict`."""
-        paths = {name: Path(values[name]) for name in ("log", "directory")}
-        return MemberSpec(**{**values, "command": tuple(values["command"]), **paths})
 
 
 def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
