@@ -156,9 +156,9 @@ _FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
 _PIECE_BYTES = 16 << 20
 # Seconds; what is beyond, or no number, would spoil every sum that it is part of.
 _END_OF_TIME = 1e15
-# What is raised by whoever takes in an event that is none, or that holds other values than its kind
-# should: it costs that event alone.
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+# What is raised by whoever takes in values that are not those that were written there, or that
+# another version has written. An event that does costs itself alone.
+DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 def to_line(event: Event) -> bytes:

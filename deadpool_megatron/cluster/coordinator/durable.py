@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory.directory import (
-    DAMAGE,
     ENVIRONMENT_DIRECTORY,
     EXPORT_PREFIX,
     OutsideError,
@@ -38,6 +37,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     unfinished_export,
     write_json,
 )
+from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import sync, write_text
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint

@@ -42,6 +42,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     read_json,
 )
+from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import TimedRead
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError, readable
@@ -49,15 +50,6 @@ from deadpool_megatron.wire.framing import WireError, readable
 # With a coordinator that is in touch with our agent, looks are only to keep up.
 _CALM_BEATS = 8
 _GLANCE_SECONDS = 0.05
-# What comes of reading what another version has written.
-_NOT_UNDERSTOOD = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ class Standby:
             except (JournalError, OSError) as error:
                 self._complain(str(error))
                 claimed = None
-            except _NOT_UNDERSTOOD as error:
+            except DAMAGE as error:
                 # Of another version, say. Without standbys the run would have no coordinator more.
                 self._complain(f"what is there is not understood: {type(error).__name__}: {error}")
                 claimed = None

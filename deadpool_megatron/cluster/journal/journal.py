@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
+from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import linking, sync
 from deadpool_megatron.wire import framing
 
@@ -50,7 +51,7 @@ class DamagedEntry(JournalError):
 
 # What comes of reading a note that another version has written, or a host that died in the middle.
 # Whoever reads it has claimed its term: each successor would end at it, too, and use up one more.
-_NOT_UNDERSTOOD = (DamagedEntry, LookupError, TypeError, ValueError, RecursionError)
+_NOT_UNDERSTOOD = (DamagedEntry, *DAMAGE)
 
 
 class Journal:

@@ -14,14 +14,13 @@ from enum import StrEnum
 from typing import Any
 
 from deadpool_megatron.cluster.journal.journal import DamagedEntry, Journal
+from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.wire.forms import read, write
 
 KIND = "request"
 # So many of those that have ended are kept.
 _KEPT = 16
-# What comes of reading what another version has written.
-_FOREIGN = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _CHARACTERS = 300
 
 
@@ -139,13 +138,13 @@ def newest(journal: Journal) -> Found:
     try:
         values = journal.read(KIND, number)
         term, listed = int(values["term"]), list(values["requests"])
-    except (DamagedEntry, *_FOREIGN) as error:
+    except (DamagedEntry, *DAMAGE) as error:
         why = f"what users have asked before is not known, ask again: request entry {number}"
         return Found(number, troubles=(f"{why}: {type(error).__name__}: {error}",))
     for one in listed:
         try:
             requests.append(Request.from_dict(one))
-        except _FOREIGN as error:
+        except DAMAGE as error:
             why = f"{type(error).__name__}: {error}"
             troubles.append(
                 f"a request is not understood and left out ({why}): {one}"[:_CHARACTERS]

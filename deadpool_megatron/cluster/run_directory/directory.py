@@ -28,12 +28,11 @@ from typing import Any
 
 import deadpool_megatron
 from deadpool_megatron import ownership
+from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import WRITTEN_MODE, write_once, write_text
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 
-# What comes of values in a file that are not those that were written there.
-DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 # Settings of 0.5: those on which what a run holds depends unless they have this value, and others.
 _USUAL = {"share_snapshots": "off", "journal": "directory"}
 _GONE = {"bad_node_command", "numa", "tls_authority", "tls_certificate", "tls_key"}
