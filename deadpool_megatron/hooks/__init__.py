@@ -11,13 +11,13 @@ reports            what a member says while it plays a role: own time, and of a 
 dimensions         tensor, pipeline, data: what peers rebuild and compare
 interrupt_cleanup  what an interrupted step leaves behind: a table
 capture/           Megatron's state: captured, sealed, waited for, put back, computed again
-checkpoints/       on disk: saves, skeletons, loading
+checkpoints/       on disk: saves, state templates, loading
 audit/             the search for silent corruption, every so many iterations
 pretraining/       Megatron-LM's own scripts under protection
 """
 
 from deadpool_megatron.hooks.capture.identity import state_hash
-from deadpool_megatron.hooks.loop import Course, Emit, Program, ProtectedLoop, SteppedLoop
+from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop, SteppedLoop, StepRunner
 from deadpool_megatron.hooks.session import Session
 
-__all__ = ["Course", "Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop", "state_hash"]
+__all__ = ["Emit", "Program", "ProtectedLoop", "Session", "StepRunner", "SteppedLoop", "state_hash"]

@@ -35,7 +35,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
 from deadpool_megatron.hooks.capture.protection import Protection, ReplayRefused, UpdateCapture
 from deadpool_megatron.hooks.capture.update_replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
+from deadpool_megatron.hooks.checkpoints.state_templates import leave_template, make_template
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import RoleReports
@@ -425,7 +425,7 @@ class EpochEntry:
             role_meaning(loop),
             updates.layout_parts(self.role),
         )
-        leave_skeleton(make_skeleton(loop, parts, layout), self._settings)
+        leave_template(make_template(loop, parts, layout), self._settings)
         protection = Protection(
             vault=self._vault,
             platform=self._platform,

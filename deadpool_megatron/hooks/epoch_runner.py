@@ -16,7 +16,7 @@ from deadpool_megatron.comms import CommunicatorFault, Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.entry import EpochEntry
-from deadpool_megatron.hooks.loop import Course, SteppedLoop
+from deadpool_megatron.hooks.loop import SteppedLoop, StepRunner
 from deadpool_megatron.hooks.reports import OwnTimeMeter, RoleReports
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.ownership import make_private
@@ -25,8 +25,8 @@ from deadpool_megatron.settings import Settings
 _Result = TypeVar("_Result")
 
 
-class EpochRunner(Course):
-    """See :class:`Course`. ``checkpoints``: where they go if the program does not say."""
+class EpochRunner(StepRunner):
+    """See :class:`StepRunner`. ``checkpoints``: where they go if the program does not say."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class EpochRunner(Course):
         own_time.reset()
 
     def is_behind(self, boundary: str) -> bool:
-        """See :class:`Course`."""
+        """See :class:`StepRunner`."""
         return BOUNDARIES.index(boundary) <= BOUNDARIES.index(self._boundary)
 
     def step(self, iteration: int, run: Callable[[], _Result]) -> _Result:
-        """See :class:`Course`."""
+        """See :class:`StepRunner`."""
         self._stand_still_if_asked(iteration)
         reports, protection = self._reports, self._entry.protection
         generation = Generation(self.epoch, iteration)
@@ -89,7 +89,7 @@ class EpochRunner(Course):
         return result
 
     def segment(self, boundary: str, run: Callable[[], None]) -> None:
-        """See :class:`Course`."""
+        """See :class:`StepRunner`."""
         if self.is_behind(boundary):
             return
         self._reports.section = boundary
@@ -111,11 +111,11 @@ class EpochRunner(Course):
         self._boundary = boundary
 
     def save(self, loop: SteppedLoop) -> None:
-        """See :class:`Course`. All roles write, the coordinator alone makes the result valid."""
+        """See :class:`StepRunner`. All roles write, the coordinator alone makes the result valid."""
         self.segment("save", lambda: self._save(loop))
 
     def count_as_durable(self, directory: Path, iteration: int) -> None:
-        """See :class:`Course`. Nobody waits: until the coordinator has heard of it, the run falls
+        """See :class:`StepRunner`. Nobody waits: until the coordinator has heard of it, the run falls
         back to the one before."""
         self.check()
         if dist.get_rank() == 0:
@@ -129,7 +129,7 @@ class EpochRunner(Course):
             self._hash_state()
 
     def check(self) -> None:
-        """See :class:`Course`."""
+        """See :class:`StepRunner`."""
         self._reports.check()
 
     def _save(self, loop: SteppedLoop) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from deadpool_megatron.persist.skeleton import SkeletonError
+from deadpool_megatron.persist.state_template import TemplateError
 
 # emit(kind, data): kind is the value of an events.Kind, data holds JSON values only.
 Emit = Callable[[str, Mapping[str, Any]], None]
@@ -33,7 +33,7 @@ _OF_THE_MODEL = (
 )
 
 
-class Course(Protocol):
+class StepRunner(Protocol):
     """The things that an open epoch lets a loop do: one iteration or segment at a time, under
     protection.
 
@@ -92,8 +92,8 @@ class ProtectedLoop(ABC):
     unsaved: str = ""
 
     @abstractmethod
-    def train(self, course: Course) -> None:
-        """Train from where the restored state is to the end, through ``course``. Left by an
+    def train(self, runner: StepRunner) -> None:
+        """Train from where the restored state is to the end, through ``runner``. Left by an
         exception at every interrupt, and called again after the restore."""
 
     @abstractmethod
@@ -144,10 +144,10 @@ class ProtectedLoop(ABC):
         """The state that a save would write, as ``dist_checkpointing.save`` takes it, made without
         communication and without copies of tensors. Under ``optimizer`` is what its
         ``sharded_state_dict`` answered; all else that an iteration changes are marks
-        (:mod:`deadpool_megatron.persist.skeleton`). Raises SkeletonError where there is no such
+        (:mod:`deadpool_megatron.persist.state_template`). Raises TemplateError where there is no such
         checkpoint.
         """
-        raise SkeletonError("the program does not say what its checkpoints hold")
+        raise TemplateError("the program does not say what its checkpoints hold")
 
     def close(self) -> None:
         """Let go of the model and of whatever must not wait for the garbage collector; the loop is
@@ -205,24 +205,24 @@ class SteppedLoop(ProtectedLoop):
     def save_checkpoint(self, directory: Path) -> None:
         """Collectively write a standard checkpoint into ``directory``."""
 
-    def train(self, course: Course) -> None:
+    def train(self, runner: StepRunner) -> None:
         """Iterations and segments in turn; see :class:`ProtectedLoop`."""
         if self.counters["iteration"]:
-            self._run_segments(course)
+            self._run_segments(runner)
         while not self.done:
-            course.step(self.counters["iteration"] + 1, self.train_step)
-            self._run_segments(course)
+            runner.step(self.counters["iteration"] + 1, self.train_step)
+            self._run_segments(runner)
 
     def warm_up(self) -> None:
         """One iteration; see :class:`ProtectedLoop`."""
         self.train_step()
 
-    def _run_segments(self, course: Course) -> None:
+    def _run_segments(self, runner: StepRunner) -> None:
         for name in self.segments_after(self.counters["iteration"]):
             if name == "save":
-                course.save(self)
+                runner.save(self)
             else:
-                course.segment(name, functools.partial(self.run_segment, name))
+                runner.segment(name, functools.partial(self.run_segment, name))
 
 
 class Program(ABC):

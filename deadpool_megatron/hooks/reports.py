@@ -247,7 +247,7 @@ class DeviceMeter(OwnTimeMeter):
             self._stalled_seconds = self._stalled() - self._stalled_before
 
 
-class Standstill:
+class HangProbe:
     """Says of its groups, in the beats of a member that makes no progress, what helps to find the
     culprit. Used by the watcher thread alone, which makes the beats."""
 

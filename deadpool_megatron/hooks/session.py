@@ -46,9 +46,9 @@ from deadpool_megatron.hooks.entry import EpochEntry, OtherModel, RestoreFailed
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
 from deadpool_megatron.hooks.loop import Program
-from deadpool_megatron.hooks.reports import DeviceMeter, HostMeter, RoleReports, Standstill
+from deadpool_megatron.hooks.reports import DeviceMeter, HangProbe, HostMeter, RoleReports
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.persist.skeleton import SkeletonError
+from deadpool_megatron.persist.state_template import TemplateError
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.settings import Settings
@@ -105,7 +105,7 @@ class Session:
             if kind == "gloo"
             else DeviceMeter(self._communicators.stream_waits, self._stalled_seconds)
         )
-        self._standstill = Standstill()
+        self._hang_probe = HangProbe()
 
     @staticmethod
     def join() -> Session:
@@ -140,7 +140,7 @@ class Session:
             self._follow_records()
         except StopOrder:
             pass
-        except (SkeletonError, UnsupportedOptimizer, ExtrasError, OtherModel) as error:
+        except (TemplateError, UnsupportedOptimizer, ExtrasError, OtherModel) as error:
             # What this program is cannot be protected: where it says so is of no use to anybody.
             print(f"deadpool: {error}", file=sys.stderr, flush=True)
             sys.exit(ExitStatus.BAD_INPUT)
@@ -283,7 +283,7 @@ class Session:
         ):
             self._stage(phase, stage, record, role)
         self._reports.say("restored", generation=entry.generation.to_list())
-        course = EpochRunner(
+        runner = EpochRunner(
             record,
             entry,
             self._communicators,
@@ -293,8 +293,8 @@ class Session:
             self._run_directory / "checkpoints",
             self._settings,
         )
-        course.hash_restored()
-        entry.loop.train(course)
+        runner.hash_restored()
+        entry.loop.train(runner)
         self._reports.section = "finish"
         entry.protection.end()
         self._finish(record, role)
@@ -315,7 +315,7 @@ class Session:
                 print(error, file=sys.stderr, flush=True)
                 bad = isinstance(error, NoRoom)
                 sys.exit(ExitStatus.BAD_INPUT if bad else ExitStatus.EXTRAS_OUTGROWN)
-            elif isinstance(error, SkeletonError | UnsupportedOptimizer):
+            elif isinstance(error, TemplateError | UnsupportedOptimizer):
                 raise error  # that this program cannot be protected is no consequence of anything
             elif isinstance(error, VaultError):
                 self._on_fault("vault", self._reports.section, str(error))
@@ -437,7 +437,7 @@ class Session:
             "waiting": list(waiting) if waiting else None,
             "progress": self._communicators.progress(),
             "own": list(self._own_time.sample),
-            **self._standstill.look(self._communicators),
+            **self._hang_probe.look(self._communicators),
         }
 
 

@@ -124,14 +124,14 @@ def assign_seats(
     *,
     warm: frozenset[Place] = frozenset(),
     leaving: frozenset[int] = frozenset(),
-    avoid: frozenset[int] = frozenset(),
+    deprioritized: frozenset[int] = frozenset(),
 ) -> Seating:
     """Survivors keep their roles; the roles of a lost or leaving node move together to one spare.
 
     ``seats``: of the last epoch (at the start: the wished ones). ``members``: incarnation of every
     member on a live node; all of them run or are being started. A member that died on a live node
     is replaced on its slot (its incarnation in ``members`` is the replacement's). ``warm``: members
-    that have built. ``leaving``: live nodes that must lose their roles. ``avoid``: live nodes that
+    that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``: live nodes that
     take roles only when no other spare is left.
 
     A spare is a live node without a role that has every slot the block needs: the one with the
@@ -151,7 +151,7 @@ def assign_seats(
         slots = [seats[role].slot for role in roles]
 
         def rank(spare: int, slots: list[int] = slots) -> tuple[bool, int, int]:
-            return (spare in avoid, -sum((spare, slot) in warm for slot in slots), spare)
+            return (spare in deprioritized, -sum((spare, slot) in warm for slot in slots), spare)
 
         fitting = [
             spare

@@ -209,17 +209,17 @@ class NodeMemory:
 
 def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, NodeMemory]:
     """Returns what each node has its memory for, while nobody takes over from another one."""
-    reckoning = _Reckoning(plan, scene)
-    own = reckoning.own
-    return {node: NodeMemory(own[node], all - own[node]) for node, all in reckoning.memory.items()}
+    sizing = _Sizing(plan, scene)
+    own = sizing.own
+    return {node: NodeMemory(own[node], all - own[node]) for node, all in sizing.memory.items()}
 
 
 def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
     """Returns node -> bytes of all slots: own, copies, parity blocks."""
-    reckoning = _Reckoning(plan, scene)
+    sizing = _Sizing(plan, scene)
     if not scene.roomy:
-        return dict(reckoning.memory)
-    return reckoning.with_room(_Reckoning(plan, _after_a_swap(scene)).most_kept())
+        return dict(sizing.memory)
+    return sizing.with_room(_Sizing(plan, _after_a_swap(scene)).most_kept())
 
 
 def _after_a_swap(scene: Scene) -> Scene:
@@ -300,7 +300,7 @@ def node_needs(
     return NodeNeeds(roles_per_node, layout.slots, own, kept * roles_per_node, scheme)
 
 
-class _Reckoning:
+class _Sizing:
     def __init__(self, plan: ProtectionPlan, scene: Scene) -> None:
         self._plan = plan
         self._scene = scene

@@ -1,7 +1,7 @@
 """``python -m deadpool_megatron.persist JOB``: one node's part of an export; started by its agent.
 
-``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
-directory), ``taken`` (see :class:`~deadpool_megatron.vault.disk.taken.Taken`), ``dump`` (null, or
+``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``templates`` (a
+directory), ``taken`` (see :class:`~deadpool_megatron.vault.disk.pinned_snapshot.Snapshot`), ``dump`` (null, or
 ``path``, ``generation``, ``boundary`` of a dump, and the ``roles`` to write of it),
 ``iteration``, ``world_size``, ``joins`` (whether this process makes one checkpoint of what all have
 written), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the reason as the last
@@ -30,7 +30,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.ownership import OwnershipError, make_private
-from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
+from deadpool_megatron.persist.state_template import TemplateError, read_template
 from deadpool_megatron.persist.writing import (
     GenerationSource,
     WritingError,
@@ -39,8 +39,8 @@ from deadpool_megatron.persist.writing import (
     write_role,
 )
 from deadpool_megatron.process_names import set_process_name
-from deadpool_megatron.vault.disk.sources import taken_of_dump
-from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
+from deadpool_megatron.vault.disk.sources import snapshot_of_dump
 from deadpool_megatron.vault.errors import VaultError
 
 _LEAST_PRIORITY = 19
@@ -65,7 +65,7 @@ def main() -> int:
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])
     try:
         _carry_out(job)
-    except (OwnershipError, WritingError, SkeletonError, VaultError, OSError) as error:
+    except (OwnershipError, WritingError, TemplateError, VaultError, OSError) as error:
         print(f"node {job['node']}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -76,12 +76,12 @@ def _carry_out(job: Mapping[str, Any]) -> None:
     make_private(directory)
     common: Any = None
     for taken in _sources(job):
-        skeleton = read_skeleton(Path(job["skeletons"]), taken.role, taken.layout_hash)
+        template = read_template(Path(job["skeletons"]), taken.role, taken.layout_hash)
         failpoints.hit("persist.write", role=taken.role, iteration=taken.generation.iteration)
         source = GenerationSource(taken, RunDirectory(Path(job["run_dir"])).frozen)
-        told = write_role(skeleton, source, directory)
+        told = write_role(template, source, directory)
         if taken.role == 0:
-            common = filled(skeleton.common, source)
+            common = filled(template.common, source)
         # It appears whole.
         write_text(_told_path(directory, taken.role), json.dumps(told))
     failpoints.hit("persist.written", iteration=job["iteration"])
@@ -92,13 +92,13 @@ def _carry_out(job: Mapping[str, Any]) -> None:
             _told_path(directory, role).unlink()
 
 
-def _sources(job: Mapping[str, Any]) -> Iterator[Taken]:
+def _sources(job: Mapping[str, Any]) -> Iterator[Snapshot]:
     """Yield where the bytes of each role are; one after the other, as there may be many files."""
-    yield from map(Taken.from_dict, job["taken"])
+    yield from map(Snapshot.from_dict, job["taken"])
     dump = job["dump"]
     for role in [] if dump is None else dump["roles"]:
         generation = Generation.from_list(dump["generation"])
-        yield taken_of_dump(Path(dump["path"]), role, generation, dump["boundary"])
+        yield snapshot_of_dump(Path(dump["path"]), role, generation, dump["boundary"])
 
 
 def _told_path(directory: Path, role: int) -> Path:

@@ -31,7 +31,7 @@ from deadpool_megatron.file_systems import sync
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: in a skeleton, the part of a piece that lies in such a file
+#: in a state template, the part of a piece that lies in such a file
 FROZEN = "frozen"
 
 _PIECE_BYTES = 64 << 20

@@ -37,16 +37,16 @@ from torch.distributed.checkpoint.metadata import (
 from deadpool_megatron.layout.records import extras_part
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.persist.frozen_file import FROZEN
-from deadpool_megatron.persist.skeleton import (
+from deadpool_megatron.persist.state_template import (
     ZEROS,
     Piece,
-    Skeleton,
+    StateTemplate,
     dtype_name,
     dtype_of,
     fill,
 )
 from deadpool_megatron.state.extras import ExtrasError, decode
-from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.shm.segment import checksum
 
 _READ_BYTES = 16 << 20
@@ -69,7 +69,7 @@ class GenerationSource:
     that no iteration changes. Raises WritingError when their bytes are damaged.
     """
 
-    def __init__(self, taken: Taken, frozen: Path) -> None:
+    def __init__(self, taken: Snapshot, frozen: Path) -> None:
         self._frozen = frozen
         self._parts: dict[str, memoryview] = {}
         files: dict[str, memoryview] = {}
@@ -157,31 +157,33 @@ def file_name(role: int) -> str:
     return f"__{role}_0.distcp"
 
 
-def write_role(skeleton: Skeleton, source: GenerationSource, directory: Path) -> dict[str, Any]:
+def write_role(
+    template: StateTemplate, source: GenerationSource, directory: Path
+) -> dict[str, Any]:
     """Write the role's file; answers, as JSON values, what lies where in it.
 
     Everything is on the disk and was read back when this returns. Raises WritingError, also where a
     number is not finite, and OSError.
     """
-    path = directory / file_name(skeleton.role)
+    path = directory / file_name(template.role)
     tensors: list[list[Any]] = []
     objects: list[list[Any]] = []
     with _checked(path) as counted:
-        for piece in skeleton.pieces:
+        for piece in template.pieces:
             start, value = counted.count, source.tensor(piece)
             is_judged = not piece.is_extra and value.is_floating_point() and value.itemsize > 1
             if is_judged and not value.isfinite().all():
-                raise WritingError(f"{piece.key} of role {skeleton.role} is not finite")
+                raise WritingError(f"{piece.key} of role {template.role} is not finite")
             _save(value, counted)
             place = [start, counted.count - start]
             box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]
             tensors.append([piece.key, *box, dtype_name(value.dtype), *place])
-        for key, template in skeleton.objects.items():
+        for key, recipe in template.objects.items():
             start = counted.count
-            _save([filled(template, source)], counted)
+            _save([filled(recipe, source)], counted)
             objects.append([key, start, counted.count - start])
     return {
-        "role": skeleton.role,
+        "role": template.role,
         "file": path.name,
         "bytes": counted.count,
         "tensors": tensors,
@@ -189,9 +191,9 @@ def write_role(skeleton: Skeleton, source: GenerationSource, directory: Path) ->
     }
 
 
-def filled(template: Any, source: GenerationSource) -> Any:
-    """A value of the checkpoint as it is in the generation. Raises SkeletonError."""
-    return fill(template, source.extras, source.number)
+def filled(recipe: Any, source: GenerationSource) -> Any:
+    """A value of the checkpoint as it is in the generation. Raises TemplateError."""
+    return fill(recipe, source.extras, source.number)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hooks.capture.megatron_extras import random_states
 from deadpool_megatron.hooks.checkpoints.loading import exact_load
-from deadpool_megatron.persist.skeleton import FromExtras, HexFloats, Joined, RandomStates
+from deadpool_megatron.persist.state_template import FromExtras, HexFloats, Joined, RandomStates
 from deadpool_megatron.trainer.megatron_api import (
     ShardedObject,
     TorchDistSaveShardedStrategy,

@@ -31,7 +31,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import damaged, dump, dump_held
-from deadpool_megatron.vault.disk.taken import take, taken_bytes
+from deadpool_megatron.vault.disk.pinned_snapshot import snapshot_bytes, take
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import MALFORMED, Code, VaultError
 from deadpool_megatron.vault.member_dialogue import (
@@ -259,7 +259,7 @@ class Vault:
                 "link": {"bytes_per_second": speed, "origin": origin} if speed else None,
                 "segments": {
                     **{n: s.nbytes for n, s in state.table.segments.items()},
-                    **taken_bytes(self._directory),
+                    **snapshot_bytes(self._directory),
                 },
                 "holdings": [holding.to_dict() for holding in state.table.holdings()],
                 "allocated_bytes": state.table.budget.used_bytes(),

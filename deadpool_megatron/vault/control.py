@@ -11,7 +11,7 @@ from typing import Any
 
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
-from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire import framing
 
@@ -87,8 +87,8 @@ class VaultControl:
             )
         )
 
-    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
-        """Set the generation of an iteration of the open epoch aside; see :mod:`.disk.taken`."""
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
+        """Set the generation of an iteration of the open epoch aside; see :mod:`.disk.pinned_snapshot`."""
         # The vault's own limit is the one that says what was waited for.
         answer = await self._order(
             "take",
@@ -97,7 +97,7 @@ class VaultControl:
             iteration=iteration,
             limit_seconds=deadline_seconds,
         )
-        return [Taken.from_dict(one) for one in answer]
+        return [Snapshot.from_dict(one) for one in answer]
 
     async def status(self, deadline_seconds: float) -> dict[str, Any]:
         """Counters and holdings, see ``Vault.status``."""

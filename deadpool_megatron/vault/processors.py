@@ -36,7 +36,7 @@ def choose_cpus(text: str, allowed: Collection[int]) -> frozenset[int] | None:
     return frozenset(wanted)
 
 
-def settle_process(cpus: str, nice: int) -> None:
+def place_process(cpus: str, nice: int) -> None:
     """Put this process in its place; before it starts threads, which inherit it.
 
     Raises ValueError for processors that cannot be had.

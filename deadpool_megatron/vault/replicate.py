@@ -169,7 +169,7 @@ class Sender(threading.Thread, ABC):
             self._state.mark_bad(place, found)
 
 
-class Shipper(Sender):
+class Replicator(Sender):
     """Thread that brings copies to one buddy."""
 
     def _bring(self, work: Work) -> bool:
@@ -226,7 +226,7 @@ class Shipper(Sender):
         return False
 
 
-class Doubler(Sender):
+class LocalCopier(Sender):
     """Thread that doubles one role's generations of one epoch in the memory of their node (REFT's
     ARC). They lie in ``copy-<role>.seg``; it never connects to anybody."""
 

@@ -71,7 +71,7 @@ class _Wanted(NamedTuple):
     leads: bool = False
 
 
-class Obtainer:
+class Restorer:
     """Gets the parts of one role for one epoch. One thread."""
 
     def __init__(

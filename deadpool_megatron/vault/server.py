@@ -37,8 +37,8 @@ from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 log = logging.getLogger(__name__)
 # Who has not proved yet to know the run secret: so many at once, each for so long. In a crowd the
 # next one waits in the kernel's queue until somebody has proved it, or had his shorter time.
-_MOST_STRANGERS = 64
-_STRANGER_SECONDS = HANDSHAKE_SECONDS
+_MOST_UNAUTHENTICATED = 64
+_UNAUTHENTICATED_SECONDS = HANDSHAKE_SECONDS
 _CROWDED_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
 
@@ -53,7 +53,7 @@ class Server:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
-        self._strangers: dict[Channel, float] = {}  # since when, in order of arrival
+        self._unauthenticated: dict[Channel, float] = {}  # since when, in order of arrival
         self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
 
     def start(self) -> None:
@@ -87,19 +87,21 @@ class Server:
                 continue
             with self._lock:
                 self._channels.add(channel)
-                self._strangers[channel] = time.monotonic()
+                self._unauthenticated[channel] = time.monotonic()
             begin_thread(f"serve-{next(self._numbers)}", partial(self._serve, channel))
 
     def _has_room(self) -> bool:
         """Put out strangers who have had their time; False: too many of them are left."""
         with self._lock:
-            crowded = len(self._strangers) >= _MOST_STRANGERS
-            limit = _CROWDED_SECONDS if crowded else _STRANGER_SECONDS
-            late = [c for c, since in self._strangers.items() if time.monotonic() - since > limit]
+            crowded = len(self._unauthenticated) >= _MOST_UNAUTHENTICATED
+            limit = _CROWDED_SECONDS if crowded else _UNAUTHENTICATED_SECONDS
+            late = [
+                c for c, since in self._unauthenticated.items() if time.monotonic() - since > limit
+            ]
             for channel in late:
-                del self._strangers[channel]
+                del self._unauthenticated[channel]
                 channel.shutdown()  # its thread counts it
-            return len(self._strangers) < _MOST_STRANGERS
+            return len(self._unauthenticated) < _MOST_UNAUTHENTICATED
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -110,7 +112,7 @@ class Server:
                 return
             finally:
                 with self._lock:
-                    self._strangers.pop(channel, None)
+                    self._unauthenticated.pop(channel, None)
             connection = _Connection(self._state, self._transport, channel)
             while not self._stopping.is_set():
                 if channel.readable(1.0):

@@ -17,7 +17,7 @@ from deadpool_megatron.layout.replaying import key
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refused, VaultError
 from deadpool_megatron.vault.replicate import Sender
-from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.transport import Transport
@@ -46,9 +46,9 @@ class RoleWorker(threading.Thread):
         self._waiting: list[RestoreAnswer] = []
         self._layout: RoleLayout | None = None
         self._outcome: dict[str, Place] | VaultError | None = None
-        self._shippers: list[Sender] = []
+        self._replicators: list[Sender] = []
         self._refused: set[tuple[int, Generation]] = set()
-        self._obtainer = Obtainer(state, transport, record, role)
+        self._restorer = Restorer(state, transport, record, role)
 
     @property
     def epoch(self) -> int:
@@ -68,9 +68,9 @@ class RoleWorker(threading.Thread):
 
     def cut(self) -> None:
         """The epoch was closed: break connections and end soon."""
-        for shipper in self._shippers:
-            shipper.cut()
-        self._obtainer.cut()
+        for replicator in self._replicators:
+            replicator.cut()
+        self._restorer.cut()
         self.poke()
 
     def run(self) -> None:
@@ -79,7 +79,7 @@ class RoleWorker(threading.Thread):
             self._wake.clear()
             layout = self._known_layout()
             if layout is not None:
-                self._start_shippers(layout)
+                self._start_replicators(layout)
                 if self._record.restore.kind in ("memory", "dump"):
                     self._restore(layout)
             self.seal()
@@ -99,21 +99,21 @@ class RoleWorker(threading.Thread):
                 elif is_in_memory:
                     self._layout = table.layout(self._role)
         if self._layout is None and is_in_memory:
-            self._layout = self._obtainer.describe()
+            self._layout = self._restorer.describe()
         return self._layout
 
-    def _start_shippers(self, layout: RoleLayout) -> None:
+    def _start_replicators(self, layout: RoleLayout) -> None:
         state = self._state
         try:
-            if not self._shippers:
+            if not self._replicators:
                 with state.lock:
                     scheme = state.scheme(self.epoch)
                     targets = scheme.owed(layout, self._restored).names
-                self._shippers = [
+                self._replicators = [
                     scheme.sender(state, self._transport, layout, target) for target in targets
                 ]
-                for shipper in self._shippers:
-                    shipper.start()
+                for replicator in self._replicators:
+                    replicator.start()
         except Refused:
             return  # closed just now
 
@@ -133,7 +133,7 @@ class RoleWorker(threading.Thread):
             return
         if self._outcome is None or (wanted and isinstance(self._outcome, VaultError)):
             try:
-                self._outcome = self._obtainer.obtain(layout)
+                self._outcome = self._restorer.obtain(layout)
             except VaultError as error:
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error

@@ -38,7 +38,7 @@ _ENVIRONMENTS = Path.home() / ".cache" / "deadpool-megatron" / "peers"
 
 
 @dataclass
-class Taken:
+class Snapshot:
     """All runs of one side; in ``rounds`` by the number of the round."""
 
     rounds: dict[int, tuple[Run, Outcome, str | None]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def measure(
 ) -> dict[str, Any]:
     """One size: all sides in turns. Raises BenchError when the undisturbed training fails."""
     undisturbed: list[Run] = []
-    taken = {side: Taken() for side in sides}
+    taken = {side: Snapshot() for side in sides}
     for number in range(rounds):
         _say(f"{name}: undisturbed, {number + 1} of {rounds}")
         undisturbed.append(run_undisturbed(name, steps, base))
@@ -91,7 +91,7 @@ def _difference(run: Run, undisturbed: Run) -> str | None:
     return found
 
 
-def facts_of(side: Side, taken: Taken, undisturbed: list[Run]) -> dict[str, Any]:
+def facts_of(side: Side, taken: Snapshot, undisturbed: list[Run]) -> dict[str, Any]:
     """One side: all its runs, and every single value."""
     facts: dict[str, Any] = {"what": side.what, "failed_runs": taken.failures}
     if not taken.rounds:

@@ -21,7 +21,7 @@ from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.entry import RestoreFailed
 from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
 from deadpool_megatron.hooks.session import drain_seconds
-from deadpool_megatron.persist.skeleton import SkeletonError
+from deadpool_megatron.persist.state_template import TemplateError
 from deadpool_megatron.state.extras import ExtrasError
 from deadpool_megatron.vault.errors import VaultError
 from fake_nccl import fake as fake_nccl
@@ -90,7 +90,7 @@ def test_extras_without_room_end_the_process_with_their_status(
 @pytest.mark.parametrize(
     "error",
     [
-        SkeletonError("the program does not say what its checkpoints hold"),
+        TemplateError("the program does not say what its checkpoints hold"),
         UnsupportedOptimizer("amsgrad keeps a third moment; not supported"),
         ExtrasError("extra_state cannot be encoded: a set"),
     ],

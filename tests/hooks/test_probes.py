@@ -9,7 +9,7 @@ import pytest
 from deadpool_megatron.comms import StreamWaits
 from deadpool_megatron.comms.in_flight.device_time import CudaClock
 from deadpool_megatron.comms.inner import Begun, Position
-from deadpool_megatron.hooks.reports import DeviceMeter, Standstill
+from deadpool_megatron.hooks.reports import DeviceMeter, HangProbe
 
 
 class ScriptedClock(CudaClock):
@@ -130,7 +130,7 @@ class Communicators:
 def test_the_recorder_is_asked_once_a_second_of_a_standstill() -> None:
     now = 100.0
     communicators = Communicators({"dp(0,1)": Position(5, 5, 4)})
-    standstill = Standstill(lambda: now)
+    standstill = HangProbe(lambda: now)
     told = {"begun": [], "device": [["dp(0,1)", 5, 5, 4, True]]}
     assert standstill.look(communicators) == {}
     now = 100.9
@@ -154,7 +154,7 @@ def test_where_the_host_waits_or_the_recorder_is_mute_nothing_is_said_of_a_devic
     communicators: Communicators,
 ) -> None:
     now = 0.0
-    standstill = Standstill(lambda: now)
+    standstill = HangProbe(lambda: now)
     for later in (0.0, 1.0, 2.0):
         now = later
         assert "device" not in standstill.look(communicators)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_what_the_host_has_begun_is_told_where_it_waits_itself() -> None:
     now = 0.0
     communicators = Communicators(None)
     communicators.on_host = {"tp(2,3)": Begun(4, 1), "dp(0-2:2)": Begun(9, 0)}
-    standstill = Standstill(lambda: now)
+    standstill = HangProbe(lambda: now)
     assert standstill.look(communicators) == {}
     now = 1.0
     assert standstill.look(communicators) == {"begun": [["dp(0-2:2)", 9, 0], ["tp(2,3)", 4, 1]]}

@@ -310,8 +310,8 @@ def test_who_is_to_blame_for_a_checkpoint_that_is_not_loaded(
 def test_a_state_is_judged_before_it_is_saved() -> None:
     whole = MagicMock(**{"entry.boundary": "step"})
     record = EpochRecord(2, {}, {}, Restore("memory", Generation(1, 0)))
-    course = EpochRunner(record, whole.entry, *(MagicMock() for _ in range(6)))
+    runner = EpochRunner(record, whole.entry, *(MagicMock() for _ in range(6)))
     for boundary in ("evaluation", "save"):
-        course.segment(boundary, whole.run)
+        runner.segment(boundary, whole.run)
     order = [name for name, *_ in whole.mock_calls if name in ("run", "entry.judge_state")]
     assert order == ["run", "entry.judge_state", "run"]

@@ -256,7 +256,7 @@ def test_warm_spares_first_then_lowest_id_and_avoided_ones_last() -> None:
     seats, members = seats_of(0, 1), members_of(0, 2, 3)
     warm = frozenset({(3, 0), (3, 1)})
     assert assign_seats(seats, members, warm=warm).seats[2].node == 3
-    answer = assign_seats(seats, members, warm=frozenset({(2, 0)}), avoid=frozenset({2}))
+    answer = assign_seats(seats, members, warm=frozenset({(2, 0)}), deprioritized=frozenset({2}))
     assert answer.seats[2].node == 3
 
 

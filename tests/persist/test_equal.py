@@ -31,12 +31,12 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.hooks.capture import megatron_extras
     from deadpool_megatron.hooks.capture.identity import role_layout
     from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
-    from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
+    from deadpool_megatron.hooks.checkpoints.state_templates import make_template
     from deadpool_megatron.layout.records import Generation
-    from deadpool_megatron.persist.skeleton import read_skeleton, write_skeleton
+    from deadpool_megatron.persist.state_template import read_template, write_template
     from deadpool_megatron.persist.writing import GenerationSource, filled, join, write_role
     from deadpool_megatron.state import extras as codec
-    from deadpool_megatron.vault.disk.taken import Taken
+    from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
     from deadpool_megatron.vault.shm.segment import checksum
 
     role = dist.get_rank()
@@ -49,9 +49,9 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     complete_state(loop.optimizer)
     parts = ShardState(loop.optimizer).parts
     layout = role_layout(role, parts, 64 << 10, [role], 2, "")
-    made = make_skeleton(loop, parts, layout)
+    made = make_template(loop, parts, layout)
     assert not made.refusal, made.refusal
-    write_skeleton(folder, made)
+    write_template(folder, made)
     steps(loop, 3)
     own, exported = folder / "own", folder / "exported"
     exported.mkdir(exist_ok=True)
@@ -68,15 +68,15 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     places["extras@evaluation"] = (len(content), len(extras), checksum(memoryview(extras)))
     path = folder / f"taken-{role}"
     path.write_bytes(content + extras)
-    skeleton = read_skeleton(folder, role, layout.layout_hash)
+    template = read_template(folder, role, layout.layout_hash)
     hash_ = layout.layout_hash
-    taken = Taken(role, hash_, Generation(1, 3), "evaluation", str(path), places)
+    taken = Snapshot(role, hash_, Generation(1, 3), "evaluation", str(path), places)
     source = GenerationSource(taken, folder)
-    told = json.loads(json.dumps(write_role(skeleton, source, exported)))
+    told = json.loads(json.dumps(write_role(template, source, exported)))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)
     if role == 0:
-        join(exported, everyone, filled(skeleton.common, source))
+        join(exported, everyone, filled(template.common, source))
     dist.barrier()
 
 

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.process.logs import LocalLogs
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
 from tests.common.waiting import until
 
@@ -26,17 +26,17 @@ class SlowVault:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.answers: dict[str, asyncio.Future[list[Taken]]] = {}
+        self.answers: dict[str, asyncio.Future[list[Snapshot]]] = {}
 
-    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
         del iteration, deadline_seconds
         self._directory.joinpath(f"taken-{name}-0").touch()
         self.answers[name] = asyncio.get_running_loop().create_future()
         return await self.answers[name]
 
 
-def taken(directory: Path) -> list[Taken]:
-    return [Taken(0, "hash", Generation(1, 4), "step", str(directory / "taken-1.1-0"), {})]
+def taken(directory: Path) -> list[Snapshot]:
+    return [Snapshot(0, "hash", Generation(1, 4), "step", str(directory / "taken-1.1-0"), {})]
 
 
 def order(kind: str, name: str) -> dict[str, Any]:

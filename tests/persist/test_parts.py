@@ -1,4 +1,4 @@
-"""The pure parts of exports: boxes, coverage, marks, skeletons, pruning, what is due."""
+"""The pure parts of exports: boxes, coverage, marks, state templates, pruning, what is due."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from deadpool_megatron.cluster.coordinator.durable import (
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.persist.skeleton import (
+from deadpool_megatron.persist.state_template import (
     Attributes,
     FromExtras,
     HexFloats,
     Joined,
     Piece,
-    Skeleton,
-    SkeletonError,
+    StateTemplate,
     StepNumber,
+    TemplateError,
     boxes,
     fill,
     has_marks,
-    read_skeleton,
-    skeleton_path,
-    write_skeleton,
+    read_template,
+    template_path,
+    write_template,
 )
 from deadpool_megatron.persist.writing import WritingError, check_cover, metadata_of, write_role
 from tests.persist.harness.exported import exported, saved_at
@@ -118,7 +118,7 @@ def test_marks_are_filled() -> None:
     extras = {"counters": {"iteration": 7}, "sums": {"loss": (0.5).hex()}, "g": [[{"lr": 0.25}]]}
     extras["betas"] = [0.9, 0.95]
     step = ("shard0", 64, "float32")
-    template = {
+    recipe = {
         "counters": FromExtras(("counters",)),
         "groups": [{"lr": FromExtras(("g", 0, 0, "lr")), "step": StepNumber(*step, True)}],
         "state": {"common_step": StepNumber(*step, False)},
@@ -129,8 +129,8 @@ def test_marks_are_filled() -> None:
         "constant": (1, "two"),
         "betas": FromExtras(("betas",)),
     }
-    assert has_marks(template)
-    filled = fill(template, extras, read)
+    assert has_marks(recipe)
+    filled = fill(recipe, extras, read)
     assert not has_marks(filled)
     assert filled["counters"] == {"iteration": 7}
     assert filled["groups"] == [{"lr": 0.25, "step": 3.0}]
@@ -138,29 +138,29 @@ def test_marks_are_filled() -> None:
     assert filled["betas"] == (0.9, 0.95), "as Megatron has them"
     assert filled["own"] == {"a": 1, "sums": {"loss": 0.5}}
     assert filled["args"] == argparse.Namespace(lr=1, seen=7)
-    assert template["args"].whole.seen == 0, "a skeleton is used more than once"
+    assert recipe["args"].whole.seen == 0, "a state template is used more than once"
     zero = fill({"common_step": StepNumber(*step, False)}, {}, lambda *_: torch.tensor(0.0))
     assert zero == {}, "Megatron does not write it then"
-    with pytest.raises(SkeletonError, match=r"do not hold g\.0\.1"):
+    with pytest.raises(TemplateError, match=r"do not hold g\.0\.1"):
         fill(FromExtras(("g", 0, 1)), extras, read)
 
 
 def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:
     piece = Piece("key", (4, 2), (1, 0), (1, 2), "bfloat16", "shard0", 128, "float32")
-    skeleton = Skeleton(3, "hash", (piece,), {"o": FromExtras(("counters",))})
-    write_skeleton(tmp_path, skeleton)
-    assert read_skeleton(tmp_path, 3, "hash") == skeleton
-    assert skeleton_path(tmp_path, 3).stat().st_mode & 0o777 == 0o600
-    with pytest.raises(SkeletonError, match="another layout"):
-        read_skeleton(tmp_path, 3, "other")
-    with pytest.raises(SkeletonError, match="role 4 left no skeleton"):
-        read_skeleton(tmp_path, 4, "hash")
-    skeleton_path(tmp_path, 3).chmod(0o622)
-    with pytest.raises(SkeletonError, match="by others"):
-        read_skeleton(tmp_path, 3, "hash")
-    write_skeleton(tmp_path, Skeleton(3, "hash", refusal="w lies nowhere"))
-    with pytest.raises(SkeletonError, match="w lies nowhere"):
-        read_skeleton(tmp_path, 3, "hash")
+    template = StateTemplate(3, "hash", (piece,), {"o": FromExtras(("counters",))})
+    write_template(tmp_path, template)
+    assert read_template(tmp_path, 3, "hash") == template
+    assert template_path(tmp_path, 3).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(TemplateError, match="another layout"):
+        read_template(tmp_path, 3, "other")
+    with pytest.raises(TemplateError, match="role 4 left no state template"):
+        read_template(tmp_path, 4, "hash")
+    template_path(tmp_path, 3).chmod(0o622)
+    with pytest.raises(TemplateError, match="by others"):
+        read_template(tmp_path, 3, "hash")
+    write_template(tmp_path, StateTemplate(3, "hash", refusal="w lies nowhere"))
+    with pytest.raises(TemplateError, match="w lies nowhere"):
+        read_template(tmp_path, 3, "hash")
 
 
 def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     mask = Piece("mask", (2,), (0,), (2,), "float32", "mask", 0, "float32", is_extra=True)
     values = {"bias": torch.ones(2), "mask": torch.tensor([0.0, -math.inf])}
     source: Any = SimpleNamespace(tensor=lambda piece: values[piece.key])
-    assert write_role(Skeleton(3, "hash", (piece, mask)), source, tmp_path)["role"] == 3
+    assert write_role(StateTemplate(3, "hash", (piece, mask)), source, tmp_path)["role"] == 3
     values["bias"] = torch.tensor([1.0, math.nan])
     with pytest.raises(WritingError, match="bias of role 3 is not finite"):
-        write_role(Skeleton(3, "hash", (piece, mask)), source, tmp_path)
+        write_role(StateTemplate(3, "hash", (piece, mask)), source, tmp_path)
 
 
 def test_pruning_keeps_the_newest_and_what_is_needed() -> None:

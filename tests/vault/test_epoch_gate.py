@@ -16,7 +16,7 @@ from deadpool_megatron.vault import room
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Frozen, Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member import VaultClient
-from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.schemes.scheme import Target
 from deadpool_megatron.vault.shm.segment import (
     Filled,
@@ -172,7 +172,7 @@ def restarted(state: VaultState) -> tuple[RoleWorker, list[RoleLayout]]:
         obtained.append(layout)
         return {}
 
-    worker._obtainer.obtain = obtain  # type: ignore[method-assign]
+    worker._restorer.obtain = obtain  # type: ignore[method-assign]
     return worker, obtained
 
 
@@ -294,7 +294,7 @@ def test_what_is_copied_on_the_node_is_given_up_with_its_epoch(
     record = replace(state.record, epoch=2, restore=Restore("memory", OLD), seats={0: seat})
     state.close(1)
     state.adopt(record)
-    obtainer = Obtainer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
+    obtainer = Restorer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
     monkeypatch.setattr(state, "open_part", lambda *_: state.close(2))
     with pytest.raises(VaultError, match="was closed"):
         obtainer.obtain(LAYOUT)
@@ -311,7 +311,7 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
     sources = {0: {"extras@step": (Source(1, 0),)}}
     restore = Restore("memory", RESTORED, sources=sources)
     record = replace(state.record, restore=restore, seats={0: Seat(0, 0, 1)})  # it has no slots
-    obtainer = Obtainer(state, network.transport("here", 2, 10.0), record, 0)
+    obtainer = Restorer(state, network.transport("here", 2, 10.0), record, 0)
     before = set(tmp_path.glob("*.seg"))
 
     def refuse() -> None:
@@ -336,7 +336,7 @@ def test_a_source_that_is_gone_from_the_record_says_nothing_of_a_role(state: Vau
     assert gone not in state.record.nodes
     restore = Restore("memory", RESTORED, sources={0: {"shard": (Source(gone, 0),)}})
     record = replace(state.record, restore=restore)
-    obtainer = Obtainer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
+    obtainer = Restorer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
     assert obtainer.describe() is None
 
 

@@ -24,7 +24,7 @@ from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import RestoreUnavailable
-from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from tests.vault.fake_network import FakeNetwork
@@ -67,7 +67,7 @@ class House:
         """A sealed copy on a node."""
         return keep(room.ensure_copy(self.states[node], layout, BASE), names)
 
-    def obtainer(self, restore: Restore | None = None, late: bool = False) -> Obtainer:
+    def obtainer(self, restore: Restore | None = None, late: bool = False) -> Restorer:
         """Of epoch 2; ``late``: others hear of it when node 0 has asked one once in vain."""
         places = (Source(1, 0), Source(1, 1), Source(2, 0))
         listed = dict.fromkeys((*EXTRAS, *SHARDS), places)
@@ -78,7 +78,7 @@ class House:
         for state in self.states[: 1 if late else 3]:
             state.adopt(record)
         transport = self.network.transport("fake", 7, 5.0)
-        obtainer = Obtainer(self.states[0], transport, record, 0)
+        obtainer = Restorer(self.states[0], transport, record, 0)
         if late:
             pause = self.states[0].pause
 

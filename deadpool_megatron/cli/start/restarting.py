@@ -131,10 +131,10 @@ def begin(run: RunDirectory, restart: Restart) -> str:
         run.final.rename(run.final.with_name(f"final-{kept}.json"))
     run.coordinator.unlink(missing_ok=True)
     another = run.read_run().command != restart.info.command
-    if another and run.skeletons.exists():
+    if another and run.templates.exists():
         # Recipes for what that one built: one that cannot be written now must not be taken for new.
         # Before the new command is noted: who is interrupted here has another one the next time.
-        shutil.rmtree(run.skeletons)
+        shutil.rmtree(run.templates)
     run.replace_run(restart.info)
     held = nodes_with_slots(restart.info)
     where = f"slots of {held} nodes are in memory" if held else "no slots are in memory"

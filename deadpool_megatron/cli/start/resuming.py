@@ -211,13 +211,13 @@ def write_what_is_left(old: RunDirectory) -> None:
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         return
-    _salvage(old, info, kept)
+    _make_orphan_dump(old, info, kept)
 
 
 def _whole(
     old: RunDirectory, info: RunInfo, kept: Mapping[int, int], others: Others | None
 ) -> tuple[Restore | None, list[str]]:
-    _salvage(old, info, kept)
+    _make_orphan_dump(old, info, kept)
     if others is None:
         return newest_whole(old.dump, info.world_size, kept)
     others.done()
@@ -242,7 +242,7 @@ def _whole(
         time.sleep(_PAUSE_SECONDS)
 
 
-def _salvage(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
+def _make_orphan_dump(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
     alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
     try:
         if not alive:

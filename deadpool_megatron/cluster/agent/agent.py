@@ -317,7 +317,7 @@ class Agent:
 
     # Reports of members (see MemberReports).
 
-    def member_said(self, member: Member, message: dict[str, Any]) -> None:
+    def member_reported(self, member: Member, message: dict[str, Any]) -> None:
         """Pass a member's message on, with its seat."""
         kind = message.get("t")
         if kind == "hello":

@@ -26,7 +26,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     export_name,
     unfinished_export,
 )
-from deadpool_megatron.vault.disk.taken import Taken, drop_taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot, drop_snapshots
 from deadpool_megatron.vault.errors import Code, VaultError
 
 _END_SECONDS = 5.0
@@ -44,7 +44,7 @@ class NodeExports:
         run: RunDirectory,
         info: RunInfo,
         segments: Path,
-        take: Callable[[str, int, float], Awaitable[list[Taken]]],
+        take: Callable[[str, int, float], Awaitable[list[Snapshot]]],
         logs: LocalLogs,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
@@ -56,11 +56,11 @@ class NodeExports:
         self._log = logs.log(f"node{node}-persist")
         self._send = send
         self._name = ""
-        self._taken: list[Taken] = []
+        self._taken: list[Snapshot] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
         self._removals: list[threading.Thread] = []
-        drop_taken(segments)  # of an agent that was killed: nobody else would ever give it back
+        drop_snapshots(segments)  # of an agent that was killed: nobody else would ever give it back
 
     def order(self, message: Mapping[str, Any]) -> None:
         """An order of the coordinator: ``export-take`` and then ``export-write``, ``export-dump``
@@ -96,7 +96,7 @@ class NodeExports:
             self._writer.kill()
         self._taken = []
         # A vault that still sets something aside gives it up when it finds its file gone.
-        drop_taken(self._segments)
+        drop_snapshots(self._segments)
 
     async def close(self) -> None:
         """The end of the agent."""
@@ -113,14 +113,14 @@ class NodeExports:
 
     async def _take(self, name: str, iteration: int) -> None:
         limit = self._info.settings.persist_seconds
-        failure, code, taken = "", Code.FAILED, list[Taken]()
+        failure, code, taken = "", Code.FAILED, list[Snapshot]()
         try:
             taken = await self._take_aside(name, iteration, limit)
         except (VaultError, OSError, TimeoutError) as error:
             failure = str(error) or type(error).__name__
             code = error.code if isinstance(error, VaultError) else code
         if failure or name != self._name:
-            drop_taken(self._segments, name)
+            drop_snapshots(self._segments, name)
         if name != self._name:
             return  # dropped meanwhile
         if failure:
@@ -141,15 +141,15 @@ class NodeExports:
         name = self._name
         job = self._segments / "export.json"
         dump = message.get("dump")
-        # Of roles that are lost with their nodes only the shared disk has the skeletons.
-        skeletons = self._segments if dump is None else self._run.skeletons
+        # Of roles that are lost with their nodes only the shared disk has the state templates.
+        templates = self._segments if dump is None else self._run.templates
         roles = [one.role for one in self._taken] if dump is None else dump["roles"]
         facts = {
             "node": self._node,
             "run_dir": str(self._run.path),
             "directory": message["directory"],
             "iteration": message["iteration"],
-            "skeletons": str(skeletons),
+            "skeletons": str(templates),
             "taken": [one.to_dict() for one in self._taken],
             "dump": dump,
             "world_size": self._info.world_size,
@@ -179,7 +179,7 @@ class NodeExports:
             words = last_line(self._log)
             self._tell(name, "failed", text=f"the exporter {ending}: {words}".rstrip(": "))
         self._taken = []
-        drop_taken(self._segments)
+        drop_snapshots(self._segments)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

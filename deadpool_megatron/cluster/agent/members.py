@@ -146,7 +146,7 @@ class FreezeDetector:
 class MemberReports(Protocol):
     """The taker of members' messages and ends: the agent."""
 
-    def member_said(self, member: Member, message: dict[str, Any]) -> None:
+    def member_reported(self, member: Member, message: dict[str, Any]) -> None:
         """A message other than a beat."""
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
@@ -199,7 +199,7 @@ class Member:
             return None
         return bool(said.get("clean"))
 
-    def said_since(self, closed: int) -> list[dict[str, Any]]:
+    def reports_since(self, closed: int) -> list[dict[str, Any]]:
         """Return what a new coordinator has to hear: all sticky messages but those of closed
         epochs."""
         return [m for m in self.said.values() if int(m.get("epoch", closed + 1)) > closed]
@@ -231,7 +231,7 @@ class Member:
             return
         if kind in STICKY:
             self.said[kind] = message
-        self._reports.member_said(self, message)
+        self._reports.member_reported(self, message)
 
     def _stream_ended(self, why: str) -> None:
         if why != "end of stream":
@@ -374,7 +374,7 @@ class NodeMembers:
             asyncio.get_running_loop().call_later(moment, self.repeat, closed, 0.0)
             return
         for member in self.by_slot.values():
-            for said in member.said_since(closed()):
+            for said in member.reports_since(closed()):
                 self.pass_on(member, said)
 
     def signal_part(self, message: Mapping[str, Any], vault: int | None) -> None:

@@ -36,7 +36,7 @@ from deadpool_megatron.file_systems import HeldName
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
-from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member_dialogue import listening_at
 from deadpool_megatron.vault.memory import usable_bytes
@@ -240,7 +240,7 @@ class VaultKeeper:
         held = [Generation.from_list(one) for one in message.get("held", ())]
         return await control.dump(directory, generation, str(message["boundary"]), limit, held)
 
-    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
         """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
         control = await self._connected()
         return await control.take(name, iteration, deadline_seconds)

@@ -534,7 +534,7 @@ class Checkpoints:
 
     async def _make_valid(self, m: Mapping[str, Any], epoch: int, iteration: int) -> None:
         coordinator = self._coordinator
-        while coordinator.state.phase is Phase.GATHERING:
+        while coordinator.state.phase is Phase.BOOTSTRAPPING:
             # After a takeover it is not known yet whether the epoch stays open; that phase ends.
             await asyncio.sleep(self._settings.beat_interval_seconds)
         if epoch != coordinator.state.standing_epoch:

@@ -121,7 +121,7 @@ class Commands:
         if part == "coordinator":
             later(os.kill, os.getpid(), signal.Signals[f"SIG{name}"])
             return {"ok": True}
-        if state.phase is Phase.GATHERING and state.record is not None:
+        if state.phase is Phase.BOOTSTRAPPING and state.record is not None:
             error = "the coordinator has just taken over, and waits for the agents: ask again"
             return {"ok": False, "again": True, "error": error}
         of = int(message["number"])

@@ -82,7 +82,7 @@ class Orders:
         info, settings = self._options.info, self._options.info.settings
         epoch = 0 if record is None else record.epoch
         # A coordinator that has just taken over lets training go on until all agents are back.
-        is_open = state.open_epoch == epoch or state.phase is Phase.GATHERING
+        is_open = state.open_epoch == epoch or state.phase is Phase.BOOTSTRAPPING
         self._peers.welcome(
             peer,
             {

@@ -233,7 +233,7 @@ class Coordinator:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 missing = await asyncio.to_thread(paths_gone, valid)
-        self.feed(inputs.CheckpointsSeen(missing))
+        self.feed(inputs.CheckpointsFound(missing))
 
     async def _write_record(self, record: EpochRecord) -> None:
         failpoints.hit("coordinator.journal", epoch=record.epoch)
@@ -265,7 +265,7 @@ class Coordinator:
         elif peer.welcomed:  # else the machine has its first join, and is yet to answer that
             self.orders.welcome(peer.node, self.state.record, self.state)
 
-    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+    def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         """A report. Of a dropped node only numbers of the kept line are of use."""
         if peer.dropped and message["t"] not in ("event", "progress"):
             return
@@ -280,11 +280,11 @@ class Coordinator:
             case "progress":
                 self._progressed(Event.from_dict(message["event"]))
             case "member":
-                self._member_said(peer.node, message)
+                self._member_reported(peer.node, message)
         if item is not None:
             self.feed(item)
 
-    def _member_said(self, node: int, message: Mapping[str, Any]) -> None:
+    def _member_reported(self, node: int, message: Mapping[str, Any]) -> None:
         m, role = message["m"], self.state.role_at(*protocol.seat_of(node, message))
         if m["t"] == "durable-request":
             self.spawn(self.checkpoints.save(m), self.peers.hearing)

@@ -71,8 +71,8 @@ class MemberLink:
         self._connection = connection
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = threading.Condition()
-        self._outbox = bytearray()
-        self._outbox_lock = threading.Lock()
+        self._retransmit_queue = bytearray()
+        self._retransmit_lock = threading.Lock()
         self._record: EpochRecord | None = None
         self._closed_epoch = 0
         self._stop_reason: str | None = None
@@ -109,10 +109,10 @@ class MemberLink:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send or queue one message, in order; never blocks."""
-        with self._outbox_lock:
-            self._outbox += encode(message)
-            send_some(self._connection, self._outbox)
-        if self._outbox:
+        with self._retransmit_lock:
+            self._retransmit_queue += encode(message)
+            send_some(self._connection, self._retransmit_queue)
+        if self._retransmit_queue:
             os.eventfd_write(self._wake_fd, 1)
 
     def send_event(self, event: Event) -> None:
@@ -157,9 +157,9 @@ class MemberLink:
         """Wait until everything queued has been sent; False when the time was not enough."""
         limit = time.monotonic() + deadline_seconds
         while True:
-            with self._outbox_lock:
-                send_some(self._connection, self._outbox)
-                if not self._outbox:
+            with self._retransmit_lock:
+                send_some(self._connection, self._retransmit_queue)
+                if not self._retransmit_queue:
                     return True
             left = limit - time.monotonic()
             if left <= 0:
@@ -185,15 +185,15 @@ class MemberLink:
             if now >= due:
                 self._beat()
                 due = now + self.settings.beat_interval_seconds
-            wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+            wanted = select.POLLIN | (select.POLLOUT if self._retransmit_queue else 0)
             poller.register(self._connection, wanted)
             for handle, happened in poller.poll(max(0.0, due - time.monotonic()) * 1000):
                 if handle == self._wake_fd:
                     _take_back(self._wake_fd)
                 elif happened & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     self._read(frames)
-            with self._outbox_lock:
-                send_some(self._connection, self._outbox)
+            with self._retransmit_lock:
+                send_some(self._connection, self._retransmit_queue)
 
     def _read(self, frames: FrameBuffer) -> None:
         try:

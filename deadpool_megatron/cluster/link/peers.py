@@ -119,7 +119,7 @@ class PeerEvents(Protocol):
         is ``welcomed`` if it was on that one.
         """
 
-    def agent_said(self, peer: AgentPeer, message: Message) -> None:
+    def agent_reported(self, peer: AgentPeer, message: Message) -> None:
         """A numbered report, once, in order; also of a node that was dropped. What is raised
         refuses this report.
         """
@@ -411,4 +411,4 @@ class Peers:
         if number <= self.taken(peer):
             return
         self._taken[peer.node, peer.boot] = number
-        self._events.agent_said(peer, message)
+        self._events.agent_reported(peer, message)

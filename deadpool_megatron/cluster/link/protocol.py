@@ -74,7 +74,7 @@ def from_agent(
         case "member-suspected":
             found = _read(inputs.MemberSuspected, node, message)
         case "facts":
-            found = _read(inputs.FactsTold, node, message)
+            found = _read(inputs.FactsReported, node, message)
         case "dumped":
             bad = frozenset(BadPart.from_list(node, one) for one in message.get("damaged", ()))
             found = replace(_read(inputs.Dumped, node, {**message, "damaged": ()}), damaged=bad)
@@ -118,7 +118,7 @@ def from_progress(report: Event) -> inputs.Input | None:
 def _stack(event: Event) -> inputs.Input:
     frames = [str(frame) for frame in event.data.get("frames", ())]
     where = " < ".join(frames[:_SHOWN_FRAMES]) or str(event.data.get("missing", ""))
-    return inputs.StackTaken(f"stack of role {event.role} on node {event.node}: {where}")
+    return inputs.StackReported(f"stack of role {event.role} on node {event.node}: {where}")
 
 
 def _step(event: Event, iteration: int) -> inputs.Input:

@@ -150,7 +150,7 @@ class EndRun(Action):
 
 @dataclass(frozen=True)
 class LookAtCheckpoints(Action):
-    """See whether they are there, then give CheckpointsSeen back."""
+    """See whether they are there, then give CheckpointsFound back."""
 
     valid: tuple[Restore, ...]
 

@@ -22,14 +22,14 @@ from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
+    Bootstrapping,
     Config,
-    Gathering,
     MemberStatus,
     NodeState,
     Phase,
     Place,
-    Rejoining,
     State,
+    TakingOver,
     WaitingSpare,
 )
 from deadpool_megatron.events import Kind
@@ -38,7 +38,7 @@ from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing
 
 # Nobody needs what a node without a role holds alone.
-_AT_REST = (Phase.GATHERING, Phase.RUNNING, Phase.PAUSING)
+_AT_REST = (Phase.BOOTSTRAPPING, Phase.RUNNING, Phase.PAUSING)
 
 # Nodes come.
 
@@ -134,13 +134,13 @@ def check_gathered(core: Core) -> None:
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """
     match core.state.doing:
-        case Rejoining() as rejoining if core.state.record is not None:
-            takeover.check_all_back(core, rejoining, core.state.record)
-        case Gathering() as gathering:
+        case TakingOver() as taking_over if core.state.record is not None:
+            takeover.check_all_back(core, taking_over, core.state.record)
+        case Bootstrapping() as bootstrapping:
             begun = core.state.agreed is not None
-            if not begun and not _enough_have_come(core, gathering.deadline):
+            if not begun and not _enough_have_come(core, bootstrapping.deadline):
                 return
-            if _is_judged(core, gathering) and not _seated_is_starting(core.state):
+            if _is_judged(core, bootstrapping) and not _seated_is_starting(core.state):
                 seats = seating(core, core.state.fleet.draining)
                 places = [(seat.node, seat.slot) for seat in seats.seats.values()]
                 if not seats.unseated and all(_runs(core, place) for place in places):
@@ -167,12 +167,12 @@ def _runs(core: Core, place: Place) -> bool:
     return core.state.fleet.members[place].status in (MemberStatus.RUNNING, MemberStatus.WARM)
 
 
-def gathered_enough(core: Core, gathering: Gathering, waited: str) -> None:
+def bootstrapped_enough(core: Core, bootstrapping: Bootstrapping, waited: str) -> None:
     """Go on without the late ones if spares can take their place, else end the run."""
     state, fleet = core.state, core.state.fleet
     for node in fleet.absent(state.seats.nodes):
         fleet.removed[node] = "did not join in time"
-    if not _is_judged(core, gathering):
+    if not _is_judged(core, bootstrapping):
         return
     for node in sorted({place[0] for place in fleet.members if not _runs(core, place)}):
         drop_node(core, node, silent(node, "did not start its members in time"))
@@ -185,17 +185,17 @@ def gathered_enough(core: Core, gathering: Gathering, waited: str) -> None:
         decide(core)
 
 
-def _is_judged(core: Core, gathering: Gathering) -> bool:
+def _is_judged(core: Core, bootstrapping: Bootstrapping) -> bool:
     """Judge the nodes that have come, unless they are; return whether the run continues."""
     if core.state.agreed is None:
         _judge_all(core)
-    return core.state.doing is gathering
+    return core.state.doing is bootstrapping
 
 
 # Facts that are told again.
 
 
-def told(core: Core, event: ev.FactsTold) -> None:
+def told(core: Core, event: ev.FactsReported) -> None:
     """A node has looked at itself again. Memory is not asked for any more: by now it may hold
     copies.
     """

@@ -26,15 +26,15 @@ from deadpool_megatron.cluster.machine.ending import (
 )
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
+    Bootstrapping,
     Closing,
     Deciding,
-    Gathering,
     MemberStatus,
     Opening,
     Pausing,
-    Rejoining,
     Running,
     State,
+    TakingOver,
     WaitingSpare,
 )
 from deadpool_megatron.events import Kind
@@ -68,8 +68,8 @@ def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
             deciding.redecide = failure
         case WaitingSpare():
             decide(core)
-        case Rejoining(missed=None) as rejoining:
-            rejoining.missed = failure
+        case TakingOver(missed=None) as taking_over:
+            taking_over.missed = failure
 
 
 def save_and_end(core: Core, words: LastWords, kind: FailureKind | None = None) -> None:
@@ -79,7 +79,7 @@ def save_and_end(core: Core, words: LastWords, kind: FailureKind | None = None) 
     if state.phase in LAST_PHASES or state.last_words is not None:
         return
     state.last_words = words
-    if isinstance(state.doing, Gathering):
+    if isinstance(state.doing, Bootstrapping):
         dump(core)  # nothing was begun
     else:
         close(core, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
@@ -117,7 +117,7 @@ def check_closed(core: Core) -> None:
             decide(core)
 
 
-def checkpoints_seen(core: Core, event: ev.CheckpointsSeen) -> None:
+def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
     """The checkpoints were looked at: those that are gone are not decided on."""
     line = core.state.lineage
     for path in sorted(event.gone & {one.path for one in line.valid}):
@@ -133,7 +133,7 @@ def note_inventory(core: Core, event: ev.NodeInventory) -> None:
     match state.doing:
         case _ if state.record is None or inventory.epoch != state.record.epoch:
             core.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
-        case Rejoining() | Opening() | Running() | Pausing():
+        case TakingOver() | Opening() | Running() | Pausing():
             # The order of an earlier coordinator that the agent came to only now.
             cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
             close(core, Failure(cause, FailureKind.COORDINATOR))
@@ -154,7 +154,7 @@ def seating(core: Core, leaving: frozenset[int]) -> Seating:
         {place: member.incarnation for place, member in fleet.members.items()},
         warm=frozenset(p for p, m in fleet.members.items() if m.status is MemberStatus.WARM),
         leaving=leaving | fleet.quarantined,
-        avoid=fleet.deprioritized,
+        deprioritized=fleet.deprioritized,
     )
 
 
@@ -403,7 +403,7 @@ def restored(core: Core, event: ev.Restored) -> None:
     role, record, doing = core.player(event), core.state.record, core.state.doing
     if role is None or record is None:
         return
-    if record.restore.kind == "initial" and isinstance(doing, Rejoining | Opening):
+    if record.restore.kind == "initial" and isinstance(doing, TakingOver | Opening):
         if not _begins_alike(core, doing, event.generation, record):
             return
     elif event.generation != record.restore.generation:
@@ -412,13 +412,13 @@ def restored(core: Core, event: ev.Restored) -> None:
         failure = Failure(text, kind, signature, node=event.node)
         core.state.blame.suspect(failure, core.now, doubtful=True)
         return
-    if isinstance(doing, Rejoining | Opening):
+    if isinstance(doing, TakingOver | Opening):
         doing.restored.add(role)
         check_opened(core)
 
 
 def _begins_alike(
-    core: Core, doing: Rejoining | Opening, found: Generation, record: EpochRecord
+    core: Core, doing: TakingOver | Opening, found: Generation, record: EpochRecord
 ) -> bool:
     """Take what the roles of an initial start begin with: their program may have loaded a
     checkpoint of its own. Where they have not all loaded the same, the run ends."""

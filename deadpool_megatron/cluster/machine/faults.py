@@ -129,7 +129,7 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     close(core, failure)
 
 
-def note_stack(core: Core, event: ev.StackTaken) -> None:
+def note_stack(core: Core, event: ev.StackReported) -> None:
     """Keep one more place where a process stood."""
     blame = core.state.blame
     blame.stacks = (*blame.stacks, event.text)[-SHOWN_FAILURES:]

@@ -55,7 +55,7 @@ class NodeJoined(Input):
 
 
 @dataclass(frozen=True)
-class FactsTold(Input):
+class FactsReported(Input):
     """A node without a role, or one whose device has failed, has looked at its host again."""
 
     node: int
@@ -217,7 +217,7 @@ class NotFinite(Input):
 
 
 @dataclass(frozen=True)
-class StackTaken(Input):
+class StackReported(Input):
     """A process that hung stood there; one line."""
 
     text: str
@@ -233,7 +233,7 @@ class DurableValid(Input):
 
 
 @dataclass(frozen=True)
-class CheckpointsSeen(Input):
+class CheckpointsFound(Input):
     """The checkpoints were looked at; ``gone``: the paths at which there is none any more."""
 
     gone: frozenset[str]

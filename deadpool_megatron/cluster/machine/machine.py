@@ -26,19 +26,19 @@ from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.state import (
+    Bootstrapping,
     ChosenProtection,
     Closing,
     Config,
     Deciding,
     Dumping,
-    Gathering,
     LeaveTaking,
     LineageProgress,
     Opening,
     Pausing,
-    Rejoining,
     Running,
     State,
+    TakingOver,
     WaitingSpare,
 )
 from deadpool_megatron.layout.planner import is_thrown_away
@@ -50,16 +50,16 @@ NOBODY: Mapping[int, str] = {}
 # present process of its slot only.
 _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.NodeJoined: bootstrap.node_joined,
-    ev.FactsTold: bootstrap.told,
+    ev.FactsReported: bootstrap.told,
     ev.NodeLost: membership.node_lost,
     ev.NodeInventory: epoch.note_inventory,
     ev.StepReported: epoch.step_reported,
     ev.PhaseReported: epoch.phase_reported,
-    ev.StackTaken: faults.note_stack,
+    ev.StackReported: faults.note_stack,
     ev.NotFinite: faults.not_finite,
     ev.RolesHung: faults.roles_hung,
     ev.DurableValid: ending.durable_valid,
-    ev.CheckpointsSeen: epoch.checkpoints_seen,
+    ev.CheckpointsFound: epoch.checkpoints_seen,
     ev.Asked: requests.take,
     ev.RequestsFound: requests.found,
     ev.Exported: requests.exported,
@@ -101,7 +101,7 @@ class Machine(Core):
         }
         saved = (config.start, *config.older) if config.start.kind != "initial" else ()
         state = State(
-            Gathering(now + config.settings.start_seconds),
+            Bootstrapping(now + config.settings.start_seconds),
             SeatTable(wished),
             lineage=LineageProgress(valid=saved),
             protection=ChosenProtection(first_plan(config.settings)),
@@ -133,7 +133,7 @@ class Machine(Core):
         else:
             # A plan that came with the record is reported (again): nobody knows if it was.
             state.protection = ChosenProtection(last.protection, told=history.protection_told)
-        state.doing = Rejoining(self.now + takeover.patience_seconds(config))
+        state.doing = TakingOver(self.now + takeover.patience_seconds(config))
         state.seats, state.epoch, state.record = SeatTable(last.seats), last.epoch, last
         state.restarted = config.restarted
         fleet = state.fleet
@@ -185,7 +185,7 @@ class Machine(Core):
             if waited := state.waiting_for():
                 self.log("warning", f"waited long enough for {waited}")
             self._overdue(waited)
-        elif isinstance(state.doing, Gathering | Rejoining):
+        elif isinstance(state.doing, Bootstrapping | TakingOver):
             bootstrap.check_gathered(self)
         if state.fleet.members.killed or state.fleet.members.building:
             membership.check_members(self)
@@ -193,13 +193,13 @@ class Machine(Core):
     def _overdue(self, waited: str) -> None:
         state = self.state
         match state.doing:
-            case Gathering() as gathering:
-                bootstrap.gathered_enough(self, gathering, waited)
-            case Rejoining() as rejoining if state.record is not None:
-                takeover.time_is_over(self, rejoining, state.record)
+            case Bootstrapping() as bootstrapping:
+                bootstrap.bootstrapped_enough(self, bootstrapping, waited)
+            case TakingOver() as taking_over if state.record is not None:
+                takeover.time_is_over(self, taking_over, state.record)
             case Closing(looks=True):
                 # What cannot be looked at may be there.
-                epoch.checkpoints_seen(self, ev.CheckpointsSeen(frozenset()))
+                epoch.checkpoints_seen(self, ev.CheckpointsFound(frozenset()))
             case Closing(awaited=awaited):
                 late = awaited | {place[0] for place in state.fleet.members.killed}
                 for node in sorted(late):

@@ -47,8 +47,8 @@ from deadpool_megatron.cluster.machine.state import (
     MemberState,
     MemberStatus,
     Phase,
-    Rejoining,
     State,
+    TakingOver,
     WaitingSpare,
 )
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
@@ -144,7 +144,7 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
 
         if any(node in group.holders for group in parity_groups(record)):
             return True
-    taken_over = state.is_restored or isinstance(state.doing, Rejoining)
+    taken_over = state.is_restored or isinstance(state.doing, TakingOver)
     if taken_over and len(state.memory.layouts) < len(record.seats):
         return node in record.nodes  # it is not known yet whose copies it owes
     placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
@@ -372,7 +372,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
         if not on_purpose and not device_is_lost:
             _crashed(core, event.node, failure)
     elif (
-        state.phase is Phase.GATHERING
+        state.phase is Phase.BOOTSTRAPPING
         and failure.exited
         and not device_is_lost
         and not state.survived

@@ -20,8 +20,8 @@ from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     Pausing,
     Phase,
-    Rejoining,
     State,
+    TakingOver,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_in_words
 
@@ -36,14 +36,14 @@ def found(core: Core, event: ev.RequestsFound) -> None:
     """
     again, doing = [], core.state.doing
     restarted = event.restarted and not core.state.survived
-    assumed = restarted and isinstance(doing, Rejoining) and not core.config.begins_anew
+    assumed = restarted and isinstance(doing, TakingOver) and not core.config.begins_anew
     for request in event.requests:
         if request.is_open and restarted and not assumed:
             request = request.at(Stage.REFUSED, STARTED_AGAIN)
         elif request.is_open:
             request = request.at(Stage.ASKED)
         again.append(request)
-    if assumed and isinstance(doing, Rejoining):
+    if assumed and isinstance(doing, TakingOver):
         doing.requests = frozenset(request.number for request in again if request.is_open)
     # A stop that could not wait for the journal was counted without them.
     highest = max((request.number for request in again), default=0)
@@ -86,13 +86,13 @@ def settle(core: Core) -> None:
 
 def _settle(core: Core, request: Request) -> None:
     doing = core.state.doing
-    is_known = core.state.phase is not Phase.GATHERING or core.state.record is None
+    is_known = core.state.phase is not Phase.BOOTSTRAPPING or core.state.record is None
     if core.state.phase in (Phase.ENDING, Phase.ENDED):
         done = request.verb is Verb.STOP
         if done and request.stage is Stage.ASKED:
             ending.stop(core, ev.UserStop(str(request.what["reason"])))
         _change(core, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
-    elif isinstance(doing, Rejoining) and request.number in doing.requests:
+    elif isinstance(doing, TakingOver) and request.number in doing.requests:
         return
     elif is_known or _needs_nobody(request):
         _change(core, _MOVES[request.verb](core, request))
@@ -115,7 +115,7 @@ def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
     """Return why a request cannot be taken, found out before it is journalled; empty if it can."""
     if state.phase in (Phase.ENDING, Phase.ENDED) and verb is not Verb.STOP:
         return _ENDING
-    is_back = state.phase is not Phase.GATHERING or state.record is None
+    is_back = state.phase is not Phase.BOOTSTRAPPING or state.record is None
     return not_connected(state, what["node"]) if verb is Verb.DRAIN and is_back else ""
 
 

@@ -306,7 +306,7 @@ class ChosenProtection:
 class Phase(StrEnum):
     """Names of the phases; every phase but RUNNING and ENDED has a deadline."""
 
-    GATHERING = "gathering"
+    BOOTSTRAPPING = "bootstrapping"
     CLOSING = "closing"
     WAITING_SPARE = "waiting for a spare"
     DECIDING = "deciding"
@@ -332,15 +332,15 @@ class PauseOrder:
 
 
 @dataclass
-class Gathering:
+class Bootstrapping:
     """Waits for the first members."""
 
-    phase: ClassVar = Phase.GATHERING
+    phase: ClassVar = Phase.BOOTSTRAPPING
     deadline: float
 
 
 @dataclass
-class Rejoining:
+class TakingOver:
     """A coordinator has taken over: the newest epoch continues while its agents come back.
 
     ``missed``: why it must be closed as soon as all are back. ``restored``, ``done``: roles that
@@ -349,7 +349,7 @@ class Rejoining:
     ``requests``: numbers of those that are over if it turns out that no process is left of before.
     """
 
-    phase: ClassVar = Phase.GATHERING
+    phase: ClassVar = Phase.BOOTSTRAPPING
     deadline: float
     missed: Failure | None = None
     restored: set[int] = field(default_factory=set)
@@ -468,8 +468,10 @@ class Ended:
 
 # The epoch is open; its members are heard while agents come back, too.
 Open = Opening | Running | Pausing
-Heard = Rejoining | Open
-PhaseObject = Gathering | Heard | Closing | WaitingSpare | Deciding | Dumping | LeaveTaking | Ended
+Heard = TakingOver | Open
+PhaseObject = (
+    Bootstrapping | Heard | Closing | WaitingSpare | Deciding | Dumping | LeaveTaking | Ended
+)
 
 
 @dataclass
@@ -545,7 +547,7 @@ class State:
     def is_restored(self) -> bool:
         """Return whether every role of the announced record has its state."""
         doing, roles = self.doing, 0 if self.record is None else len(self.record.seats)
-        if isinstance(doing, Rejoining | Opening):
+        if isinstance(doing, TakingOver | Opening):
             return bool(roles) and len(doing.restored) == roles
         return bool(roles) and isinstance(doing, Running | Pausing)
 
@@ -556,7 +558,7 @@ class State:
     def waiting_for(self) -> str:
         """Return what the phase waits for, in words; empty when it waits for nothing."""
         match self.doing:
-            case Gathering() | Rejoining():
+            case Bootstrapping() | TakingOver():
                 return "nodes and members to start"
             case Closing(looks=True):
                 return "a look at the checkpoints"

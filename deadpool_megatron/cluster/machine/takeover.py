@@ -1,7 +1,7 @@
 """Takeover: another coordinator continues a run, unless something happened to it.
 
 The journal says what was decided last, the agents say what became of it. While they come back the
-machine is GATHERING, members continue working, and what goes wrong is only remembered (``missed``).
+machine is BOOTSTRAPPING, members continue working, and what goes wrong is only remembered (``missed``).
 When all are back the newest epoch stays open, or it is closed as after any failure.
 """
 
@@ -14,7 +14,7 @@ from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import check_opened, close, opening_seconds
 from deadpool_megatron.cluster.machine.membership import give_up, matters
 from deadpool_megatron.cluster.machine.requests import refuse_assumed
-from deadpool_megatron.cluster.machine.state import Config, MemberStatus, Opening, Rejoining
+from deadpool_megatron.cluster.machine.state import Config, MemberStatus, Opening, TakingOver
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import judge
 
@@ -30,7 +30,7 @@ def left_behind(core: Core, event: ev.NodeJoined) -> str:
 def note_join(core: Core, event: ev.NodeJoined) -> None:
     """Take what a connected agent says about the newest epoch, while all come back."""
     state, record, doing = core.state, core.state.record, core.state.doing
-    if not isinstance(doing, Rejoining) or record is None:
+    if not isinstance(doing, TakingOver) or record is None:
         return
     for slot, epoch in event.restored.items():
         role = state.role_at(event.node, slot, event.members.get(slot, -1))
@@ -49,7 +49,7 @@ def note_join(core: Core, event: ev.NodeJoined) -> None:
         close(core, Failure(cause, FailureKind.COORDINATOR))
 
 
-def check_all_back(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
+def check_all_back(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Go on when every node of the newest record is back or lost.
 
     After a restart there is nothing to lose by waiting: lost nodes may come under other numbers,
@@ -57,21 +57,21 @@ def check_all_back(core: Core, rejoining: Rejoining, record: EpochRecord) -> Non
     before has come back, others may still train, and nobody is lost before ``rejoin_seconds``.
     """
     state, config = core.state, core.config
-    began = rejoining.deadline - patience_seconds(config)
+    began = taking_over.deadline - patience_seconds(config)
     is_late = core.now >= began + config.settings.rejoin_seconds
     if state.restarted and (is_late or not state.survived):
         patient = core.now < began + config.settings.connect_seconds
         if len(state.fleet.nodes) >= config.nodes + (config.spares if patient else 0):
-            time_is_over(core, rejoining, record)
+            time_is_over(core, taking_over, record)
             return
     if (
         (state.survived or not state.restarted)
         # The counts are looked at first: this is asked for every join and every hello.
         and len(state.fleet.nodes) + len(state.fleet.removed) >= len(record.nodes)
         and not state.fleet.absent(record.nodes)
-        and (rejoining.missed is not None or not _is_unclear(core, record))
+        and (taking_over.missed is not None or not _is_unclear(core, record))
     ):
-        _go_on(core, rejoining, record)
+        _go_on(core, taking_over, record)
 
 
 def _is_unclear(core: Core, record: EpochRecord) -> bool:
@@ -94,14 +94,14 @@ def patience_seconds(config: Config) -> float:
     return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
-def time_is_over(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
+def time_is_over(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Take those who have not come back by now for lost."""
     for node in core.state.fleet.absent(record.nodes):
         give_up(core, node, "did not join again in time", FailureKind.NODE_LOST)
-    _go_on(core, rejoining, record)
+    _go_on(core, taking_over, record)
 
 
-def _go_on(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
+def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
     state, fleet = core.state, core.state.fleet
     if core.config.settings.check != "off":  # what they have in common holds for those to come
@@ -109,11 +109,11 @@ def _go_on(core: Core, rejoining: Rejoining, record: EpochRecord) -> None:
         state.agreed = judge.agree(known)
     if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
         fleet.returning |= fleet.removed.keys() & record.nodes.keys()
-    refuse_assumed(core, rejoining.requests)
-    failure = rejoining.missed or _happened(core, record)
+    refuse_assumed(core, taking_over.requests)
+    failure = taking_over.missed or _happened(core, record)
     deadline = core.now + opening_seconds(core, record)
-    restored, done = rejoining.restored, rejoining.done
-    state.doing = Opening(deadline, restored, done, rejoining.begins, rejoining.pause)
+    restored, done = taking_over.restored, taking_over.done
+    state.doing = Opening(deadline, restored, done, taking_over.begins, taking_over.pause)
     if failure is not None:
         close(core, failure)
         return

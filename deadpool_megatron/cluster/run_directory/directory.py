@@ -132,7 +132,7 @@ class RunDirectory:
         # these there are, for the next one to prune.
         self.exports = path / "exports"
         self.exported = path / "exported.json"
-        self.skeletons = path / "skeletons"  # what each role adds to a checkpoint
+        self.templates = path / "skeletons"  # what each role adds to a checkpoint
         self.frozen = path / "frozen"  # weights that no iteration changes, if they are large
         # Names the directory to which the program saves by itself, from before it first does.
         self.saves = path / "saves.json"

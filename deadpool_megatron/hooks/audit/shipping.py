@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deadpool_megatron.hooks.capture import update_replay
-from deadpool_megatron.persist.skeleton import dtype_name, dtype_of
+from deadpool_megatron.persist.state_template import dtype_name, dtype_of
 from deadpool_megatron.state import extras as codec
 
 _ALIGNMENT = 16

@@ -2,5 +2,5 @@
 
 frozen_weights  large weights that no iteration changes are written once
 loading         an optimizer comes back exactly where PyTorch's own Adam does the updates
-skeletons       the recipe of a role's part, from its live objects: which bytes lie where
+state templates       the recipe of a role's part, from its live objects: which bytes lie where
 """

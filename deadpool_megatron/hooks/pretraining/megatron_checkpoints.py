@@ -37,7 +37,12 @@ from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.pretraining.families import family, place
 from deadpool_megatron.hooks.pretraining.scene import replaced
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
-from deadpool_megatron.persist.skeleton import Attributes, FromExtras, RandomStates, SkeletonError
+from deadpool_megatron.persist.state_template import (
+    Attributes,
+    FromExtras,
+    RandomStates,
+    TemplateError,
+)
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _PROBE_BYTES = 4096
@@ -270,7 +275,7 @@ def checkpoint_directory(iteration: int, lasting: bool) -> Path:
 def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
     """See :meth:`ProtectedLoop.checkpoint_state`; ``objects``: model chunks, optimizer, scheduler.
 
-    Raises SkeletonError for arguments with which a save communicates, or is of another format.
+    Raises TemplateError for arguments with which a save communicates, or is of another format.
     """
     from megatron.training import checkpointing, get_args
 
@@ -330,9 +335,9 @@ def _arguments(args: Any) -> Attributes:
 
 def _refuse(args: Any) -> None:
     if args.ckpt_format != "torch_dist":
-        raise SkeletonError(f"--ckpt-format {args.ckpt_format} cannot be exported, torch_dist can")
+        raise TemplateError(f"--ckpt-format {args.ckpt_format} cannot be exported, torch_dist can")
     if args.data_parallel_random_init:
-        raise SkeletonError("--data-parallel-random-init: random states would have to be gathered")
+        raise TemplateError("--data-parallel-random-init: random states would have to be gathered")
 
 
 def _named(place: Any, name: str) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.capture import identity as hashing
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.dimensions import current_device
-from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
+from deadpool_megatron.hooks.loop import Emit, ProtectedLoop, StepRunner
 from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.build import Build
 from deadpool_megatron.hooks.pretraining.iteration import POSITIONS, SHOULD_EXIT, Newest
@@ -72,7 +72,7 @@ class PretrainLoop(ProtectedLoop):
         self.counters = {"iteration": self._args.iteration, **self._places()}
         self.log_sums = {}
         self._first_iteration = self._args.iteration + 1
-        self._course: Course | None = None
+        self._runner: StepRunner | None = None
         self._saves = Saves(self._announce, self._reporter.lost_checkpoint)
         self._logbook = Logbook(run_directory)
         self._restored = False
@@ -87,11 +87,11 @@ class PretrainLoop(ProtectedLoop):
 
     # What a session asks of a loop.
 
-    def train(self, course: Course) -> None:
+    def train(self, runner: StepRunner) -> None:
         """See :class:`ProtectedLoop`."""
-        self._course = course
+        self._runner = runner
         # The first iteration whose lines are to be written (again).
-        logs_newest = self._newest.known and not course.is_behind("evaluation")
+        logs_newest = self._newest.known and not runner.is_behind("evaluation")
         self._logbook.open(self._restored, self.counters["iteration"] + (not logs_newest))
         if self._entered:
             self._logbook.mute()
@@ -290,7 +290,7 @@ class PretrainLoop(ProtectedLoop):
             )
         except _NoGeneration as left:
             # Megatron saves and ends the run now; nothing of that belongs to a generation.
-            self._course = None
+            self._runner = None
             return left.answer
 
     def _update(
@@ -339,11 +339,11 @@ class PretrainLoop(ProtectedLoop):
         given["skipped_iter"] = self._newest.skipped  # which a replayed step may not say
         failpoints.set_context(section="log")
         failpoints.hit("log.begin")
-        course, every = self._running, self._args.tensorboard_log_interval
-        with self._logbook.lines("log", iteration, course.check, course.epoch):
+        runner, every = self._running, self._args.tensorboard_log_interval
+        with self._logbook.lines("log", iteration, runner.check, runner.epoch):
             answer = original(**given)
             shown = iteration % every == 0
-            self._logbook.mark(course.epoch, course.recomputed, iteration, shown=shown)
+            self._logbook.mark(runner.epoch, runner.recomputed, iteration, shown=shown)
         failpoints.hit("log.end")
         failpoints.set_context(section="between")
         return answer
@@ -356,18 +356,18 @@ class PretrainLoop(ProtectedLoop):
     def _evaluate(
         self, boundary: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        course = self._running
+        runner = self._running
 
         def run() -> None:
             failpoints.hit("evaluation.begin")
             with self._logbook.lines(
-                boundary, self.counters["iteration"], course.check, course.epoch
+                boundary, self.counters["iteration"], runner.check, runner.epoch
             ):
                 original(*args, **kwargs)
             self.counters["consumed_valid_samples"] = self._args.consumed_valid_samples
             failpoints.hit("evaluation.end")
 
-        course.segment(boundary, run)
+        runner.segment(boundary, run)
 
     def _evaluate_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = original(*args, **kwargs)
@@ -383,12 +383,12 @@ class PretrainLoop(ProtectedLoop):
             iteration,
             lasting=lasting,
             is_last=lasting and iteration >= self._args.train_iters,
-            may_be_lost=self._course is not None,
+            may_be_lost=self._runner is not None,
         )
-        if self._course is None or self._saves.owed:
+        if self._runner is None or self._saves.owed:
             write()
         else:
-            self._course.segment("save", write)
+            self._runner.segment("save", write)
 
     def _decide_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron.training import training
@@ -406,13 +406,13 @@ class PretrainLoop(ProtectedLoop):
     # Helpers.
 
     @property
-    def _running(self) -> Course:
-        assert self._course is not None
-        return self._course
+    def _running(self) -> StepRunner:
+        assert self._runner is not None
+        return self._runner
 
     def _announce(self, directory: Path, iteration: int) -> None:
-        if self._course is not None:
-            self._course.count_as_durable(directory, iteration)
+        if self._runner is not None:
+            self._runner.count_as_durable(directory, iteration)
 
     def _set_places(self, places: Mapping[str, Any]) -> None:
         for name in _PLACES:

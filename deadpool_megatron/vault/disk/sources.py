@@ -24,7 +24,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.layout.words import difference
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 
@@ -43,7 +43,7 @@ def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Gen
     return found
 
 
-def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: str) -> Taken:
+def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundary: str) -> Snapshot:
     """Return where each byte of a role lies in the files of a dump, for an export of it.
 
     Reads descriptions and headers only. Raises VaultError for a part of which there are no bytes,
@@ -72,7 +72,7 @@ def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: 
         if held.path != files[0].path:
             elsewhere[name] = str(held.path)
     path = str(files[0].path)
-    return Taken(role, layout.layout_hash, generation, boundary, path, parts, elsewhere)
+    return Snapshot(role, layout.layout_hash, generation, boundary, path, parts, elsewhere)
 
 
 def dump_differs(directory: Path, layout: RoleLayout) -> str:

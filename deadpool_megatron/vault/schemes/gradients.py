@@ -51,7 +51,7 @@ class Recompute(Copies):
 
     def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
         is_step = self.follows(layout.role, generation) is not None
-        return self._reckoned(layout, PartKind.STEP if is_step else PartKind.SHARD)
+        return self._sized(layout, PartKind.STEP if is_step else PartKind.SHARD)
 
     def sealing(self, segment: Segment, slot: int, digests: dict[str, int]) -> None:
         """Beside a step that a member has kept: what the shard parts have become by it."""

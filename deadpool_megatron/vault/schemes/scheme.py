@@ -90,13 +90,13 @@ class Scheme(ABC):
 
     def owed(self, layout: RoleLayout, generation: Generation) -> Owed:
         """Return what of a generation of a role has to be elsewhere before it counts."""
-        return self._reckoned(layout, PartKind.SHARD)
+        return self._sized(layout, PartKind.SHARD)
 
     def keeps(self, layout: RoleLayout, node: int) -> Collection[str]:
         """Parts that ``node`` continues to receive into the segment of this layout."""
         if layout.role not in self._seats:
             return ()
-        owed = self._reckoned(layout, PartKind.SHARD).names
+        owed = self._sized(layout, PartKind.SHARD).names
         return {name for target, names in owed.items() if target.node == node for name in names}
 
     def elsewhere(self, layout: RoleLayout) -> list[str]:
@@ -116,9 +116,11 @@ class Scheme(ABC):
         self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
     ) -> Sender:
         """The thread that brings a target what it is owed."""
-        from deadpool_megatron.vault.replicate import Shipper  # which asks the state, which asks us
+        from deadpool_megatron.vault.replicate import (
+            Replicator,  # which asks the state, which asks us
+        )
 
-        return Shipper(state, transport, layout, target, self)
+        return Replicator(state, transport, layout, target, self)
 
     def follows(self, role: int, generation: Generation) -> Generation | None:
         """The generation that a step leads from; None for one that travels whole."""
@@ -147,7 +149,7 @@ class Scheme(ABC):
     def _covered(self, layout: RoleLayout, replicas: tuple[int, ...]) -> bool:
         return is_covered(replicas, layout.role, self._seats, self._domains, self.record.replicas)
 
-    def _reckoned(self, layout: RoleLayout, kind: PartKind) -> Owed:
+    def _sized(self, layout: RoleLayout, kind: PartKind) -> Owed:
         found = self._owed.get((layout.role, kind))
         if found is None:
             ways = [(targets, frozenset(names)) for targets, names in self._ways(layout, kind)]
@@ -207,9 +209,9 @@ class LocalTwice(Scheme):
     def sender(
         self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
     ) -> Sender:
-        from deadpool_megatron.vault.replicate import Doubler
+        from deadpool_megatron.vault.replicate import LocalCopier
 
-        return Doubler(state, transport, layout, target, self)
+        return LocalCopier(state, transport, layout, target, self)
 
 
 def scheme_of(record: EpochRecord, rehearsed: Collection[int]) -> Scheme:

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     problems = list(missing(options.device, options.out, options.megatron_lm))
     for problem in problems:
         print(f"prove: missing: {problem}", file=sys.stderr)
-    return 2 if problems else Course(chosen, options).run()
+    return 2 if problems else StepRunner(chosen, options).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,7 +90,7 @@ def _inside(part: Part, options: argparse.Namespace) -> int:
     return 0
 
 
-class Course:
+class StepRunner:
     """One run of the chosen parts. Files lie in a folder of its own, of which the archive is made
     again whenever a result has changed; when all is over only the archive is left."""
 

@@ -31,18 +31,18 @@ def rebuilds(task: Task) -> None:
 def _lose_ranks(task: Task, groups: int, ways: list[str]) -> None:
     """Rank 1 is killed over and over; rank 0 lives through all of it."""
     known: dict[str, list[dict[str, Any]]] = {}
-    course = task.facts["course"] = []
+    runner = task.facts["course"] = []
     with tempfile.TemporaryDirectory() as folder, Flock(_setup(task, 2, groups, folder)) as flock:
         for way in ways:
-            if len(course) >= len(_WAYS) and task.left_seconds < 4 * course[-1]["seconds"]:
+            if len(runner) >= len(_WAYS) and task.left_seconds < 4 * runner[-1]["seconds"]:
                 break  # it has no end of its own
             flock.way = way
-            course.append(_told(flock.recover(1, Player.kill, Fate.NONE)))
-            known.setdefault(way, []).append(course[-1])
+            runner.append(_told(flock.recover(1, Player.kill, Fate.NONE)))
+            known.setdefault(way, []).append(runner[-1])
             task.facts[way] = _summary(known[way])
             task.findings = [_answer(way, task.facts[way]) for way in known]
             task.save()
-    for number, one in enumerate(course):
+    for number, one in enumerate(runner):
         task.expect(not one["replaced"], f"kill {number}: survivors replaced: {one['replaced']}")
         task.expect(not one["group left open"], f"kill {number}: a group of NCCL was left open")
 

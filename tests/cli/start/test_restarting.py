@@ -54,7 +54,7 @@ def test_recipes_of_another_command_go_though_the_first_try_was_interrupted(
 ) -> None:
     """There may be many, on a slow file system."""
     run = old_run(tmp_path / "old")
-    run.skeletons.mkdir()
+    run.templates.mkdir()
     other = restarting.Restart(replace(run.read_run(), command=("x.py", "--seed", "2")), (0, 1))
 
     def interrupted(*_: object, **__: object) -> None:
@@ -65,7 +65,7 @@ def test_recipes_of_another_command_go_though_the_first_try_was_interrupted(
         with pytest.raises(KeyboardInterrupt):
             restarting.begin(run, other)
     restarting.begin(run, other)
-    assert not run.skeletons.exists()
+    assert not run.templates.exists()
 
 
 @pytest.fixture(name="left")

@@ -89,7 +89,7 @@ async def test_a_signal_goes_to_the_agent_of_the_part(
     orders = SimpleNamespace(send=lambda *order: sent.append(order))
     seats = {0: Seat(1, 0, 0), 1: Seat(0, 3, 7)}
     fleet = SimpleNamespace(nodes=dict.fromkeys(range(3)))
-    state = SimpleNamespace(seats=seats, fleet=fleet, phase=Phase.GATHERING, record=object())
+    state = SimpleNamespace(seats=seats, fleet=fleet, phase=Phase.BOOTSTRAPPING, record=object())
     given = commands(Journal(tmp_path / "journal"), tmp_path, state, orders)
     message = {"command": "kill", "part": part, "number": number, "signal": "KILL"}
     assert (await given.answer(message))["again"], "agents come back to a new coordinator"

@@ -174,7 +174,7 @@ class Office:
         self.orders.welcome(peer.node, None, self._state)
         del again
 
-    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+    def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         self.said.append(message["value"])
         del peer
 

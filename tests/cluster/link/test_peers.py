@@ -50,7 +50,7 @@ class Events:
             peer, {"t": "welcome", "term": 1, "seen": self.peers.taken(peer), "record": None}
         )
 
-    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+    def agent_reported(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         del peer
         if (error := self.fails_at.get(message.get("value"))) is not None:
             raise error

@@ -110,7 +110,7 @@ def said(**m: Any) -> dict[str, Any]:
                 frozenset({BadPart(7, 3, Generation(1, 2), "main")}),
             ),
         ),
-        ({"t": "facts", "facts": FACTS.to_dict()}, inputs.FactsTold(7, FACTS)),
+        ({"t": "facts", "facts": FACTS.to_dict()}, inputs.FactsReported(7, FACTS)),
         ({"t": "something else"}, None),
     ],
 )

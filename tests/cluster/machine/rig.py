@@ -83,7 +83,7 @@ class Rig:
             actions = self.machine.handle(fed.pop(0), self.now)
             self.last += actions
             if any(isinstance(one, act.LookAtCheckpoints) for one in actions):
-                fed.insert(0, ev.CheckpointsSeen(self.gone))
+                fed.insert(0, ev.CheckpointsFound(self.gone))
         for emitted in self.of(act.EmitEvent):
             check_event(json.loads(to_line(emitted.to_event())))
         self.log += self.last

@@ -258,7 +258,7 @@ class Cluster(RuleBasedStateMachine):
     def tell_facts(self, index: int, sick: bool) -> None:
         node = self.node(index)
         if node is not None:
-            self.world.feed(ev.FactsTold(node, SICK if sick else FIT))
+            self.world.feed(ev.FactsReported(node, SICK if sick else FIT))
 
     @rule(index=INDEX)
     def forget_fault(self, index: int) -> None:

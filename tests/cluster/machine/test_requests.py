@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import plan_in_words
-from tests.cluster.machine.gathering.test_takeover import rejoin, repeat, successor
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin, repeat, successor
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 

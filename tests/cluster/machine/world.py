@@ -278,7 +278,7 @@ class World(Agents):
         self.restart_coordinator(landed=True)
         self.train()
         self.settle()
-        if self.state.phase is Phase.GATHERING:  # for a spare that was lost before
+        if self.state.phase is Phase.BOOTSTRAPPING:  # for a spare that was lost before
             self.tick(self.config.settings.rejoin_seconds)
             self.settle()
         assert self.state.phase is Phase.RUNNING

@@ -23,7 +23,7 @@ from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore, 
 from deadpool_megatron.comms.in_flight.attached_epoch import Progress
 from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
 from deadpool_megatron.comms.nccl import NcclFabric
-from deadpool_megatron.hooks.reports import Standstill
+from deadpool_megatron.hooks.reports import HangProbe
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import environment as nccl_environment
 from fake_nccl import KIND
@@ -225,7 +225,7 @@ def peer_dies(member: Member) -> bool:
 
     closer = threading.Thread(target=close)
     closer.start()
-    standstill = Standstill(itertools.count().__next__)
+    standstill = HangProbe(itertools.count().__next__)
     for _ in range(4):
         standstill.look(member.comms)
     ((_, operation, text),) = member.faults

@@ -31,7 +31,7 @@ from deadpool_megatron.vault.disk import sources
 from deadpool_megatron.vault.disk.sources import last_boundary
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.schemes.parity_decode import dumped_decodings
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name, own_name
 from tests.cluster.machine.rig import Rig
@@ -133,7 +133,7 @@ def loaded(folder: Path, dumped: RoleLayout, own: RoleLayout) -> bool:
     file = Segment.open(dump(folder, [dumped]) / dump_name(dumped.role, 0))
     self: Any = SimpleNamespace(_record=SimpleNamespace(restore=SimpleNamespace(generation=NEWEST)))
     wanted: Any = SimpleNamespace(generation=NEWEST, name=SHARD)
-    return Obtainer._slot_of(self, file, own, wanted)[0] == 0
+    return Restorer._slot_of(self, file, own, wanted)[0] == 0
 
 
 def started_again(kept: RoleLayout, own: RoleLayout) -> bool:
@@ -177,7 +177,7 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
         dumped_decodings(dump(at, [*own.values(), coded(kept)], 0), 0, SHARD, 7)
     ),
     "export of a dump": lambda at, kept, own: passes(
-        sources.taken_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"
+        sources.snapshot_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"
     ),
     "slots": lambda at, kept, own: passes(
         room.ensure_own, vault(at, own_name(0, SEAT), kept[0]), own[0], SEAT

@@ -19,7 +19,7 @@ from deadpool_megatron.layout.records import (
     gradients_part,
 )
 from deadpool_megatron.vault.disk.dump import generation_name
-from deadpool_megatron.vault.disk.sources import newest_whole, taken_of_dump
+from deadpool_megatron.vault.disk.sources import newest_whole, snapshot_of_dump
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, dump_name
 
@@ -91,7 +91,7 @@ def test_where_the_bytes_of_a_role_lie(tmp_path: Path) -> None:
     """One part in the own file, one in that of a role that has the same bytes."""
     write(tmp_path, 5, {4: {"first", "extras@step"}}, layout(0, (0, 1)))
     write(tmp_path, 6, {4: {"second"}}, layout(1, (0, 1)))
-    taken = taken_of_dump(tmp_path, 0, G(1, 4), "step")
+    taken = snapshot_of_dump(tmp_path, 0, G(1, 4), "step")
     assert taken.path == str(tmp_path / "dump-0-5.seg")
     assert taken.elsewhere == {"second": str(tmp_path / "dump-1-6.seg")}
     for name, (offset, nbytes, digest) in taken.parts.items():
@@ -104,6 +104,6 @@ def test_where_the_bytes_of_a_role_lie(tmp_path: Path) -> None:
 def test_what_is_there_as_gradients_only_has_no_bytes(tmp_path: Path) -> None:
     write(tmp_path, 5, {4: {"first", *STEP, "extras@step"}, 3: {"second"}})
     with pytest.raises(VaultError, match=r"part second of role 0 does not lie in .* as bytes"):
-        taken_of_dump(tmp_path, 0, G(1, 4), "step")
+        snapshot_of_dump(tmp_path, 0, G(1, 4), "step")
     with pytest.raises(VaultError, match="nothing of role 1"):
-        taken_of_dump(tmp_path, 1, G(1, 4), "step")
+        snapshot_of_dump(tmp_path, 1, G(1, 4), "step")

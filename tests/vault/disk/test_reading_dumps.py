@@ -11,7 +11,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, S
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.epoch_gate import VaultState
-from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.fake_network import FakeNetwork
@@ -30,8 +30,8 @@ def _vault(directory: Path, record: EpochRecord) -> VaultState:
     return state
 
 
-def _obtainer(state: VaultState, record: EpochRecord) -> Obtainer:
-    return Obtainer(state, FakeNetwork().transport("a", 1, 1.0), record, 0)
+def _restorer(state: VaultState, record: EpochRecord) -> Restorer:
+    return Restorer(state, FakeNetwork().transport("a", 1, 1.0), record, 0)
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) 
     restore = _from_dump(writer, tmp_path)
     record = record_of(2, restore=restore)
     state = _vault(tmp_path / "after", record)
-    with _obtainer(state, record)._target(LAYOUT):
+    with _restorer(state, record)._target(LAYOUT):
         state.close(2)
         record = record_of(3, restore=restore)
         state.adopt(record)
         found: list[dict[str, Place]] = []
-        obtainer = _obtainer(state, record)
+        obtainer = _restorer(state, record)
         restoring = threading.Thread(target=lambda: found.append(obtainer.obtain(LAYOUT)))
         restoring.start()
         restoring.join(0.5)

@@ -13,7 +13,7 @@ import pytest
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk import taken as taking
-from deadpool_megatron.vault.disk.taken import Taken, drop_taken
+from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot, drop_snapshots
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import TooLate, VaultError
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
@@ -31,7 +31,7 @@ from tests.vault.harness import (
 )
 
 
-def order(node: Node, iteration: int, seconds: float = DEADLINE) -> Future[list[Taken]]:
+def order(node: Node, iteration: int, seconds: float = DEADLINE) -> Future[list[Snapshot]]:
     """Have the vault take an iteration; the answer comes later."""
     assert node.control is not None
     taking = node.control.take("test", iteration, seconds)
@@ -47,7 +47,7 @@ def steps(members: list[Member], iterations: range) -> None:
     train(members, *(Generation(1, iteration) for iteration in iterations))
 
 
-def read(taken: Taken) -> Mapping[str, bytes]:
+def read(taken: Snapshot) -> Mapping[str, bytes]:
     """What is in its file."""
     whole = Path(taken.path).read_bytes()
     return {name: whole[start : start + n] for name, (start, n, _) in taken.parts.items()}
@@ -76,7 +76,7 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path) -> None:
             assert set(found) == {"shard", "tail", "extras@evaluation"}
             for name, data in found.items():
                 assert data == content(role, Generation(1, 2), name, len(data)), name
-        drop_taken(running.nodes[0].directory)
+        drop_snapshots(running.nodes[0].directory)
         assert left(running.nodes[0]) == []
 
 
@@ -136,7 +136,7 @@ def test_what_is_dropped_is_given_up_at_once(tmp_path: Path) -> None:
         taking = order(running.nodes[0], 7)
         wait_until(lambda: left(running.nodes[0]), "a file")
         assert list(running.nodes[0].status()["segments"])[-1] == "taken-test-0"
-        drop_taken(running.nodes[0].directory, "test")
+        drop_snapshots(running.nodes[0].directory, "test")
         with pytest.raises(VaultError, match="it was dropped"):
             taking.result(DEADLINE)
         steps(members, range(2, 4))

@@ -11,7 +11,7 @@ from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_res
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.epoch_gate import VaultState
-from deadpool_megatron.vault.restore import Obtainer
+from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import copy_name, own_name
 from tests.vault.fake_network import FakeNetwork, FakeTransport
@@ -84,7 +84,7 @@ class Vaults:
     def obtain(self, record: EpochRecord, role: int) -> None:
         """Restore a lost role on the spare, and compare every byte."""
         state = self.states[self.spare]
-        obtainer = Obtainer(state, self.transports[self.spare], record, role)
+        obtainer = Restorer(state, self.transports[self.spare], record, role)
         places = obtainer.obtain(self.coded.layouts[role])
         assert set(places) == {"shard", "tail", EXTRAS}
         for name, place in places.items():

@@ -16,8 +16,8 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore
 from deadpool_megatron.preflight.judge import HostFacts
+from tests.cluster.machine.bootstrapping.test_takeover import CLOSED_BEFORE, rejoin, successor
 from tests.cluster.machine.epoch.test_kinds import CUDA, ended, kinds, reap, recover
-from tests.cluster.machine.gathering.test_takeover import CLOSED_BEFORE, rejoin, successor
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 GONE = "deadpool: no GPU for this process: AssertionError: Torch not compiled with CUDA enabled"

@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
-from tests.cluster.machine.gathering.test_takeover import rejoin, successor
+from tests.cluster.machine.bootstrapping.test_takeover import rejoin, successor
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
 CUDA = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
@@ -183,7 +183,7 @@ def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
         rig.feed(ev.RolesHung(rig.record.epoch, (1,), cause, table_of({})))
         if n < 2:
             assert rig.one(act.KillMember).hung
-            rig.feed(ev.StackTaken(f"stack of role 1: wait (x.py:{n})"))
+            rig.feed(ev.StackReported(f"stack of role 1: wait (x.py:{n})"))
             rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
             recover(rig, 7)
     rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))

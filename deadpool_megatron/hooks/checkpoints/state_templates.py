@@ -42,18 +42,18 @@ from deadpool_megatron.hooks.capture.optimizer import (
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.persist.frozen_file import FROZEN
-from deadpool_megatron.persist.skeleton import (
+from deadpool_megatron.persist.state_template import (
     ZEROS,
     FromExtras,
     Piece,
-    Skeleton,
-    SkeletonError,
+    StateTemplate,
     StepNumber,
+    TemplateError,
     boxes,
     dtype_name,
     has_marks,
-    share_skeleton,
-    write_skeleton,
+    share_template,
+    write_template,
 )
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
@@ -67,36 +67,36 @@ _CONSTANT_OBJECTS = (
 )
 
 
-def make_skeleton(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> Skeleton:
-    """The skeleton of the role that ``loop`` was built for; a refused one when there is none.
+def make_template(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> StateTemplate:
+    """The state template of the role that ``loop`` was built for; a refused one when there is none.
 
     No communication; reads no more than the parameters, once. Never raises: whether a run can do
     without checkpoints is not decided here.
     """
     try:
         return _Maker(loop, parts, layout).make()
-    except SkeletonError as error:
+    except TemplateError as error:
         refusal = str(error)
     except Exception as error:
         refusal = f"Megatron does not make the state to save: {type(error).__name__}: {error}"
-    return Skeleton(layout.role, layout.layout_hash, refusal=refusal)
+    return StateTemplate(layout.role, layout.layout_hash, refusal=refusal)
 
 
-def leave_skeleton(skeleton: Skeleton, settings: Settings) -> None:
+def leave_template(template: StateTemplate, settings: Settings) -> None:
     """Give it to the exporters: of this node, and where the run's end may call for an export also
     of others, by way of the run directory. Nobody waits for that one: a thread writes it.
 
-    Raises SkeletonError where exports were asked for and cannot be, OSError.
+    Raises TemplateError where exports were asked for and cannot be, OSError.
     """
-    if skeleton.refusal and settings.persist_interval:
-        raise SkeletonError(f"--deadpool-persist-interval: {skeleton.refusal}")
-    directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), skeleton.role
-    write_skeleton(directory, skeleton)
+    if template.refusal and settings.persist_interval:
+        raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")
+    directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), template.role
+    write_template(directory, template)
 
     def share() -> None:
         try:
-            shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).skeletons
-            share_skeleton(directory, role, shared)
+            shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).templates
+            share_template(directory, role, shared)
         except OSError as error:
             text = f"role {role} could not be exported if its node were lost: {error}"
             print(text, file=sys.stderr, flush=True)
@@ -147,7 +147,7 @@ class _Maker:
         for inner in self._inner:
             self._add_derived(inner)
 
-    def make(self) -> Skeleton:
+    def make(self) -> StateTemplate:
         with self._without_gathering():
             state = self._loop.checkpoint_state()
         padding = set(_padding(state))
@@ -163,8 +163,8 @@ class _Maker:
                 if is_main_replica(leaf.replica_id):
                     objects[leaf.unique_key] = self._checked(leaf)
             else:
-                raise SkeletonError(f"{type(leaf).__name__} is nothing that checkpoints hold")
-        return Skeleton(
+                raise TemplateError(f"{type(leaf).__name__} is nothing that checkpoints hold")
+        return StateTemplate(
             role=self._layout.role,
             layout_hash=self._layout.layout_hash,
             pieces=tuple(pieces),
@@ -196,7 +196,7 @@ class _Maker:
                 continue  # it is the parameter that is updated
             origin, offset = self._one_piece(master, "master weights do")
             if not torch.equal(master.detach().view(-1).to(run.dtype), run):
-                raise SkeletonError("a parameter is not what its master weights round to")
+                raise TemplateError("a parameter is not what its master weights round to")
             self._add(run, origin.part, offset, origin.stored)
         if is_distributed(inner):
             self._share(inner, (one for buffer in inner.buffers for one in buffer.params))
@@ -247,7 +247,7 @@ class _Maker:
         """From element ``start`` on, ``whole`` stands for a tensor of a shard part."""
         origin, offset = self._one_piece(kept, "the optimizer's state does")
         if kept.dtype != whole.dtype:
-            raise SkeletonError(f"the optimizer keeps its state as {kept.dtype}")
+            raise TemplateError(f"the optimizer keeps its state as {kept.dtype}")
         self._add(whole[start : start + kept.numel()], origin.part, offset, origin.stored)
 
     def _share(self, inner: Any, tensors: Iterable[Tensor]) -> None:
@@ -261,7 +261,7 @@ class _Maker:
         """The origin of a whole tensor, and the offset of its first byte in the part."""
         found = self._find(tensor)
         if len(found) != 1 or found[0][1] != tensor.numel():
-            raise SkeletonError(f"{what} not lie in one piece of a shard part")
+            raise TemplateError(f"{what} not lie in one piece of a shard part")
         _, _, origin, first = found[0]
         return origin, origin.offset_of(first)
 
@@ -286,7 +286,7 @@ class _Maker:
     def _pieces(self, leaf: ShardedTensor, is_padding: bool) -> Iterator[Piece]:
         data = leaf.data
         if not data.is_contiguous():
-            raise SkeletonError(f"{leaf.key} is saved from memory that is not contiguous")
+            raise TemplateError(f"{leaf.key} is saved from memory that is not contiguous")
         if is_padding:
             if is_main_replica(leaf.replica_id):
                 zeros = _Origin(0, data.numel(), data.element_size(), ZEROS, 0, data.dtype)
@@ -303,7 +303,7 @@ class _Maker:
                     break
                 reached = stop
             if reached != data.numel():
-                raise SkeletonError(f"{leaf.key} lies in no shard part and in no extras")
+                raise TemplateError(f"{leaf.key} lies in no shard part and in no extras")
         elif not (owner and _leads_its_copies(leaf.replica_id)):
             return
         for start, stop, origin, first in runs:
@@ -348,7 +348,7 @@ class _Maker:
             configs = [getattr(chunk, "config", None) for chunk in self._loop.model_chunks]
             is_constant = not any(getattr(config, "fp8", None) for config in configs)
         if not is_constant and not has_marks(leaf.data):
-            raise SkeletonError(f"{leaf.key}: nobody knows how an iteration changes it")
+            raise TemplateError(f"{leaf.key}: nobody knows how an iteration changes it")
         return leaf.data
 
     def _marked_optimizer(self, node: Any) -> Any:
@@ -394,7 +394,7 @@ class _Maker:
             if key == "step" and key not in live:
                 step = self._step(inner, as_number=True)
                 if step is None:
-                    raise SkeletonError("the number of steps lies in no shard part")
+                    raise TemplateError("the number of steps lies in no shard part")
                 marked[key] = step
             elif isinstance(live.get(key), Tensor):
                 marked[key] = FromExtras((f"param_group.{index}.{number}.{key}",))
@@ -424,7 +424,7 @@ def _leads_its_copies(replica_id: Any) -> bool:
     """Return whether this is the main copy but for the data-parallel rank, the last of the
     numbers."""
     if isinstance(replica_id, int):
-        raise SkeletonError(f"copies of a parameter are numbered {replica_id}, without groups")
+        raise TemplateError(f"copies of a parameter are numbered {replica_id}, without groups")
     return all(number == 0 for number in replica_id[:-1])
 
 

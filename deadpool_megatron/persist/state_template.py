@@ -1,6 +1,6 @@
 """The recipe of one role's part of a checkpoint: made once from its live objects, used many times.
 
-A skeleton names every box of every tensor that the role writes and where the bytes of it lie in a
+A state template names every box of every tensor that the role writes and where the bytes of it lie in a
 generation, and holds the other values of the checkpoint with marks in place of those that an
 iteration changes. It is a file of its node, readable by its user alone; where a run that has to
 end exports its state, its run directory has a copy, for the node may be lost then.
@@ -41,8 +41,8 @@ _OWN = 0o600
 ZEROS = ""
 
 
-class SkeletonError(Exception):
-    """No skeleton that can be used, or no value for a mark; one line that says why."""
+class TemplateError(Exception):
+    """No state template that can be used, or no value for a mark; one line that says why."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class StateTemplate:
     """``objects``: key in the checkpoint -> value with marks; ``common``: what only role 0 writes,
     None elsewhere. ``refusal``: why there can be no checkpoint, and then nothing else counts.
     """
@@ -79,52 +79,54 @@ class Skeleton:
     refusal: str = ""
 
 
-def skeleton_path(directory: Path, role: int) -> Path:
-    """Return where the member that plays ``role`` on this node leaves its skeleton."""
+def template_path(directory: Path, role: int) -> Path:
+    """Return where the member that plays ``role`` on this node leaves its state template."""
     return directory / f"skeleton-{role}.pt"
 
 
-def write_skeleton(directory: Path, skeleton: Skeleton) -> None:
-    """Replace the role's skeleton; readers see the old or the new one, other users none."""
+def write_template(directory: Path, template: StateTemplate) -> None:
+    """Replace the role's state template; readers see the old or the new one, other users none."""
     content = io.BytesIO()
-    torch.save(skeleton, content)
-    write_text(skeleton_path(directory, skeleton.role), content.getvalue(), mode=_OWN)
+    torch.save(template, content)
+    write_text(template_path(directory, template.role), content.getvalue(), mode=_OWN)
 
 
-def share_skeleton(directory: Path, role: int, shared: Path) -> None:
-    """Copy what :func:`write_skeleton` has left to a directory of all nodes. Raises OSError.
+def share_template(directory: Path, role: int, shared: Path) -> None:
+    """Copy what :func:`write_template` has left to a directory of all nodes. Raises OSError.
 
     Safe in a thread of its own: the file system of all nodes may be slow, or away for a while.
     """
-    content = skeleton_path(directory, role).read_bytes()
+    content = template_path(directory, role).read_bytes()
     shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_text(skeleton_path(shared, role), content, mode=_OWN)
+    write_text(template_path(shared, role), content, mode=_OWN)
 
 
-def read_skeleton(directory: Path, role: int, layout_hash: str) -> Skeleton:
-    """Raises SkeletonError when there is none, a refused one, or that of another layout.
+def read_template(directory: Path, role: int, layout_hash: str) -> StateTemplate:
+    """Raises TemplateError when there is none, a refused one, or that of another layout.
 
     Only a file that nobody else can have written is read: it holds Python objects.
     """
-    path = skeleton_path(directory, role)
+    path = template_path(directory, role)
     try:
         with os.fdopen(ownership.open_own(path, secret=True), "rb") as file:
             content = file.read()
     except ownership.OwnershipError as error:
-        raise SkeletonError(str(error)) from error
+        raise TemplateError(str(error)) from error
     except OSError as error:
-        raise SkeletonError(f"role {role} left no skeleton: {error.strerror}") from error
+        raise TemplateError(f"role {role} left no state template: {error.strerror}") from error
     try:
-        skeleton = torch.load(io.BytesIO(content), weights_only=False)
+        template = torch.load(io.BytesIO(content), weights_only=False)
     except Exception as error:  # what a parser makes of damaged bytes cannot be listed
-        raise SkeletonError(f"{path} is damaged: {type(error).__name__}") from error
-    if not isinstance(skeleton, Skeleton) or skeleton.role != role:
-        raise SkeletonError(f"{path} is not the skeleton of role {role}")
-    if skeleton.refusal:
-        raise SkeletonError(skeleton.refusal)
-    if skeleton.layout_hash != layout_hash:
-        raise SkeletonError(f"the skeleton of role {role} is of another layout than its state")
-    return skeleton
+        raise TemplateError(f"{path} is damaged: {type(error).__name__}") from error
+    if not isinstance(template, StateTemplate) or template.role != role:
+        raise TemplateError(f"{path} is not the state template of role {role}")
+    if template.refusal:
+        raise TemplateError(template.refusal)
+    if template.layout_hash != layout_hash:
+        raise TemplateError(
+            f"the state template of role {role} is of another layout than its state"
+        )
+    return template
 
 
 @dataclass(frozen=True)
@@ -168,11 +170,11 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, before: int) -> Iterat
 
 
 class Mark(ABC):
-    """Stands in a skeleton for a value that an iteration changes."""
+    """Stands in a state template for a value that an iteration changes."""
 
     @abstractmethod
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
-        """The value in a generation. Raises SkeletonError; :data:`ABSENT` leaves the key out."""
+        """The value in a generation. Raises TemplateError; :data:`ABSENT` leaves the key out."""
 
 
 ABSENT = object()
@@ -193,7 +195,7 @@ class FromExtras(Mark):
                 found = found[key]
             except (KeyError, IndexError, TypeError) as error:
                 name = ".".join(map(str, self.path))
-                raise SkeletonError(f"the extras do not hold {name}") from error
+                raise TemplateError(f"the extras do not hold {name}") from error
         if isinstance(found, list):
             return tuple(found)  # JSON has no tuples
         return found + self.plus if self.plus else found
@@ -294,7 +296,7 @@ def has_marks(value: Any) -> bool:
 
 
 def fill(value: Any, extras: Mapping[str, Any], read: ReadNumber) -> Any:
-    """A copy of ``value`` with the values of a generation in place of marks. Raises SkeletonError.
+    """A copy of ``value`` with the values of a generation in place of marks. Raises TemplateError.
 
     Goes into dicts, lists and tuples; anything else is one value.
     """
@@ -311,10 +313,10 @@ def fill(value: Any, extras: Mapping[str, Any], read: ReadNumber) -> Any:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """``bfloat16`` -> torch.bfloat16. Raises SkeletonError."""
+    """``bfloat16`` -> torch.bfloat16. Raises TemplateError."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise SkeletonError(f"torch has no dtype {name}")
+        raise TemplateError(f"torch has no dtype {name}")
     return found
 
 

@@ -30,7 +30,7 @@ _PREFIX = "taken-"
 
 
 @dataclass(frozen=True)
-class Taken(Coded):
+class Snapshot(Coded):
     """A role's generation in a file: ``parts`` maps names to (offset, bytes, checksum); the extras
     are those of ``boundary``, the last moment before the next iteration. ``elsewhere``: the files
     of parts that do not lie in ``path``."""
@@ -44,14 +44,14 @@ class Taken(Coded):
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
-def drop_taken(directory: Path, name: str = "") -> None:
+def drop_snapshots(directory: Path, name: str = "") -> None:
     """Give back the memory of what was taken under a name, or of everything. Who is still taking
     it notices that its file is gone."""
     for path in directory.glob(f"{_PREFIX}{name}-*" if name else f"{_PREFIX}*"):
         path.unlink(missing_ok=True)
 
 
-def taken_bytes(directory: Path) -> dict[str, int]:
+def snapshot_bytes(directory: Path) -> dict[str, int]:
     """Memory of each file that was set aside."""
     found = {}
     for path in directory.glob(f"{_PREFIX}*"):
@@ -60,7 +60,7 @@ def taken_bytes(directory: Path) -> dict[str, int]:
     return found
 
 
-def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
     """Copy the generation of ``iteration``, computed in the open epoch, for all roles seated here.
 
     Returns once it is committed for each of them and the next one is sealed, or none will come, so
@@ -129,7 +129,7 @@ class _Taker:
         for name in self._layout.shard_parts:
             self._copy(self._sealed(name, limit))
 
-    def finish(self, limit: float) -> Taken:
+    def finish(self, limit: float) -> Snapshot:
         """Copy the last extras of the generation; wait until it is committed."""
         state, wanted = self._state, self._generation
         assert self._layout is not None
@@ -146,7 +146,7 @@ class _Taker:
             while state.committed.get(self._role, (Generation(0, 0), ""))[0] < wanted:
                 self._wait(limit, f"the commit of iteration {wanted.iteration}")
         os.ftruncate(self._file, max(1, self._end))
-        return Taken(
+        return Snapshot(
             self._role,
             self._layout.layout_hash,
             wanted,

@@ -25,7 +25,7 @@ def test_first_record_waits_for_every_hello() -> None:
     rig = Rig(nodes=2, spares=0, nproc=2)
     rig.join(0, 1)
     rig.hello(0)
-    assert rig.state.phase is Phase.GATHERING
+    assert rig.state.phase is Phase.BOOTSTRAPPING
     rig.hello(1)
     record = rig.one(act.WriteRecord).record
     assert (record.epoch, record.cause) == (1, "start")
@@ -62,7 +62,7 @@ def test_spares_have_some_time_to_be_in_the_first_record() -> None:
     rig = Rig(nodes=1, spares=1)
     rig.join(0)
     rig.hello(0)
-    assert rig.state.phase is Phase.GATHERING
+    assert rig.state.phase is Phase.BOOTSTRAPPING
     rig.tick(rig.settings.connect_seconds)
     assert rig.one(act.WriteRecord).record.fewer_copies == {0}
 

@@ -118,7 +118,7 @@ def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> No
     rig.opened()
     rig.warm(2, 3)
     down = dataclasses.replace(GOOD, interface="ib0", interface_up=False)
-    rig.feed(ev.FactsTold(2, down))
+    rig.feed(ev.FactsReported(2, down))
     assert rig.one(act.DropNode).node == 2
     rig.lose(1, g(0))
     assert nodes_of(rig.pending) == {0: 0, 1: 3}
@@ -130,11 +130,11 @@ def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
     rig = Rig(nodes=2, spares=1)
     come(rig)
     rig.opened()
-    rig.feed(ev.FactsTold(1, sick))
+    rig.feed(ev.FactsReported(1, sick))
     assert rig.state.fleet.drains == {1}
     aside = rig.emitted(Kind.NODE_ASIDE)[0]
     assert aside.data["cause"].endswith("its health command says: row remapping failed")
-    rig.feed(ev.FactsTold(1, sick))
+    rig.feed(ev.FactsReported(1, sick))
     assert not rig.emitted(Kind.NODE_ASIDE), "told once"
     assert rig.state.phase is Phase.PAUSING
 
@@ -146,20 +146,20 @@ def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_g
     come(rig)
     rig.opened()
     rig.warm(2)
-    rig.feed(ev.FactsTold(2, worse), ev.FactsTold(1, worse))
+    rig.feed(ev.FactsReported(2, worse), ev.FactsReported(1, worse))
     assert [e.node for e in rig.emitted(Kind.NODE_JUDGED)] == [2, 1]
-    rig.feed(ev.FactsTold(1, worse))
+    rig.feed(ev.FactsReported(1, worse))
     assert not rig.emitted(Kind.NODE_JUDGED), "told once"
     assert not rig.emitted(Kind.NODE_ASIDE)
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
-    rig.feed(ev.FactsTold(2, GOOD), ev.FactsTold(1, worse))
+    rig.feed(ev.FactsReported(2, GOOD), ev.FactsReported(1, worse))
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.PAUSING, {1})
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
     rig.closed(g(2))
     rig.journal()
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     rig.restored()
-    rig.feed(ev.FactsTold(1, GOOD), ev.FactsTold(2, worse))
+    rig.feed(ev.FactsReported(1, GOOD), ev.FactsReported(2, worse))
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
 
 
@@ -184,7 +184,7 @@ def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
     rig = check_only(Rig(nodes=2, spares=1))
     rig.feed(joined(0), joined(1, GOOD if enough else OTHER))
     rig.tick(rig.settings.connect_seconds)
-    assert rig.state.phase is Phase.GATHERING, "spares are judged, too: they are waited for"
+    assert rig.state.phase is Phase.BOOTSTRAPPING, "spares are judged, too: they are waited for"
     rig.tick(rig.settings.start_seconds)
     assert not rig.of(act.StartMembers, rig.log)
     assert rig.one(act.Finish).exit_status == (0 if enough else 1)

@@ -113,7 +113,7 @@ def test_node_that_does_not_come_back_is_lost(node: int) -> None:
     rig = successor(old)
     rejoin(rig, old, *({0, 1, 2} - {node}))
     repeat(rig)
-    assert rig.state.phase is Phase.GATHERING
+    assert rig.state.phase is Phase.BOOTSTRAPPING
     rig.tick(rig.settings.rejoin_seconds)
     assert rig.emitted(Kind.NODE_LOST)[0].node == node
     if node == 1:
@@ -143,7 +143,7 @@ def test_what_looks_like_a_restart_gives_up_no_node_that_has_time(
         assert rig.state.restarted
     rejoin(rig, old, 0)
     rig.tick(rig.settings.rejoin_seconds - 0.1)
-    assert rig.state.phase is Phase.GATHERING
+    assert rig.state.phase is Phase.BOOTSTRAPPING
     assert not rig.state.fleet.removed
     if comes:
         rejoin(rig, old, 1)
@@ -169,7 +169,7 @@ def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
     }
     rig.feed(found[lost])
     rig.tick(0.6)
-    assert rig.state.phase is Phase.GATHERING
+    assert rig.state.phase is Phase.BOOTSTRAPPING
     assert not rig.of(act.CloseEpoch)
     rejoin(rig, old, 2)
     closed = rig.one(act.CloseEpoch)
@@ -230,7 +230,7 @@ def test_dead_in_pausing(before_all_are_back: bool) -> None:
     paused = ev.Paused(*old.seat(0), 1, 9)
     if before_all_are_back:
         rig.feed(paused)
-        assert rig.state.phase is Phase.GATHERING
+        assert rig.state.phase is Phase.BOOTSTRAPPING
     rejoin(rig, old, 2)
     if not before_all_are_back:
         assert rig.state.phase is Phase.RUNNING
@@ -266,7 +266,7 @@ def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(
     assert not old.of(act.CloseEpoch)
     rig = successor(old, gone={2: "gone"})
     rejoin(rig, old, 0, 1)
-    assert rig.state.phase is Phase.GATHERING
+    assert rig.state.phase is Phase.BOOTSTRAPPING
     if layouts_are_told:
         repeat(rig)
         assert_untouched(rig)
