@@ -111,12 +111,12 @@ class EpochRunner(StepRunner):
         self._boundary = boundary
 
     def save(self, loop: SteppedLoop) -> None:
-        """See :class:`StepRunner`. All roles write, the coordinator alone makes the result valid."""
+        """See :class:`StepRunner`. All roles write, the coordinator makes the result valid."""
         self.segment("save", lambda: self._save(loop))
 
     def count_as_durable(self, directory: Path, iteration: int) -> None:
-        """See :class:`StepRunner`. Nobody waits: until the coordinator has heard of it, the run falls
-        back to the one before."""
+        """See :class:`StepRunner`. Nobody waits: until the coordinator has received it, the run
+        falls back to the one before."""
         self.check()
         if dist.get_rank() == 0:
             place = str(directory.absolute())

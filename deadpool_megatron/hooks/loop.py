@@ -144,8 +144,8 @@ class ProtectedLoop(ABC):
         """The state that a save would write, as ``dist_checkpointing.save`` takes it, made without
         communication and without copies of tensors. Under ``optimizer`` is what its
         ``sharded_state_dict`` answered; all else that an iteration changes are marks
-        (:mod:`deadpool_megatron.persist.state_template`). Raises TemplateError where there is no such
-        checkpoint.
+        (:mod:`deadpool_megatron.persist.state_template`). Raises TemplateError where there is no
+        such checkpoint.
         """
         raise TemplateError("the program does not say what its checkpoints hold")
 

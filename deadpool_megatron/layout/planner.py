@@ -131,8 +131,8 @@ def assign_seats(
     ``seats``: of the last epoch (at the start: the wished ones). ``members``: incarnation of every
     member on a live node; all of them run or are being started. A member that died on a live node
     is replaced on its slot (its incarnation in ``members`` is the replacement's). ``warm``: members
-    that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``: live nodes that
-    take roles only when no other spare is left.
+    that have built. ``leaving``: live nodes that must lose their roles. ``deprioritized``: live
+    nodes that take roles only when no other spare is left.
 
     A spare is a live node without a role that has every slot the block needs: the one with the
     most warm members there, then the lowest id.

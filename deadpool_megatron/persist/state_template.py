@@ -1,6 +1,6 @@
 """The recipe of one role's part of a checkpoint: made once from its live objects, used many times.
 
-A state template names every box of every tensor that the role writes and where the bytes of it lie in a
+A state template names every box of every tensor that the role writes and where its bytes lie in a
 generation, and holds the other values of the checkpoint with marks in place of those that an
 iteration changes. It is a file of its node, readable by its user alone; where a run that has to
 end exports its state, its run directory has a copy, for the node may be lost then.

@@ -88,7 +88,8 @@ class VaultControl:
         )
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Snapshot]:
-        """Set the generation of an iteration of the open epoch aside; see :mod:`.disk.pinned_snapshot`."""
+        """Set the generation of an iteration of the open epoch aside; see
+        :mod:`.disk.pinned_snapshot`."""
         # The vault's own limit is the one that says what was waited for.
         answer = await self._order(
             "take",

@@ -1,7 +1,8 @@
 """Takeover: another coordinator continues a run, unless something happened to it.
 
 The journal says what was decided last, the agents say what became of it. While they come back the
-machine is BOOTSTRAPPING, members continue working, and what goes wrong is only remembered (``missed``).
+machine is BOOTSTRAPPING, members continue working, and what goes wrong is only remembered
+(``missed``).
 When all are back the newest epoch stays open, or it is closed as after any failure.
 """
 

@@ -2,5 +2,5 @@
 
 dump     written when a run has to end
 sources  what the files of a dump give, and whether that is all
-taken    set aside for an export
+pinned_snapshot  set aside for an export
 """

@@ -60,7 +60,7 @@ def own(table: Table, *generations: Generation) -> Segment:
 def test_a_copy_never_loses_its_newest_complete_generation(
     tmp_path_factory: pytest.TempPathFactory, slots: int, events: list[tuple[bool, int]]
 ) -> None:
-    """Puts in the order of a Replicator, some cut off and repeated, old ones offered again: rule 3."""
+    """Puts in a Replicator's order, some cut off and repeated, old ones offered again: rule 3."""
     table, segment = table_with_copy(tmp_path_factory.mktemp("copy"), slots)
     number = 0
     complete: set[Generation] = set()
