@@ -95,9 +95,8 @@ class Server:
         with self._lock:
             crowded = len(self._unauthenticated) >= _MOST_UNAUTHENTICATED
             limit = _CROWDED_SECONDS if crowded else _UNAUTHENTICATED_SECONDS
-            late = [
-                c for c, since in self._unauthenticated.items() if time.monotonic() - since > limit
-            ]
+            began = time.monotonic() - limit
+            late = [channel for channel, at in self._unauthenticated.items() if at < began]
             for channel in late:
                 del self._unauthenticated[channel]
                 channel.shutdown()  # its thread counts it

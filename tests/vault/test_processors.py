@@ -38,9 +38,9 @@ def test_a_process_puts_itself_in_its_place() -> None:
     cpu = max(os.sched_getaffinity(0))
     code = (
         "import os, threading\n"
-        "from deadpool_megatron.vault.processors import settle_process\n"
+        "from deadpool_megatron.vault.processors import place_process\n"
         "before = os.nice(0)\n"
-        f"settle_process('{cpu}', 3)\n"
+        f"place_process('{cpu}', 3)\n"
         "seen = []\n"
         "thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))\n"
         "thread.start(); thread.join()\n"

@@ -116,9 +116,8 @@ class Scheme(ABC):
         self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
     ) -> Sender:
         """The thread that brings a target what it is owed."""
-        from deadpool_megatron.vault.replicate import (
-            Replicator,  # which asks the state, which asks us
-        )
+        # Not before: it asks the state, which asks us.
+        from deadpool_megatron.vault.replicate import Replicator
 
         return Replicator(state, transport, layout, target, self)
 

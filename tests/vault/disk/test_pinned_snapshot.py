@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.disk import taken as taking
+from deadpool_megatron.vault.disk import pinned_snapshot as taking
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot, drop_snapshots
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import TooLate, VaultError
