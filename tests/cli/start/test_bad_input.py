@@ -118,6 +118,7 @@ def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
     first = "secret" if arguments_of is agent_arguments else "run.json"
     assert line.endswith(f": {path}/{first}: No space left on device")
     checks.check_run_directory(RunDirectory(path))
+    (path / "logs").mkdir(exist_ok=True)
     (path / "logs" / "node0-agent.log").touch()
     assert "is not empty" in complain(*run_arguments(path))
 
