@@ -42,6 +42,12 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "log_interval": 3,
             "timing_log_level": 2,
             "rerun_mode": "disabled",
+            # A loss comes before it, another one into it.
+            "profile": True,
+            "use_pytorch_profiler": True,
+            "profile_step_start": 4,
+            "profile_step_end": 7,
+            "tensorboard_dir": "{run}/tensorboard",
         },
         # A spare for role 0 is there first.
         [dies("forward", "forward", 1, 2, nth=2), *COMMON[1:]],
@@ -105,6 +111,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "moe_z_loss_coeff": 1e-3,
             "moe_input_jitter_eps": 0.01,
             "log_interval": 3,
+            "enable_experimental": True,
         },
         [
             dies("forward", "forward", 0, 2, nth=2),

@@ -33,6 +33,8 @@ class Newest:
         self._before: dict[str, Any] = {}
         # Sums of the log as training_log() found them.
         self._sums: Any = encode({})
+        #: what consume_seqlen_stats_in_iteration() answered: sums over packed sequences
+        self.lengths: list[float | None] = []
         # Sums that Megatron keeps elsewhere, and empties when it logs them.
         self._loss_sums: Any = encode({})
 
@@ -97,13 +99,14 @@ class Newest:
             "sums": self._sums,
             "loss_sums": self._loss_sums,
             "operations": self.operations,
+            "lengths": self.lengths,
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_dict`, in place."""
         self._answer, self._before = kept["answer"], dict(kept["before"])
         self._sums, self.operations = kept["sums"], kept["operations"]
-        self._loss_sums = kept["loss_sums"]
+        self._loss_sums, self.lengths = kept["loss_sums"], list(kept["lengths"])
 
 
 def encode(value: Any) -> Any:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from deadpool_megatron.hooks.capture import identity as hashing
 from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.loop import Emit, ProtectedLoop, StepRunner
-from deadpool_megatron.hooks.pretraining import stages
+from deadpool_megatron.hooks.pretraining import entered, stages
 from deadpool_megatron.hooks.pretraining.build import Build
 from deadpool_megatron.hooks.pretraining.iteration import POSITIONS, SHOULD_EXIT, Newest
 from deadpool_megatron.hooks.pretraining.logbook import Logbook, Reporter
@@ -82,6 +82,7 @@ class PretrainLoop(ProtectedLoop):
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
         self._to_replay = 0
+        self._take_lengths: Callable[[], Iterable[float | None]] = tuple
         arguments = build.train_arguments
         arguments["forward_step_func"] = _faults_in_forward(arguments["forward_step_func"])
 
@@ -99,7 +100,8 @@ class PretrainLoop(ProtectedLoop):
         self._go_to_start()
         try:
             with self._saves.watched():
-                with acting(self._scene_of_training()):
+                with acting(self._scene_of_training()), self._entering() as take_lengths:
+                    self._take_lengths = take_lengths
                     result = self.build.train(**self.build.train_arguments)
                 self._follow_up(result)
         except SystemExit as stop:
@@ -119,7 +121,7 @@ class PretrainLoop(ProtectedLoop):
             original(*args, **kwargs)
             raise _Warm
 
-        with acting({"train_step": step}), contextlib.suppress(_Warm):
+        with acting({"train_step": step}), entered.to_warm_up(), contextlib.suppress(_Warm):
             self.build.train(**self.build.train_arguments)
 
     def reset_after_interrupt(self) -> None:
@@ -233,6 +235,12 @@ class PretrainLoop(ProtectedLoop):
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self.build.train_arguments["config"].timers = get_timers()
 
+    def _entering(self) -> contextlib.AbstractContextManager[Callable[[], Iterable[float | None]]]:
+        """Have what train() starts at each entry go on where it was."""
+        known, iteration = self._newest.known, self.counters["iteration"]
+        first = self._first_iteration - 1
+        return entered.to_train(lambda: self._newest.lengths, iteration if known else None, first)
+
     def _follow_up(self, result: Any) -> None:
         """Do what pretrain() does when train() has returned ``result``: last save, evaluations.
 
@@ -302,6 +310,7 @@ class PretrainLoop(ProtectedLoop):
         given = self._arguments(original, args, kwargs)
         given["forward_backward_func"] = self.around_passes(given["forward_backward_func"])
         answer = original(**given)
+        self._newest.lengths = list(self._take_lengths())
         if answer[SHOULD_EXIT]:
             raise _NoGeneration(answer)
         self._newest.finish(answer, self._sums or {})
@@ -318,7 +327,7 @@ class PretrainLoop(ProtectedLoop):
             skipped_train_samples=self._args.skipped_train_samples + skipped,
         )
         self._operations = self._newest.operations + training.num_floating_point_operations(
-            self._args, batch
+            self._args, batch, **dict(zip(entered.LENGTHS, self._newest.lengths, strict=False))
         )
         self._reporter.step(iteration, answer, self.optimizer, self.counters)
         failpoints.hit("step.end")
