@@ -9,27 +9,32 @@ from pathlib import Path
 
 import torch
 
+from deadpool_megatron.support.versions import tree_of
+
 #: the script, for processes that import everything before they know their command
 SCRIPT_VARIABLE = "DEADPOOL_SCRIPT"
 
 
 def import_megatron(script: Path) -> None:
-    """Have ``megatron.training`` and ``megatron.core`` come from the folder of ``script``.
+    """Have ``megatron.training`` and ``megatron.core`` come from the checkout of ``script``, whose
+    own folder comes first on the path, as for any script.
 
-    Raises ValueError or RuntimeError with one line when that folder is no checkout, or something
-    that Megatron-LM needs is missing. Nothing of ours that imports Megatron may come before.
+    Raises ValueError or RuntimeError with one line when there is none, or something that
+    Megatron-LM needs is missing. Nothing of ours that imports Megatron may come before.
     """
-    checkout = script.resolve().parent
+    checkout, own = tree_of(script), script.resolve().parent
     if torch.cuda.is_available():
         sys.path.insert(0, str(checkout))
         try:
             importlib.import_module("megatron.training")
         except ModuleNotFoundError as error:
             raise RuntimeError(f"{script}: Megatron-LM cannot be imported: {error}") from error
-        return
-    from deadpool_megatron.platform import stand_ins
+    else:
+        from deadpool_megatron.platform import stand_ins
 
-    stand_ins.install_megatron_lm(checkout)
+        stand_ins.install_megatron_lm(checkout)
+    if own != checkout:
+        sys.path.insert(0, str(own))
 
 
 def script_of_this_run() -> Path | None:

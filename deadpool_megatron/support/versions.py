@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import runpy
 import sys
 import tomllib
@@ -93,7 +94,7 @@ def examine(importer: Importer = importlib.import_module) -> Report:
     untried = tree is not None and version not in TESTED
     return Report(
         version=version,
-        beside=_version_beside(tree),
+        beside=version_beside(tree),
         points=tuple(_look_at(point, importer) for point in points_of(version)),
         lacking=lacking(tree, version) if tree is not None and untried else (),
     )
@@ -113,7 +114,18 @@ def _tree(importer: Importer) -> Path | None:
     return None if place is None else Path(place).parents[2]
 
 
-def _version_beside(tree: Path | None) -> str:
+def tree_of(script: Path) -> Path:
+    """Return the checkout that a script trains with: its own folder, one of PYTHONPATH, or one that
+    the script lies below; its own folder where none is a checkout."""
+    own = script.resolve().parent
+    named = (Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each)
+    for place in (own, *named, *own.parents):
+        if (place / "megatron" / "training").is_dir():
+            return place.resolve()
+    return own
+
+
+def version_beside(tree: Path | None) -> str:
     """megatron is a namespace package: its core may come from a wheel, its training from a tree."""
     if tree is None:
         return ""
