@@ -10,7 +10,7 @@ a member joins.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,6 +21,7 @@ class Otherwise(Enum):
     """The fate of another value that the user has set."""
 
     REFUSED = "refused"
+    SET_ASIDE = "set aside, with a line"
     WARNED = "taken, with a warning"
     KEPT = "taken"
 
@@ -90,36 +91,49 @@ def is_needed(communicator: str) -> bool:
 
 
 def complete(environment: MutableMapping[str, str]) -> None:
-    """Set what is not set; what the user has set stays."""
+    """Set what is not set; what the user has set stays, but for values that are set aside."""
     for variable in VARIABLES:
+        if variable.otherwise is Otherwise.SET_ASIDE and variable.other_value(environment):
+            environment.pop(variable.former_name, None)
+            environment[variable.name] = variable.value
         # The name of today wins over the former one, which is as much the user's.
         if variable.former_name not in environment:
             environment.setdefault(variable.name, variable.value)
 
 
 def complaint(environment: Mapping[str, str]) -> str:
-    """Return one line about the values that a recovery cannot have; empty without one."""
-    found = [
-        (variable, other)
-        for variable, other in _other_values(environment)
-        if variable.otherwise is Otherwise.REFUSED
+    """Return one line about the values that a recovery cannot have; empty without one. By now an
+    agent has set aside what is set aside."""
+    found = refused(environment, Otherwise.REFUSED, Otherwise.SET_ASIDE)
+    more = ", ".join(other for other, _ in found[1:])
+    return (found[0][1] if found else "") + (f" (refused as well: {more})" if more else "")
+
+
+def refused(environment: Mapping[str, str], *fates: Otherwise) -> list[tuple[str, str]]:
+    """Return the values that a recovery cannot have, and a line about each."""
+    return [
+        (
+            other,
+            f"{other} cannot be protected with NCCL: {variable.reason}; unset it, or set it to"
+            f" {variable.value}",
+        )
+        for variable, other in _other_values(environment, *fates or (Otherwise.REFUSED,))
     ]
-    if not found:
-        return ""
-    variable, other = found[0]
-    more = ", ".join(other for _, other in found[1:])
-    return (
-        f"{other} cannot be protected with NCCL: {variable.reason}; unset it, or set it to"
-        f" {variable.value}" + (f" (refused as well: {more})" if more else "")
-    )
+
+
+def set_aside(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the values in whose place members get another, and a line about each."""
+    return [
+        (other, f"{other} is set aside, members get {variable.value}: {variable.reason}")
+        for variable, other in _other_values(environment, Otherwise.SET_ASIDE)
+    ]
 
 
 def warnings(environment: Mapping[str, str]) -> list[str]:
     """Return a line for each value that is taken although it may cost a recovery."""
     return [
         f"{other} is taken as set, and recoveries may fail with it: {variable.reason}"
-        for variable, other in _other_values(environment)
-        if variable.otherwise is Otherwise.WARNED
+        for variable, other in _other_values(environment, Otherwise.WARNED)
     ]
 
 
@@ -164,7 +178,6 @@ def _code(variable: Variable) -> str:
     return f"{variable.name}`, `{variable.former_name}" if variable.former_name else variable.name
 
 
-def _other_values(environment: Mapping[str, str]) -> Iterable[tuple[Variable, str]]:
-    for variable in VARIABLES:
-        if other := variable.other_value(environment):
-            yield variable, other
+def _other_values(environment: Mapping[str, str], *fates: Otherwise) -> list[tuple[Variable, str]]:
+    found = ((variable, variable.other_value(environment)) for variable in VARIABLES)
+    return [(variable, other) for variable, other in found if other and variable.otherwise in fates]

@@ -33,13 +33,34 @@ def test_each_row(variable: table.Variable) -> None:
         for same in (variable.value, *variable.as_good, variable.value.swapcase()):
             assert table.complaint({name: same}) == ""
             assert table.warnings({name: same}) == []
-        refused, warned = table.complaint({name: contrary}), table.warnings({name: contrary})
-        assert bool(refused) == (variable.otherwise is Otherwise.REFUSED)
+        given = {name: contrary}
+        refused, warned, aside = table.refused(given), table.warnings(given), table.set_aside(given)
+        assert len(refused) == (variable.otherwise is Otherwise.REFUSED)
         assert len(warned) == (variable.otherwise is Otherwise.WARNED)
-        for line in filter(None, (refused, *warned)):
+        assert len(aside) == (variable.otherwise is Otherwise.SET_ASIDE)
+        assert bool(table.complaint(given)) == bool(refused or aside)
+        for line in (*warned, *(line for _, line in refused + aside)):
             assert line.startswith(f"{name}={contrary} ")
             assert variable.reason in line
             assert "\n" not in line
+
+
+def test_what_scripts_copy_is_set_aside_and_the_rest_stays() -> None:
+    """Under both of its names; a member that finds it all the same, for its script has set it, is
+    refused."""
+    given = {"NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_DEBUG": "x"}
+    environment = {**given, "TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}
+    assert [name for name, _ in table.set_aside(environment)] == [
+        "NCCL_ASYNC_ERROR_HANDLING=1",
+        "TORCH_NCCL_BLOCKING_WAIT=1",
+    ]
+    table.complete(environment)
+    assert "NCCL_ASYNC_ERROR_HANDLING" not in environment
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert environment["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert table.set_aside(environment) == []
+    assert table.complaint(environment).startswith("TORCH_NCCL_USE_COMM_NONBLOCKING=1 ")
+    assert environment["NCCL_DEBUG"] == "x"
 
 
 @pytest.mark.parametrize(
