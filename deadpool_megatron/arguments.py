@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hookpoints import ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
+from deadpool_megatron.hookpoints import ALLOW, ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
 from deadpool_megatron.settings import (
     FIELDS,
     SET_FLAG,
@@ -25,7 +25,7 @@ def add_arguments(
 ) -> None:
     """Add one flag per setting, in one group.
 
-    ``switches``: the three of Megatron-LM's own command line as well. ``defaults``: other ones than
+    ``switches``: the four of Megatron-LM's own command line as well. ``defaults``: other ones than
     those of the dataclass.
     """
     group = parser.add_argument_group("deadpool", "fault tolerance; times are in seconds")
@@ -40,6 +40,14 @@ def add_arguments(
             ALLOW_UNTESTED,
             action="store_true",
             help="go on with a version of Megatron-LM that was never tried (default: off)",
+        )
+        group.add_argument(
+            ALLOW,
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="take a flag of Megatron-LM that was read and tested in parts, never run whole"
+            " (the refusal gives NAME); may be given several times (default: none)",
         )
         group.add_argument(
             ALLOW_UNREVIEWED,

@@ -23,6 +23,8 @@ Handler = Callable[..., Any]
 
 FLAG = "--deadpool"
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
+#: takes what was read and never run, by the name of its row; may be given several times
+ALLOW = "--deadpool-allow"
 #: lets one unreviewed flag through, by its name without dashes, or one value of one, as
 #: ``flag=value``; may be given several times
 ALLOW_UNREVIEWED = "--deadpool-allow-unreviewed"

@@ -48,6 +48,7 @@ COMMANDS = {
     "demo": "demo",
     "clean": "storage.clean",
     "patch": "prepare.patch",
+    "support": "prepare.support",
     "plan": "prepare.plan",
     "examples": "examples",
     "check": "prepare.check",

@@ -1,12 +1,11 @@
-"""Flags of Megatron-LM on the command line of a protected run: refused, reviewed, unreviewed.
+"""The table of Megatron-LM's flags, and which of its rows a command line or arguments run into.
 
-Each flag of core_v0.16.1 is in exactly one row of ``tables/flags.toml``, and so are those of later
-versions that somebody has looked at; what stands in no row is unreviewed as well. An unreviewed
-flag or value is refused by its name, unless the user answers for it.
+Each flag of core_v0.16.1 is in exactly one place of ``tables/flags.toml``, and so are those of
+later versions that somebody has looked at; what stands nowhere is unread as well.
 
-The arguments that Megatron has validated decide (:attr:`FlagRow.applies`). What can be read off the
-command line (:meth:`FlagRow.is_named_in`) is refused before anything starts, which also helps where
-Megatron acts on a flag before it validates.
+The arguments that Megatron has parsed decide (:meth:`FlagRow.applies`). What can be read off the
+command line (:meth:`FlagRow.is_named_in`) is told before anything starts. :mod:`.judgement` makes a
+verdict of it.
 """
 
 from __future__ import annotations
@@ -16,32 +15,46 @@ import importlib.util
 import itertools
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.hookpoints import ALLOW_UNREVIEWED, FLAG
+from deadpool_megatron.hookpoints import ALLOW
 
 _TABLES: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "tables" / "flags.toml").read_text()
 )
 
 
+class Level(StrEnum):
+    """The degree to which a protected run answers for something that it was given."""
+
+    RUN = "run"
+    SET = "set"
+    READ = "read"
+    UNREAD = "unread"
+    REFUSED = "refused"
+
+
 @dataclass(frozen=True)
 class FlagRow:
-    """One row of what is refused. ``shown``: the flags that lead here, as a user writes them.
+    """One row of what is refused, taken when the user names it, or set to something else.
 
-    ``when``: conditions on the validated arguments, each of which is enough; none: one of the flags
-    is set. ``only_with``: the package, or newer Megatron-LM, without which the parser does not know
-    them; empty: that of 0.16.1 does.
+    ``shown``: the flags that lead here, as a user writes them. ``when``: conditions on the
+    arguments, each of which is enough; none: one of the flags is set. ``only_with``: the package,
+    or newer Megatron-LM, without which the parser does not know them; empty: that of 0.16.1 does.
+    ``to``: by argument, what it is set to; nothing is written as an empty text.
     """
 
+    level: Level
     shown: str
     reason: str
     when: tuple[str, ...] = ()
     remedy: str = "leave it out"
     only_with: str = ""
+    to: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -49,21 +62,59 @@ class FlagRow:
         return tuple(re.findall(r"--[a-z0-9-]+", self.shown))
 
     @property
+    def name(self) -> str:
+        """The name behind :data:`ALLOW`: of the first flag, or ``flag=value`` of its one value."""
+        words = self.shown.split(", ")[0].removeprefix("--").split()
+        return "=".join(words) if len(words) == 2 else words[0]
+
+    @property
     def line(self) -> str:
         """Return what the user is told."""
+        match self.level:
+            case Level.SET:
+                return f"{self.shown} {self.becomes}: {self.reason}"
+            case Level.READ:
+                return (
+                    f"{self.shown} was read and never run: {self.reason}; leave it out, or take it"
+                    f" with {ALLOW} {self.name}"
+                )
         return f"{self.shown} cannot be protected: {self.reason}; {self.remedy}"
 
+    @property
+    def becomes(self) -> str:
+        """Words for what a row of this level sets."""
+        given = [f"--{name.replace('_', '-')} {value}" for name, value in self.to.items() if value]
+        return f"becomes {', '.join(given)}" if given else "is left out"
+
+    @property
+    def fate(self) -> str:
+        """The level in the documentation, and what to do about it."""
+        match self.level:
+            case Level.SET:
+                return self.becomes
+            case Level.READ:
+                return f"read: `{ALLOW} {self.name}`"
+        return f"refused: {self.remedy}"
+
     def applies(self, args: argparse.Namespace) -> bool:
-        """Return whether these arguments are refused by this row."""
+        """Return whether these arguments run into this row."""
         conditions = self.when or [flag[2:].replace("-", "_") for flag in self.flags]
         return any(
             all(_holds(term, args) for term in condition.split(" and ")) for condition in conditions
         )
 
-    def is_named_in(self, argv: Sequence[str]) -> bool:
-        """Return whether this can be told from the command line alone."""
-        words = _words(argv)
-        return not set(words).isdisjoint(self.shown.split(", ")) or self.applies(_said(words))
+    def is_named_in(self, argv: Sequence[str], version: str = "") -> bool:
+        """Return whether this can be told from the command line alone. ``version``: of Megatron-LM,
+        whose defaults hold then; empty: the newest."""
+        # An argument may have another name than its flag, which is enough unless more is asked.
+        named = not set(words_of(argv)).isdisjoint(self.shown.split(", "))
+        more = any(" and " in condition for condition in self.when)
+        return (named and not more) or self.applies(said(argv, version))
+
+    def set_in(self, args: argparse.Namespace) -> None:
+        """Set what this row sets."""
+        for name, value in self.to.items():
+            setattr(args, name, None if value == "" else value)
 
 
 @dataclass(frozen=True)
@@ -82,14 +133,21 @@ class FlagFamily:
         return tuple(f"--{name}" for name in self.names.split())
 
 
-def _refused(row: dict[str, Any]) -> FlagRow:
+def _row(level: Level, row: dict[str, Any]) -> FlagRow:
     when = row.get("when", ())
     reason = row["reason"].format_map(_TABLES["shared"])
-    return FlagRow(**{**row, "reason": reason, "when": (when,) if isinstance(when, str) else when})
+    return FlagRow(
+        level, **{**row, "reason": reason, "when": (when,) if isinstance(when, str) else when}
+    )
 
 
-#: all rows, in the order in which they are looked at
-REFUSED = tuple(map(_refused, _TABLES["refused"]))
+def _rows(level: Level) -> tuple[FlagRow, ...]:
+    return tuple(_row(level, row) for row in _TABLES[level])
+
+
+#: all rows of each level, in the order in which they are looked at
+REFUSED, READ, SET = _rows(Level.REFUSED), _rows(Level.READ), _rows(Level.SET)
+ROWS = (*REFUSED, *READ, *SET)
 REVIEWED = tuple(FlagFamily(**row) for row in _TABLES["reviewed"])
 UNREVIEWED = tuple(FlagFamily(**row) for row in _TABLES["unreviewed"])
 #: scripts of Megatron-LM that were never run under protection
@@ -98,46 +156,8 @@ UNREVIEWED_SCRIPTS: tuple[str, ...] = tuple(_TABLES["scripts"])
 VALUES: dict[str, tuple[str, ...]] = {
     flag: tuple(values.split()) for flag, values in _TABLES["values"].items()
 }
-
-
-def refused(args: argparse.Namespace) -> str:
-    """Return one line about all rows that these validated arguments run into; empty if none."""
-    return _complaint(row for row in REFUSED if row.applies(args))
-
-
-def refused_or_unreviewed(command: Sequence[str]) -> str:
-    """Return one line about what the command line of a script alone shows; empty for nothing.
-
-    What is refused comes first: its rows have better advice.
-    """
-    return _complaint(row for row in REFUSED if row.is_named_in(command[1:])) or unreviewed(command)
-
-
-def unreviewed(argv: Sequence[str]) -> str:
-    """Return one line about what is on the command line of a script that nobody vouches for; empty
-    when there is nothing."""
-    answered_for = set(allowed(argv))
-    found = [name for name in _unvouched(argv) if name.lstrip("-") not in answered_for]
-    if not found:
-        return ""
-    first = found[0]
-    others = f" (unreviewed as well: {', '.join(found[1:])})" if found[1:] else ""
-    return (
-        f"{first} is not reviewed: {_why_unreviewed(first)}; leave it out, or answer for it"
-        f" yourself with {ALLOW_UNREVIEWED} {first.lstrip('-')}{others}"
-    )
-
-
-def let_through(argv: Sequence[str]) -> list[str]:
-    """Return what is unreviewed and on the command line all the same, for the log."""
-    answered_for = set(allowed(argv))
-    return [name for name in _unvouched(argv) if name.lstrip("-") in answered_for]
-
-
-def allowed(argv: Sequence[str]) -> list[str]:
-    """Return the names that a command line gives behind :data:`ALLOW_UNREVIEWED`."""
-    pairs = itertools.pairwise(_words(argv))
-    return [value.lstrip("-") for flag, value in pairs if flag == ALLOW_UNREVIEWED]
+#: by MAJOR.MINOR from which on they hold, defaults that run into a row
+DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
 
 
 def one_logger_complaint(args: argparse.Namespace) -> str:
@@ -154,32 +174,24 @@ def one_logger_complaint(args: argparse.Namespace) -> str:
 
 
 def as_markdown() -> str:
-    """Return the table of what is refused, for people."""
-    rows = [
-        f"| {', '.join(f'`{part}`' for part in row.shown.split(', '))} | {row.reason}"
-        f" | {row.remedy} |"
-        for row in REFUSED
-    ]
-    return "\n".join(("| flag | why | instead |", "| --- | --- | --- |", *rows)) + "\n"
-
-
-def _complaint(rows: Iterable[FlagRow]) -> str:
-    found = list(rows)
-    if not found:
-        return ""
-    others = ", ".join(row.shown for row in found[1:])
-    return found[0].line + (f" (refused as well: {others})" if others else "")
+    """Return the table of all rows, for people."""
+    rows = [f"| `{row.shown.replace(', ', '`, `')}` | {row.reason} | {row.fate} |" for row in ROWS]
+    head = ("| flag | why | level, and what to do |", "| --- | --- | --- |")
+    return "\n".join((*head, *rows)) + "\n"
 
 
 def _holds(term: str, args: argparse.Namespace) -> bool:
     """Return whether arguments meet ``NAME`` (set, to anything that is not empty) or ``NAME TEST
-    VALUES``. An argument that a version does not have counts as not set."""
+    VALUES`` (``missing``: the contrary of the first). An argument that a version does not have
+    counts as not set."""
     name, _, rest = term.partition(" ")
     test, _, text = rest.partition(" ")
     value = getattr(args, name, None)
     match test:
         case "":
             return bool(value)
+        case "missing":
+            return not value
         case "known":
             return hasattr(args, name)
         case "given":
@@ -195,7 +207,7 @@ def _holds(term: str, args: argparse.Namespace) -> bool:
     raise ValueError(f"no such condition: {term}")
 
 
-def _words(argv: Iterable[str]) -> list[str]:
+def words_of(argv: Iterable[str]) -> list[str]:
     """Return the words of a command line; ``--flag=value`` is ``--flag value``."""
     return [
         word
@@ -204,59 +216,59 @@ def _words(argv: Iterable[str]) -> list[str]:
     ]
 
 
-def _said(words: Sequence[str]) -> argparse.Namespace:
-    """Return each flag with the word behind it, for flags whose argument has their name."""
-    named = {
-        flag.removeprefix("--").replace("-", "_"): int(value) if value.isdigit() else value
-        for flag, value in itertools.pairwise(words)
-        if flag.startswith("--")
-    }
+def said(argv: Sequence[str], version: str = "") -> argparse.Namespace:
+    """Return each flag with the word behind it, for flags whose argument has their name, and the
+    defaults of ``version`` (empty: the newest) that a row asks for."""
+    words = words_of(argv)
+    named: dict[str, Any] = {}
+    for since, defaults in DEFAULTS.items():
+        if not version or _number(version) >= _number(since):
+            named |= defaults
+    for flag, value in itertools.zip_longest(words, words[1:], fillvalue="--"):
+        if flag.startswith("--"):
+            named[flag.removeprefix("--").replace("-", "_")] = value.startswith("--") or (
+                int(value) if value.isdigit() else value
+            )
     return argparse.Namespace(**named)
 
 
-def _unvouched(argv: Sequence[str]) -> list[str]:
-    """Return the script, if it is one of Megatron-LM's that was never tried, each flag that is
-    neither reviewed, nor in a row, nor of deadpool itself, and each value that came to a flag
-    after it was read."""
-    known = {flag for row in REFUSED for flag in row.flags}
-    known |= {flag for family in REVIEWED for flag in family.flags}
-    flags = [_words([argument])[0] for argument in argv[1:]]
-    return [
-        *(
-            name
-            for name in (PurePath(each).name for each in argv[:1])
-            if name in UNREVIEWED_SCRIPTS
-        ),
-        *dict.fromkeys(
-            flag
-            for flag in flags
-            if flag.startswith("--")
-            and flag not in known
-            and not flag.startswith(f"{FLAG}-")
-            and flag != FLAG
-        ),
-        *dict.fromkeys(_unread_values(argv[1:])),
-    ]
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
-def _why_unreviewed(name: str) -> str:
+def is_vouched_for(flag: str) -> bool:
+    """Return whether somebody has read what it does."""
+    return flag in _KNOWN
+
+
+def is_known(name: str) -> bool:
+    """Return whether some version of Megatron-LM has this flag or script."""
+    return name in UNREVIEWED_SCRIPTS or any(name in family.flags for family in UNREVIEWED)
+
+
+def why_unread(name: str) -> str:
+    """Return the reason for which nobody vouches for a flag, a value or a script."""
     if not name.startswith("--"):
         return "only pretrain_gpt.py was ever run under protection"
     reasons = (family.reason for family in UNREVIEWED if name in family.flags)
     return next(reasons, "nobody has looked at what it does to state, communicators and streams")
 
 
-def _unread_values(argv: Sequence[str]) -> Iterator[str]:
+def unread_values(argv: Sequence[str]) -> Iterator[str]:
     """Yield what is given for a flag of :data:`VALUES` and was not read, as ``--flag=value``,
-    unless a row refuses it, whose advice is better."""
+    unless a row speaks of it."""
     flag = ""
-    for word in _words(argv):
+    for word in words_of(argv):
         if word.startswith("--"):
             flag = word
         elif word not in VALUES.get(flag, (word,)) and not any(
-            row.is_named_in([flag, word]) for row in REFUSED
+            row.is_named_in([flag, word]) for row in ROWS
         ):
             yield f"{flag}={word}"
+
+
+_KNOWN = {flag for row in ROWS for flag in row.flags}
+_KNOWN |= {flag for family in REVIEWED for flag in family.flags}
 
 
 def _is_installed(package: str) -> bool:

@@ -1,5 +1,5 @@
 """Questions before a run.
 
-plan: will it hold? check: is this host fit? nodes: which hosts were bad? patch: is Megatron-LM
-marked?
+support: would it be protected? plan: will it hold? check: is this host fit? nodes: which hosts were
+bad? patch: is Megatron-LM marked?
 """

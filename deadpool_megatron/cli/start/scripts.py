@@ -5,6 +5,7 @@ command, and what all training processes need is imported once, in the process t
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.process.fork_server import BrokenImport, ForkServer, StartError
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.settings import Settings, flag_name
-from deadpool_megatron.support import flags
+from deadpool_megatron.support import environment as nccl_environment
+from deadpool_megatron.support import judgement, versions
 
 #: runs the script with the hooks in it
 MODULE = "deadpool_megatron.megatron_lm"
@@ -51,13 +53,18 @@ def adopt(args: argparse.Namespace) -> None:
 
     Raises CommandError, also for what each process would refuse later.
     """
-    command = member_command(args.command)
+    command, told = member_command(args.command), list[str]()
     if script_of(command) is not None:
-        if line := flags.refused_or_unreviewed(args.command):
+        version = versions.version_beside(versions.tree_of(Path(args.command[0])))
+        found = judgement.judge(args.command, version=version)
+        if line := judgement.refusal(found):
             raise CommandError(line)
-        for name in flags.let_through(args.command):
-            print(f"deadpool: {name} is not reviewed, and let through", file=sys.stderr)
+        told = judgement.notes(found)
         arguments.put_into(args, _settings(args.command[1:], args.options))
+    if nccl_environment.is_needed(getattr(args, "deadpool_communicator", "auto")):
+        told += [line for _, line in nccl_environment.set_aside(os.environ)]
+    for line in told:
+        print(f"deadpool: {line}", file=sys.stderr)
     args.command = list(command)
 
 

@@ -48,7 +48,7 @@ from deadpool_megatron.hooks.pretraining.families import family, place
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.support import flags
+from deadpool_megatron.support import flags, judgement
 
 # In the run directory: role 0 has made the index files of the data sets.
 _DATA_READY = "datasets-ready"
@@ -69,12 +69,20 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def set_for_the_user(args: argparse.Namespace) -> None:
+    """Set what a protected run sets in arguments that were parsed and not yet validated."""
+    if getattr(args, "deadpool", False):
+        for row in flags.SET:
+            if row.applies(args):
+                row.set_in(args)
+
+
 def refuse(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Raise FlagsRefused for arguments, validated by Megatron, that cannot be protected, and for
     flags in ``argv``, the script's command line, that nobody has looked at."""
     if not getattr(args, "deadpool", False):
         return
-    line = flags.refused(args) or flags.unreviewed(argv) or flags.one_logger_complaint(args)
+    line = judgement.refusal(judgement.judge(argv, args))
     line = line or saves_refusal(getattr(args, "save", None), os.environ)
     if line:
         raise FlagsRefused(line)
@@ -109,6 +117,15 @@ def _add_arguments(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
     filled: argparse.ArgumentParser = add_flags(original(parser))
+    parse = filled.parse_known_args
+
+    # Here, for a script of Megatron-LM looks at --inprocess-restart before anything validates.
+    def parse_and_set(*args: Any, **kwargs: Any) -> Any:
+        found, others = parse(*args, **kwargs)
+        set_for_the_user(found)
+        return found, others
+
+    filled.parse_known_args = parse_and_set  # type: ignore[method-assign]
     return filled
 
 

@@ -125,7 +125,7 @@ def test_settings_of_the_script_hold() -> None:
         ("", "x.py --deadpool --deadpool-replicas", "expected one argument"),
         ("", "x.py --deadpool --deadpool-repl 2", "--deadpool-repl is unknown"),
         ("", "x.py --deadpool --deadpool-speed=2", "--deadpool-speed=2 is unknown"),
-        ("", "x.py --deadpool --inprocess-restart", "--inprocess-restart cannot be protected"),
+        ("", "x.py --deadpool --use-sharp", "--use-sharp cannot be protected"),
         ("", "x.py --yaml-cfg m.yaml --deadpool", "--yaml-cfg cannot be protected"),
     ],
 )

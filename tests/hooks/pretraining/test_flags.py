@@ -15,16 +15,8 @@ from deadpool_megatron import arguments
 from deadpool_megatron.hooks.pretraining import attach
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings
 from deadpool_megatron.support import flags as flag_tables
-from deadpool_megatron.support.flags import (
-    REFUSED,
-    REVIEWED,
-    UNREVIEWED,
-    FlagRow,
-    as_markdown,
-    let_through,
-    refused_or_unreviewed,
-    unreviewed,
-)
+from deadpool_megatron.support.flags import REVIEWED, ROWS, UNREVIEWED, FlagRow, Level, as_markdown
+from deadpool_megatron.support.judgement import judge, notes, refusal
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
@@ -34,7 +26,7 @@ MODEL = [*small(), "--save-interval", "5"]
 
 # For each flag of each row: how a user comes to it.
 _WITHOUT_A_VALUE = """
---inprocess-restart --enable-ft-package --adlr-autoresume --no-save-optim --no-save-rng
+--inprocess-restart --enable-ft-package --adlr-autoresume
 --use-megatron-fsdp --use-torch-fsdp2 --optimizer-cpu-offload --qk-clip
 --overlap-param-gather-with-optimizer-step --fp4-param-gather
 --reuse-grad-buf-for-mxfp8-param-ag --is-hybrid-model --moe-enable-routing-replay
@@ -43,14 +35,16 @@ _WITHOUT_A_VALUE = """
 --use-ring-exchange-p2p --fake-process-group --log-straggler --enable-cuda-graph
 --external-cuda-graph --fine-grained-activation-offloading --defer-embedding-wgrad-compute
 --delay-wgrad-compute --moe-shared-expert-overlap --full-validation
---multiple-validation-sets --fim-data --skip-train --moe-use-upcycling --profile
+--multiple-validation-sets --fim-data --skip-train --moe-use-upcycling
 --run-workload-inspector-server
 """
 EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--error-injection-rate": "1000",
     "--non-persistent-ckpt-type": "local",
     "--save": "msc://profile/checkpoints",
-    "--ckpt-format": "torch_dcp",
+    "--no-save-optim": "--save there",
+    "--no-save-rng": "--save there",
+    "--ckpt-format": "torch_dcp --save there",
     "--optimizer": "dist_muon",
     "--fp4-format": "e2m1",
     "--fp8-recipe": "custom",
@@ -70,6 +64,7 @@ EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--save-wgrads-interval": "10",
     "--dataloader-type": "external",
     "--phase-transition-iterations": "100,200",
+    "--async-strategy": "nvrx --async-save --use-persistent-ckpt-worker",
     "--iterations-to-skip": "7",
     "--result-rejected-tracker-filename": "rejected.txt",
     "--ckpt-convert-format": "torch --ckpt-convert-save converted --load there",
@@ -81,9 +76,8 @@ BY_HAND = {
     "--yaml-cfg": {"yaml_cfg": "model.yaml"},
     "--kitchen-config-file": {"kitchen_config_file": "kitchen.yaml"},
     "--kitchen-recipe-number": {"kitchen_recipe_number": 0},
-    "--async-strategy": {"async_strategy": "nvrx", "async_save": True},
     "--optimizer-cuda-graph": {"optimizer_cuda_graph": True},
-    "--sft": {"sft": True, "step_batch_size_schedule": None},
+    "--hybrid-layer-pattern": {"hybrid_layer_pattern": "M-M*"},
 }
 # Megatron itself accepts these only with other flags, packages or sizes: they are parsed alone.
 _PARSED_ONLY = """
@@ -125,9 +119,22 @@ def refused(**given: object) -> str:
     return str(error.value)
 
 
+def set_by(flag: str, **given: object) -> dict[str, object]:
+    """The arguments that a row has set in a namespace with these."""
+    args = argparse.Namespace(deadpool=True, **given)
+    assert row_of(flag).level is Level.SET
+    attach.set_for_the_user(args)
+    attach.refuse(args, ["pretrain_gpt.py"])
+    return {name: value for name, value in vars(args).items() if name != "deadpool"}
+
+
+def unread(argv: list[str]) -> str:
+    return refusal(each for each in judge(argv) if each.level is Level.UNREAD)
+
+
 def row_of(flag: str) -> FlagRow:
-    (row,) = (row for row in REFUSED if flag in row.flags)
-    return row
+    """The first: what is set is set where the one that refuses does not apply."""
+    return next(row for row in ROWS if flag in row.flags)
 
 
 def test_defaults_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +169,7 @@ def test_nothing_is_refused_without_deadpool() -> None:
 
 def test_every_flag_of_every_row_is_tried() -> None:
     tried = EXAMPLES.keys() | BY_HAND.keys()
-    assert {flag for row in REFUSED for flag in row.flags} == tried
+    assert {flag for row in ROWS for flag in row.flags} == tried
 
 
 @pytest.mark.parametrize("flag", EXAMPLES)
@@ -173,7 +180,7 @@ def test_each_flag_is_seen_before_anything_starts(flag: str) -> None:
 @pytest.mark.parametrize("extra", HARMLESS)
 def test_near_misses_are_not_seen_either(extra: str) -> None:
     argv = [*MODEL, "--deadpool", *extra.split()]
-    assert not [row.shown for row in REFUSED if row.is_named_in(argv)]
+    assert not [row.shown for row in ROWS if row.is_named_in(argv, "0.16.1")]
 
 
 @pytest.mark.parametrize("flag", BY_HAND)
@@ -181,10 +188,49 @@ def test_rows_that_the_parser_cannot_reach(flag: str) -> None:
     assert refused(**BY_HAND[flag]) == row_of(flag).line
 
 
+def test_what_deadpool_replaces_is_left_out_by_the_parser() -> None:
+    """At once: a script looks at --inprocess-restart before anything validates."""
+    assert set_by("--inprocess-restart", inprocess_restart=True) == {"inprocess_restart": False}
+    local = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 4}
+    unset = {"non_persistent_ckpt_type": None, "non_persistent_save_interval": None}
+    assert set_by("--non-persistent-ckpt-type", **local) == {**unset, "replication": False}
+    made = attach._add_arguments(lambda parser: parser, argparse.ArgumentParser())
+    made.add_argument("--enable-ft-package", action="store_true")
+    for argv in (["--enable-ft-package"], ["--enable-ft-package", "--deadpool"]):
+        args = made.parse_args(argv)
+        assert args.enable_ft_package is not args.deadpool
+
+
+def test_what_is_about_saves_alone_is_set_where_nothing_is_saved() -> None:
+    command = ["pretrain_gpt.py", "--no-save-optim", "--ckpt-format", "torch", "--bf16"]
+    assert [each.level for each in judge(command)] == [Level.SET, Level.SET]
+    refused_rows = [each.shown for each in judge([*command, "--save", "x"])]
+    assert refused_rows == ["--no-save-optim, --no-save-rng", "--ckpt-format other than torch_dist"]
+    args = argparse.Namespace(deadpool=True, no_save_optim=True, ckpt_format="torch", save=None)
+    attach.set_for_the_user(args)
+    assert (args.no_save_optim, args.no_save_rng, args.ckpt_format) == (False, False, "torch_dist")
+    loads = argparse.Namespace(deadpool=True, ckpt_format="torch", load="x")
+    attach.set_for_the_user(loads)
+    assert loads.ckpt_format == "torch"
+
+
+def test_what_was_read_is_taken_by_name() -> None:
+    argv = ["pretrain_gpt.py", "--log-straggler", "--deadpool"]
+    line = refusal(judge(argv))
+    assert line.endswith("--deadpool-allow log-straggler")
+    args = argparse.Namespace(deadpool=True, log_straggler=True)
+    with pytest.raises(attach.FlagsRefused, match=re.escape(line)):
+        attach.refuse(args, argv)
+    allowing = [*argv, "--deadpool-allow", "log-straggler"]
+    attach.refuse(args, allowing)
+    assert notes(judge(allowing)) == ["--log-straggler is read and never run, and let through"]
+
+
 def test_several_flags_are_named_at_once() -> None:
-    line = refused(inprocess_restart=True, use_sharp=True, nccl_ub=True)
-    assert line.startswith("--inprocess-restart cannot be protected: ")
-    assert line.endswith("(refused as well: --use-nccl-ub, --use-sharp)")
+    line = refused(fim_data=True, use_sharp=True, nccl_ub=True, log_straggler=True)
+    assert line.startswith("--use-nccl-ub cannot be protected: ")
+    assert "(refused as well: --use-sharp, --fim-data)" in line
+    assert line.endswith("(read and never run as well: --log-straggler)")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +246,7 @@ def test_several_flags_are_named_at_once() -> None:
     ],
 )
 def test_what_the_command_line_alone_says(argv: list[str], found: str) -> None:
-    line = refused_or_unreviewed(["own.py", *argv])
+    line = refusal(judge(["own.py", *argv]))
     assert line.startswith(found)
     assert bool(line) == bool(found)
 
@@ -229,7 +275,7 @@ AUX = "--moe-router-load-balancing-type"
 def test_what_nobody_vouches_for_is_refused_by_name(said: str, named: str, allowed: str) -> None:
     """With the flag that lets it through, or with the others that are as well."""
     argv = said.split()
-    line = unreviewed(argv)
+    line = unread(argv)
     assert bool(line) == bool(named)
     assert "\n" not in line
     if line:
@@ -242,8 +288,9 @@ def test_what_nobody_vouches_for_is_refused_by_name(said: str, named: str, allow
 def test_several_can_be_answered_for() -> None:
     allow = ["--deadpool-allow-unreviewed", "a", "--deadpool-allow-unreviewed=--c"]
     argv = ["pretrain_gpt.py", "--a", "--b", "--c", *allow]
-    assert unreviewed(argv).startswith("--b is not reviewed")
-    assert let_through(argv) == ["--a", "--c"]
+    assert unread(argv).startswith("--b is not reviewed")
+    through = [f"--{name} is not reviewed, and let through" for name in "ac"]
+    assert notes(judge(argv)) == through
     assert parser().parse_args(allow).deadpool_allow_unreviewed == ["a", "--c"]
 
 
@@ -255,7 +302,7 @@ def test_one_logger_is_refused_where_it_would_be_opened(monkeypatch: pytest.Monk
 
 
 def test_no_flag_is_judged_twice() -> None:
-    rows = [flag for row in REFUSED for flag in row.flags]
+    rows = [flag for row in ROWS for flag in row.flags]
     families = [flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags]
     counts = Counter([*set(rows), *families])
     assert [flag for flag, count in counts.items() if count > 1] == []
@@ -344,15 +391,15 @@ def test_every_flag_of_the_parsers_is_judged_and_no_other(
         for tag, flags_of_tag in parsers.items()
     }
     judged = {flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags}
-    judged |= {flag for row in REFUSED for flag in row.flags}
-    of_a_package = {flag for row in REFUSED if row.only_with == "kitchen" for flag in row.flags}
+    judged |= {flag for row in ROWS for flag in row.flags}
+    of_a_package = {flag for row in ROWS if row.only_with == "kitchen" for flag in row.flags}
     if len(known) == len(TAGS):
         assert judged - of_a_package <= set().union(*known.values())
     for tag, flags_of_tag in known.items():
         if tag == TAGS[0]:
             assert flags_of_tag <= judged
         # Nobody has read what came later: it is refused until somebody has.
-        assert all(unreviewed(["pretrain_gpt.py", flag]) for flag in flags_of_tag - judged)
+        assert all(unread(["pretrain_gpt.py", flag]) for flag in flags_of_tag - judged)
         assert not [flag for flag in flags_of_tag if flag.startswith("--deadpool")]
 
 
@@ -394,6 +441,9 @@ def test_each_flag_is_refused(answers: dict[str, Answer], flag: str) -> None:
     if TAGS[0] != TAG and answer.error.startswith("SystemExit"):
         pytest.skip(f"{TAG} does not have it")
     assert answer.error == ""
+    if row_of(flag).level is Level.SET:
+        assert answer.refused == ""
+        return
     # Graphs turn on the generators of another row.
     assert answer.refused.startswith(row_of(flag).line)
 
@@ -402,16 +452,12 @@ def test_each_flag_is_refused(answers: dict[str, Answer], flag: str) -> None:
 @pytest.mark.parametrize("extra", HARMLESS)
 def test_near_misses_are_accepted(answers: dict[str, Answer], extra: str) -> None:
     answer = answers[extra or "nothing"]
-    if "--async-save" in extra and TAGS[0] != TAG:
-        assert answer.refused.startswith(row_of("--async-strategy").line)
-        return
     assert (answer.error, answer.refused) == ("", "")
 
 
 @with_parser
 def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> None:
     assert answers["without"].shown == {"deadpool": "False", "use_sharp": "True"}
-    # Which is why the persistent worker's row tells to leave out both.
     assert answers["async"].shown == {"async_save": "False"}
 
 

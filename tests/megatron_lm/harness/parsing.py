@@ -88,6 +88,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
         with _as_asked(question):
             args = arguments.parse_args(attach.add_flags)
+            attach.set_for_the_user(args)
             if question["validate"]:
                 arguments.validate_args(args)
     except (Exception, SystemExit) as error:

@@ -1,0 +1,113 @@
+"""``deadpool support``: what it says of one command line and of many, and with a real parser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
+
+CASES = [
+    ("plain", "pretrain_gpt.py", {"--num-layers": "4", "--bf16": True}, {}, "supported"),
+    ("set", "pretrain_gpt.py", {"--enable-ft-package": True}, {}, "supported"),
+    ("read", "pretrain_gpt.py", {"--log-straggler": True, "--lr": 0.1}, {}, "allowed"),
+    ("fork", "own.py", {"--of-tomorrow": ["1", "2"]}, None, "allowed"),
+    ("sharp", "pretrain_gpt.py", {"--use-sharp": True, "--of-tomorrow": "1"}, {}, "refused"),
+    ("boilerplate", "own.py", {}, {"NCCL_ASYNC_ERROR_HANDLING": "1"}, "supported"),
+    ("purpose", "own.py", {}, {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, "refused"),
+    ("gloo", "own.py", {"--distributed-backend": "gloo"}, {"NCCL_COMM_BLOCKING": 0}, "supported"),
+]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    path = tmp_path / "cases.jsonl"
+    names = ("id", "script", "flags", "env")
+    lines = (json.dumps(dict(zip(names, case, strict=False))) for case in CASES)
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("pretrain_gpt.py --bf16", 0, "supported"),
+        ("pretrain_gpt.py --enable-ft-package", 0, "supported"),
+        (
+            "own.py --log-straggler --a 1",
+            2,
+            "needs --deadpool-allow log-straggler --deadpool-allow-unreviewed a",
+        ),
+        ("own.py --log-straggler --deadpool-allow log-straggler", 0, "allowed"),
+        ("pretrain_gpt.py --use-sharp", 2, "refused"),
+    ],
+)
+def test_one_command_line(
+    command: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status is that of a start; the last line is the verdict."""
+    assert cli.main(["support", "--", *command.split()]) == status
+    assert capsys.readouterr().out.splitlines()[-1] == f"verdict: {said}"
+
+
+def test_many_as_objects(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--json", "--batch", str(batch)]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["id"], each["verdict"]) for each in found] == [
+        (case[0], case[-1]) for case in CASES
+    ]
+    by_id = {each["id"]: each for each in found}
+    assert by_id["fork"]["without_fork"] == "supported"
+    assert by_id["sharp"]["without_fork"] == "refused"
+    assert [row["level"] for row in by_id["set"]["rows"]] == ["set"]
+    assert [row["fork"] for row in by_id["sharp"]["rows"]] == [False, True]
+
+
+def test_many_as_a_table(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--batch", str(batch)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[: len(CASES)]] == [
+        [case[-1], case[0]] for case in CASES
+    ]
+    assert "    2  nobody has read (a fork's): --of-tomorrow" in lines
+    assert lines[-2].endswith("as they are: supported 4, allowed 2, refused 2")
+    assert lines[-1].endswith("only a fork has: supported 5, allowed 1, refused 2")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--json", "give either --batch FILE"),
+        ("--batch {} -- own.py", "give either --batch FILE"),
+        ("--batch {}", "line 1: "),
+        ("--megatron {} -- own.py", "is not a checkout"),
+    ],
+)
+def test_bad_input(
+    given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "x").write_text('{"id": "1"}')
+    assert cli.main(["support", *given.format(path).split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+def test_a_real_parser_gives_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the table knows nothing of a name, and the table judges what it does not take."""
+    command = [*small(), "--async-save", "--use-persistent-ckpt-worker", "--use-nccl-ub"]
+    for more in ([], ["--lr", "not-a-number"]):
+        tree = ["--megatron", str(checkout())]
+        assert cli.main(["support", *tree, "--json", "--", "pretrain_gpt.py", *command, *more]) == 2
+        shown = {row["shown"] for row in json.loads(capsys.readouterr().out)["rows"]}
+        assert "--use-nccl-ub" in shown
