@@ -107,12 +107,12 @@ def make_private(path: Path) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise OwnershipError unless this user or root has made the directory and all files in it.
+    """Raise OwnershipError unless this user or root has made the directory and all that is in it.
 
     Its index is unpickled by whoever loads it. That a group may write to it is the user's wish: a
     umask of 002 says so.
     """
-    for one in (path, *path.iterdir()):
+    for one in (path, *path.rglob("*")):
         facts = os.lstat(one)
         _check_owner(one, facts)
         if stat.S_ISLNK(facts.st_mode) or (facts.st_mode & stat.S_IWOTH and not _is_trusted(one)):

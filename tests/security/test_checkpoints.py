@@ -33,13 +33,26 @@ def open_to_all(unfinished: Path) -> None:
     (unfinished / ".metadata").chmod(0o666)
 
 
+def open_to_all_further_down(unfinished: Path) -> None:
+    """As in the older format, which has a folder for each rank."""
+    (unfinished / "mp_rank_00").mkdir()
+    (unfinished / "mp_rank_00" / "model_optim_rng.pt").touch()
+    (unfinished / "mp_rank_00" / "model_optim_rng.pt").chmod(0o666)
+
+
 def of_another_user(unfinished: Path) -> None:
     (unfinished / "common.pt").touch()
     os.chown(unfinished / "common.pt", ATTACKER, ATTACKER)
 
 
 @pytest.mark.parametrize(
-    "tamper", [link, open_to_all, pytest.param(of_another_user, marks=needs_root)]
+    "tamper",
+    [
+        link,
+        open_to_all,
+        open_to_all_further_down,
+        pytest.param(of_another_user, marks=needs_root),
+    ],
 )
 def test_what_others_have_written_gets_no_name(tmp_path: Path, tamper: Tamper) -> None:
     run, folder = RunDirectory(tmp_path / "run"), tmp_path / "shared"

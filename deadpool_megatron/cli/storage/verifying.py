@@ -33,6 +33,8 @@ from deadpool_megatron.vault.shm.slot_check import (
 EXIT_BAD, EXIT_NOT_VERIFIED = 1, 2
 # The index of a torch_dist checkpoint.
 _INDEX = ".metadata"
+# The files of one of Megatron's older format, each an archive of torch.
+_OF_RANKS = "mp_rank_*/*.pt"
 _DESCRIPTION = """\
 Hashes every sealed part of every generation and compares it with its checksum. Read-only: a run
 that is alive is not disturbed, and a slot that it is just overwriting counts as busy, not as bad.
@@ -43,7 +45,8 @@ DIR may be
   /dev/shm/deadpool-*  (or nodeN in it) generations in memory
   a dump               what vaults wrote when a run ended for lack of nodes (RUN/dump/...)
   a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
-                       range that it names is there, and the checksums inside match"""
+                       range that it names is there, and the checksums inside match; of the older
+                       format (torch) the checksums alone"""
 _EXAMPLES = """\
 examples:
   deadpool verify /shared/run1
@@ -109,7 +112,7 @@ def find_subjects(directory: Path) -> list[Subject]:
 def _subjects(directory: Path) -> Iterator[Subject]:
     if (directory / "run.json").exists():
         yield from _of_run(RunDirectory(directory))
-    elif (directory / _INDEX).exists():
+    elif _is_checkpoint(directory):
         yield Subject("checkpoint", directory, verify_checkpoint)
     elif files := segment_files(directory):
         dumped = all(path.name.startswith("dump-") for path in files)
@@ -117,8 +120,12 @@ def _subjects(directory: Path) -> Iterator[Subject]:
     else:
         below = sorted(path for path in directory.iterdir() if path.is_dir())
         for path in below:
-            if (path / _INDEX).exists() or segment_files(path):
+            if _is_checkpoint(path) or segment_files(path):
                 yield from _subjects(path)
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    return (directory / _INDEX).exists() or any(directory.glob(_OF_RANKS))
 
 
 def _of_run(run: RunDirectory) -> Iterator[Subject]:
@@ -177,8 +184,9 @@ def _durable(run: RunDirectory) -> Iterator[Path]:
 
 
 def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
-    """A finding for each file of a torch_dist checkpoint: its index can be read, all files and byte
-    ranges that it names are there, and the checksums of the archives that torch writes match.
+    """A finding for each file of a checkpoint: the index of a torch_dist one can be read, all files
+    and byte ranges that it names are there, and the checksums of the archives that torch writes
+    match.
 
     Nothing more once the directory is gone: a run that is alive prunes.
     """
@@ -191,6 +199,9 @@ def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
 def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+    if files := sorted(directory.glob(_OF_RANKS)):
+        yield from (_verify_file(one, None, progress) for one in files)
+        return
     path, ranges = directory / _INDEX, defaultdict[str, list[tuple[int, int]]](list)
     try:
         check_checkpoint(directory)  # an index is unpickled: one of somebody else could do anything

@@ -365,6 +365,6 @@ def _take(temporary: Path) -> None:
 def _sync_all(temporary: Path) -> None:
     """Side by side: where it takes a second for each, they are told to the file system at once."""
     with ThreadPoolExecutor(_SYNCS_AT_ONCE, thread_name_prefix="sync") as threads:
-        for _ in threads.map(sync, filter(Path.is_file, sorted(temporary.rglob("*")))):
+        for _ in threads.map(sync, sorted(temporary.rglob("*"))):
             pass
     sync(temporary)

@@ -79,7 +79,8 @@ def _zero_steps_supplied(optimizer: Any) -> Iterator[None]:
     several = len(getattr(optimizer, "chained_optimizers", ())) > 1
 
     def load_state_dict(loaded: Any) -> None:
-        for part in loaded.values() if several else [loaded]:
+        parts = loaded if isinstance(loaded, list) else loaded.values() if several else [loaded]
+        for part in parts:
             state = part.get("optimizer", part).get("state", {})
             if state and not any(key == "common_step" or "step" in state[key] for key in state):
                 state["common_step"] = torch.tensor(0.0)

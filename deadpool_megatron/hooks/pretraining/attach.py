@@ -45,6 +45,7 @@ from deadpool_megatron.hooks.pretraining.build import (
     no_writers,
 )
 from deadpool_megatron.hooks.pretraining.families import family, place
+from deadpool_megatron.hooks.pretraining.megatron_checkpoints import lacking
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.settings import Settings
@@ -303,8 +304,9 @@ def _note_saves(note: Path) -> None:
     """Note where checkpoints are looked for of which nobody was told; once, for its time counts."""
     from megatron.training import get_args
 
-    if get_args().save and not note.exists():
-        write_json(note, {"directory": str(Path(get_args().save).absolute())})
+    args = get_args()
+    if args.save and not lacking(args) and not note.exists():
+        write_json(note, {"directory": str(Path(args.save).absolute())})
 
 
 def _reached(*_args: Any, **_kwargs: Any) -> None:

@@ -273,8 +273,8 @@ class Reporter:
             self._emit("evaluation", {"iteration": iteration, "loss": _loss(losses)})
 
     def lost_checkpoint(self, directory: Path, why: str) -> None:
-        """A checkpoint could not be written; said by the role that calls this."""
-        text = f"the checkpoint {directory} was not written and does not count: {why}"
+        """Nobody falls back to a checkpoint; said by the role that calls this."""
+        text = f"the checkpoint {directory} does not count: {why}"
         self._emit("log", {"level": "warning", "text": text})
         print(f"deadpool: {text}", flush=True)
 

@@ -5,8 +5,13 @@ An error of the file system while it saves costs that checkpoint, not the run. A
 collectives with file operations between them, nearly all of them on role 0. An error that leaves in
 the middle takes role 0 out of the row, and the others wait for it. Here the operation is passed
 over instead, every role goes through the whole row, and at its end all of them agree that what was
-written does not count. Read with core_v0.16.1 open: checkpointing.py (save_checkpoint),
-dist_checkpointing/serialization.py (save), strategies/state_dict_saver.py.
+written does not count. In the older format (--ckpt-format torch) many roles write files of their
+own, and role 0 the tracker when all have: there they agree before. Read with core_v0.16.1 open:
+checkpointing.py (save_checkpoint), dist_checkpointing/serialization.py (save),
+strategies/state_dict_saver.py.
+
+A save is written as the user asked, and counts where it holds all that a resume needs
+(:func:`lacking`). Exports are whole whatever the saves are like.
 
 What a save would write is made by Megatron's own functions; only those that would communicate are
 left out. No iteration of a generation is to be run again: of the rerun machine Megatron writes
@@ -90,6 +95,7 @@ class StorageFaults:
         writer = importlib.import_module(f"{_CHECKPOINTING}.strategies.filesystem_async")
         names: tuple[tuple[Any, str, Callable[..., Callable[..., Any]]], ...] = (
             (checkpointing, "cleanup_old_non_persistent_checkpoint", self._alone),
+            (checkpointing, "ensure_directory_exists", self._alone),
             *((*place(named), self._alone) for named in family().common_saves),
             (writer.FileSystemWriterAsync, "finish", self._alone),
             (serialization, "save_config", self._alone),
@@ -103,11 +109,27 @@ class StorageFaults:
                 stack.enter_context(replaced(holder, name, wrapped(_named(holder, name))))
             yield
 
+    @contextlib.contextmanager
+    def written_by_many(self) -> Iterator[None]:
+        """Pass errors over in a save of the older format, and have all roles know of them before
+        one writes the tracker: at the barrier to which they come when their files are there."""
+        barrier = dist.barrier
+
+        def agreed(*args: Any, **kwargs: Any) -> Any:
+            found = [""] * dist.get_world_size()
+            dist.all_gather_object(found, self._found)
+            self._found = next(filter(None, found), "")
+            return barrier(*args, **kwargs)
+
+        saving = replaced(torch, "save", self._alone(torch.save))
+        with saving, replaced(dist, "barrier", agreed):
+            yield
+
     def _note(self, error: BaseException) -> None:
         self._found = self._found or f"{type(error).__name__}: {error}".replace("\n", " ")
 
     def _alone(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of what role 0 does without its peers: nothing more once something is missing."""
+        """Of what a role does without its peers: nothing more once something is missing."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self.tolerated:
@@ -187,6 +209,7 @@ class Saves(StorageFaults):
         self.lost: dict[int, str] = {}
         self._announce = announce
         self._tell_lost = tell_lost
+        self._is_told = False
 
     def write(
         self,
@@ -214,21 +237,23 @@ class Saves(StorageFaults):
             if self._is_lost(directory, iteration):
                 self._owe(iteration if is_last else 0)
                 return
-        original()
+        is_older = get_args().ckpt_format == "torch"
+        with self.written_by_many() if is_older else contextlib.nullcontext():
+            original()
         failpoints.hit("save.written")
         if get_args().async_save:
             self.unfinished = iteration if lasting else self.unfinished
         elif self._is_lost(directory, iteration):
             self._owe(iteration if is_last else 0)
         elif lasting:
-            self._announce(directory, iteration)
+            self._count(directory, iteration)
 
     def look(self) -> None:
         """Notice that an asynchronous save is finalised. All roles see it at the same moment."""
         if self.unfinished and not self.owed and self._queue_is_empty():
             directory = checkpoint_directory(self.unfinished, lasting=True)
             if not self._is_lost(directory, self.unfinished):
-                self._announce(directory, self.unfinished)
+                self._count(directory, self.unfinished)
             self.unfinished = 0
 
     def abandon(self) -> None:
@@ -244,6 +269,16 @@ class Saves(StorageFaults):
     def _owe(self, iteration: int) -> None:
         self.unfinished, self.owed = iteration, iteration > 0
 
+    def _count(self, directory: Path, iteration: int) -> None:
+        from megatron.training import get_args
+
+        why = lacking(get_args())
+        if not why:
+            self._announce(directory, iteration)
+        elif dist.get_rank() == 0 and not self._is_told:
+            self._is_told = True
+            self._tell_lost(directory, f"{why}; exports do (--deadpool-persist-interval)")
+
     def _queue_is_empty(self) -> bool:
         from megatron.training import async_utils
 
@@ -256,7 +291,7 @@ class Saves(StorageFaults):
         why = self.forget()
         self.lost = {iteration: f"{directory}: {why}"}
         if dist.get_rank() == 0:
-            self._tell_lost(directory, why)
+            self._tell_lost(directory, f"it was not written: {why}")
         return True
 
 
@@ -272,15 +307,38 @@ def checkpoint_directory(iteration: int, lasting: bool) -> Path:
     return base.absolute() / f"iter_{iteration:07d}"
 
 
+def lacking(args: Any) -> str:
+    """Return why nobody falls back to what is saved with these arguments, nor to another one like
+    it; empty where it holds all that a resume needs, and where each file has one writer."""
+    if args.no_save_optim or args.no_save_rng:
+        return "it is without the optimizer or the random states, as was asked for"
+    # By tensor-, pipeline- and expert-parallel rank (checkpointing.py, get_checkpoint_name).
+    expert_ranks = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    is_shared = (
+        args.context_parallel_size > 1
+        or args.num_distributed_optimizer_instances > 1
+        or (args.num_experts and expert_ranks != args.tensor_model_parallel_size)
+    )
+    if args.ckpt_format == "torch" and is_shared:
+        return "in this format several processes write the same files"
+    if args.ckpt_format == "torch" and (args.optimizer != "adam" or args.fp8_param_gather):
+        return "nobody has seen this state come back from this format"
+    return ""
+
+
 def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
     """See :meth:`ProtectedLoop.checkpoint_state`; ``objects``: model chunks, optimizer, scheduler.
 
-    Raises TemplateError for arguments with which a save communicates, or is of another format.
+    Whole, and of the format that exports have, whatever the user saves. Raises TemplateError for
+    arguments with which a save communicates.
     """
     from megatron.training import checkpointing, get_args
 
-    args = get_args()
-    _refuse(args)
+    args = copy.copy(get_args())
+    vars(args).update(ckpt_format="torch_dist", use_dist_ckpt=True)
+    vars(args).update(no_save_optim=False, no_save_rng=False)
+    if args.data_parallel_random_init:
+        raise TemplateError("--data-parallel-random-init: random states would have to be gathered")
     model, optimizer, scheduler = objects
     metadata = checkpointing._build_sharded_state_dict_metadata(args)
     random_states = checkpointing.get_rng_state(
@@ -331,13 +389,6 @@ def _arguments(args: Any) -> Attributes:
     # train() sets it before it counts the iteration.
     current = FromExtras(("counters", "iteration"), plus=-1)
     return Attributes(later, {**counted, "curr_iteration": current})
-
-
-def _refuse(args: Any) -> None:
-    if args.ckpt_format != "torch_dist":
-        raise TemplateError(f"--ckpt-format {args.ckpt_format} cannot be exported, torch_dist can")
-    if args.data_parallel_random_init:
-        raise TemplateError("--data-parallel-random-init: random states would have to be gathered")
 
 
 def _named(place: Any, name: str) -> Callable[..., Any]:

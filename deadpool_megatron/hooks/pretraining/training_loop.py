@@ -144,10 +144,13 @@ class PretrainLoop(ProtectedLoop):
         if (reader := sys.modules.get(_METADATA_READER)) is not None:
             # What this process has read of a path; somebody may have written it anew since.
             reader.CachedMetadataFileSystemReader.clear_metadata_cache()
+        number = int(directory.name.removeprefix("iter_"))
+        is_older = any(directory.glob("mp_rank_*"))
         # What the user said is about the start of the run; this one is to be loaded whole.
         whole = {
             "load": str(directory.parent),
-            "ckpt_step": int(directory.name.removeprefix("iter_")),
+            "ckpt_step": number,
+            "ckpt_format": "torch" if is_older else "torch_dist",
             "exit_on_missing_checkpoint": True,
             "pretrained_checkpoint": None,
             "finetune": False,
@@ -159,6 +162,9 @@ class PretrainLoop(ProtectedLoop):
         with contextlib.ExitStack() as stack:
             for name, value in whole.items():
                 stack.enter_context(replaced(args, name, value))
+            # Of the older format it takes the optimizer's shards from where the tracker points.
+            tracked = replaced(checkpointing, "read_metadata", lambda _: (number, False))
+            stack.enter_context(tracked)
             iteration, operations = load_exactly(
                 checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )

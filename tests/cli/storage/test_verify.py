@@ -178,6 +178,16 @@ def test_what_megatron_needs_beside_the_index(
     assert reason in bad["reason"]
 
 
+def test_the_older_format_of_megatron(tmp_path: Path, findings: Findings) -> None:
+    file = tmp_path / "iter_1" / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    torch.save({"weight": torch.arange(5000.0)}, file)
+    (good,) = findings(tmp_path, 0)
+    assert (good["path"], good["verdict"]) == (str(file), "good")
+    flip(file, file.stat().st_size // 2)
+    assert findings(tmp_path / "iter_1", 1)
+
+
 def test_common_values_in_the_index(tmp_path: Path, findings: Findings) -> None:
     """As Megatron-LM 0.19 saves them; a checkpoint of torch alone has none."""
     state = {"common_state/shard_0_1": torch.tensor(7)}

@@ -19,9 +19,16 @@ def decaying(weights_by: float) -> Any:
     return schedule(groups, start_wd=weights_by, end_wd=weights_by)
 
 
-def test_a_survivor_has_what_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_survivor_has_what_the_checkpoint_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str
+) -> None:
     """Megatron's scheduler sets the groups before it takes the weight decay over; and metadata that
-    a process has read of a path, and keeps, may be of what stood there before."""
+    a process has read of a path, and keeps, may be of what stood there before. Whatever the run
+    saves, what is loaded is of the form and iteration that it is of, not of what the tracker
+    names."""
+    checkpoint = tmp_path / "iter_0000006"
+    (checkpoint / ("mp_rank_00" if form == "torch" else ".metadata")).mkdir(parents=True)
     read = ["iter_0000006"]
     reader = ModuleType("reader")
     vars(reader)["CachedMetadataFileSystemReader"] = SimpleNamespace(
@@ -37,13 +44,16 @@ def test_a_survivor_has_what_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch
 
     def load_checkpoint(*objects: Any, **_: Any) -> tuple[int, float]:
         assert not read
+        args = loop._args
+        assert (args.ckpt_format, args.no_load_optim, args.no_load_rng) == (form, False, False)
+        assert vars(checkpointing)["read_metadata"]("tracker") == (6, False)
         objects[2].load_state_dict(saved.state_dict())
         return 6, 0.0
 
     vars(checkpointing)["load_checkpoint"] = load_checkpoint
     newcomer = decaying(0.01)
     names = "load ckpt_step exit_on_missing_checkpoint pretrained_checkpoint finetune"
-    names += " no_load_optim no_load_rng"
+    names += " no_load_optim no_load_rng ckpt_format"
     loop = SimpleNamespace(
         _args=SimpleNamespace(**dict.fromkeys(names.split())),
         _abandon_saves=lambda: None,
@@ -54,7 +64,7 @@ def test_a_survivor_has_what_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch
         build=SimpleNamespace(objects=([], None, newcomer)),
     )
     as_it_is: Any = loop
-    PretrainLoop.load_checkpoint(as_it_is, Path("iter_0000006"))
+    PretrainLoop.load_checkpoint(as_it_is, checkpoint)
     assert loop.counters == {"iteration": 6}
     (wanted,), (found,) = saved.optimizer.param_groups, newcomer.optimizer.param_groups
     assert (found["lr"], found["weight_decay"]) == (wanted["lr"], wanted["weight_decay"])

@@ -105,6 +105,7 @@ HARMLESS = (
     "--inprocess-granularity rank",
     "--load there --finetune --no-load-optim",
     "--save msc",
+    "--ckpt-format torch --no-save-optim --no-save-rng",
     "--no-one-logger",
 )
 
