@@ -36,6 +36,8 @@ OBSTACLES = {
     4: ".metadata",  # role 0, when all have written
     5: "metadata.json",  # role 0, at the end
 }
+# Of the older format: all, the second stage alone, the first one alone.
+OLDER = {1: "", 3: "mp_rank_00_001/model_optim_rng.pt", 5: "mp_rank_00_000/distrib_optim.pt"}
 
 
 def saved_and_exported(
@@ -94,8 +96,8 @@ def folder(saves: Path, iteration: int) -> Path:
     return saves / f"iter_{iteration:07d}"
 
 
-def obstruct(saves: Path) -> None:
-    for iteration, name in OBSTACLES.items():
+def obstruct(saves: Path, obstacles: dict[int, str]) -> None:
+    for iteration, name in obstacles.items():
         if name:
             (folder(saves, iteration) / name).mkdir(parents=True)
             (folder(saves, iteration) / name / "full").touch()
@@ -117,10 +119,10 @@ def durable(outcome: Outcome) -> list[str]:
     return [Path(str(event.data["path"])).name for event in outcome.of_kind(Kind.DURABLE)]
 
 
-def trained(directory: Path, **flags: object) -> Outcome:
+def trained(directory: Path, obstacles: dict[int, str], **flags: object) -> Outcome:
     """A run past the obstacles; nothing but a checkpoint is other than without them."""
     program = gpt(**{**FLAGS, **flags})
-    obstruct(directory / "run.saves")
+    obstruct(directory / "run.saves", obstacles)
     outcome = run_program(directory / "run", program)
     wanted = undisturbed(program)
     assert_unnoticed(outcome, wanted, [])
@@ -128,7 +130,7 @@ def trained(directory: Path, **flags: object) -> Outcome:
     assert outcome.final["recoveries"] == []
     assert (directory / "run.saves" / TRACKER).read_text() == str(last_iteration(outcome))
     said = output_of_members(outcome)
-    for iteration in OBSTACLES:
+    for iteration in obstacles:
         assert f"checkpoint from iteration {iteration:7d} to" not in said
     return outcome
 
@@ -138,10 +140,12 @@ def last_iteration(outcome: Outcome) -> int:
     return int(max(step["iteration"] for step in outcome.final["steps"]))
 
 
-def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    outcome = trained(tmp_path)
-    assert lost(outcome) == [folder(tmp_path, iteration).name for iteration in OBSTACLES]
-    whole = [iteration for iteration in range(1, 9) if iteration not in OBSTACLES]
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path, ckpt_format: str) -> None:
+    obstacles = OLDER if ckpt_format == "torch" else OBSTACLES
+    outcome = trained(tmp_path, obstacles, ckpt_format=ckpt_format)
+    assert lost(outcome) == [folder(tmp_path, iteration).name for iteration in obstacles]
+    whole = [iteration for iteration in range(1, 9) if iteration not in obstacles]
     assert durable(outcome) == [folder(tmp_path, iteration).name for iteration in whole]
     last = folder(tmp_path / "run.saves", whole[-1])
     assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
@@ -150,7 +154,7 @@ def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
 def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path) -> None:
     """How many are under way at once is a matter of speed."""
     flags = {"async_save": True, "use_persistent_ckpt_worker": True, "train_iters": 16}
-    outcome = trained(tmp_path, **flags)
+    outcome = trained(tmp_path, OBSTACLES, **flags)
     obstructed = {folder(tmp_path, iteration).name for iteration in OBSTACLES}
     assert obstructed.intersection(lost(outcome))
     assert not obstructed.intersection(durable(outcome))

@@ -8,39 +8,62 @@ import pytest
 
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.vault.shm.slot_check import Verdict
-from tests.faults.harness.jobs import Outcome, restart_kinds
+from tests.faults.harness.jobs import Outcome, Program, restart_kinds, undisturbed
 from tests.megatron_lm.harness.arguments import MOE
 from tests.megatron_lm.harness.checkout import LOADS
-from tests.megatron_lm.harness.runs import PP2_DP2, dies, gpt, strike
+from tests.megatron_lm.harness.runs import PP2_DP2, dies, gpt, held_tree, strike
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, LOADS]
 SAVES: dict[str, object] = {"save": "{run}/saves", "save_interval": 3, "train_iters": 9}
-TORCH: dict[str, object] = {**SAVES, "ckpt_format": "torch"}
-LAYOUTS: dict[str, dict[str, object]] = {
-    "shards": {**PP2_DP2, "num_layers_per_virtual_pipeline_stage": 1},
-    "whole, fp16": {"fp16": True, "initial_loss_scale": 2.0**21, "tensor_model_parallel_size": 2},
-    "experts": {**PP2_DP2, **MOE},
+FP16: dict[str, object] = {
+    "fp16": True,
+    "initial_loss_scale": 2.0**21,
+    "tensor_model_parallel_size": 2,
+}
+# With two nodes that hold each other's copies.
+LAYOUTS: dict[str, tuple[dict[str, object], list[int]]] = {
+    "shards": ({**PP2_DP2, "num_layers_per_virtual_pipeline_stage": 1}, [1, 0]),
+    "whole": (FP16, [2, 0]),
+    "experts": ({**PP2_DP2, **MOE}, [1, 0]),
 }
 
 
-def fallen(directory: Path, layout: dict[str, object], settings: str = "") -> Outcome:
+def fallen(
+    directory: Path,
+    program: Program,
+    nodes: list[int],
+    wanted: Outcome | None = None,
+    settings: str = "",
+) -> Outcome:
     """A run that loses an owner and its copies between two saves; dropout draws numbers in it."""
-    plan = [dies("both", "forward", 0, 8, nth=2, nodes=[1, 0])]
-    outcome = strike(directory / "run", gpt(**layout), plan, refill=0, settings=settings)
+    plan = [dies("both", "forward", 0, 8, nth=2, nodes=nodes)]
+    outcome = strike(directory / "run", program, plan, wanted, refill=0, settings=settings)
     assert restart_kinds(outcome)[-1] == "durable", outcome.story()
+    assert outcome.of_kind("epoch-decided")[-1].data["generation"][1] == 6
     return outcome
-
-
-def fallen_back_to(outcome: Outcome) -> Path:
-    """The checkpoint that the last epoch began with."""
-    return Path(outcome.of_kind("epoch-decided")[-1].data["path"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_older_format_is_fallen_back_to(tmp_path: Path, layout: str) -> None:
-    outcome = fallen(tmp_path, {**TORCH, **LAYOUTS[layout]})
-    saved = outcome.directory / "saves"
-    found = [event.iteration for event in outcome.of_kind("durable")]
-    assert found == [3, 6, 9]
-    last = saved / "iter_0000009"
+    flags, nodes = LAYOUTS[layout]
+    outcome = fallen(tmp_path, gpt(**{**SAVES, **flags, "ckpt_format": "torch"}), nodes)
+    assert [event.iteration for event in outcome.of_kind("durable")] == [3, 6, 9]
+    last = outcome.directory / "saves" / "iter_0000009"
     assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
+
+
+@pytest.mark.parametrize(
+    "less", [{"no_save_optim": True}, {"no_save_rng": True, "ckpt_format": "torch"}], ids=str
+)
+def test_without_some_of_the_state_exports_are_fallen_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, less: dict[str, object]
+) -> None:
+    flags: dict[str, object] = {**SAVES, **PP2_DP2, **less}
+    wanted = undisturbed(gpt(**flags))
+    exports = tmp_path / "run" / "exports"
+    monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"7={exports / 'iter_0000006'}")
+    program = gpt(within=held_tree(tmp_path / "tree").parent, **flags)
+    outcome = fallen(tmp_path, program, [1, 0], wanted, "--deadpool-persist-interval 6")
+    counted = {Path(str(event.data["path"])).parent for event in outcome.of_kind("durable")}
+    assert counted == {exports}
+    assert (tmp_path / "run" / "saves" / "iter_0000009").is_dir()
