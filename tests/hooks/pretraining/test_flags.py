@@ -186,7 +186,14 @@ def test_near_misses_are_not_seen_either(extra: str) -> None:
 
 @pytest.mark.parametrize("flag", BY_HAND)
 def test_rows_that_the_parser_cannot_reach(flag: str) -> None:
-    assert refused(**BY_HAND[flag]) == row_of(flag).line
+    row = row_of(flag)
+    if row.level is not Level.SET:
+        assert refused(**BY_HAND[flag]) == row.line
+        return
+    for deadpool, wanted in ((False, BY_HAND[flag]), (True, {**BY_HAND[flag], **row.to})):
+        args = argparse.Namespace(deadpool=deadpool, **BY_HAND[flag])
+        attach.set_for_the_user(args)
+        assert vars(args) == {"deadpool": deadpool, **wanted}
 
 
 def test_what_deadpool_replaces_is_left_out_by_the_parser() -> None:
@@ -425,6 +432,9 @@ def answers() -> dict[str, Answer]:
         validate = "--rampup-batch-size" not in words
         questions[extra or "nothing"] = Question([*MODEL, "--deadpool", *words], validate=validate)
     questions["without"] = Question([*MODEL, "--use-sharp"], show=("deadpool", "use_sharp"))
+    if TAGS[0] != TAG:
+        beside = [*MODEL, "--deadpool", "--async-save", "--use-persistent-ckpt-worker"]
+        questions["worker"] = Question(beside, show=("async_strategy",))
     questions["async"] = Question([*MODEL, "--deadpool", "--async-save"], show=("async_save",))
     small_model = [*configuration("small.args"), "--deadpool", "--save", "there"]
     questions["small.args"] = Question(small_model, 4, show=("data_parallel_size",))
@@ -460,6 +470,8 @@ def test_near_misses_are_accepted(answers: dict[str, Answer], extra: str) -> Non
 def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> None:
     assert answers["without"].shown == {"deadpool": "False", "use_sharp": "True"}
     assert answers["async"].shown == {"async_save": "False"}
+    if TAGS[0] != TAG:
+        assert answers["worker"].shown == {"async_strategy": "'mcore'"}
 
 
 @with_parser
