@@ -8,7 +8,14 @@ import pytest
 
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.vault.shm.slot_check import Verdict
-from tests.faults.harness.jobs import Outcome, Program, restart_kinds, undisturbed
+from tests.faults.harness.jobs import (
+    Outcome,
+    Program,
+    assert_unnoticed,
+    restart_kinds,
+    run_program,
+    undisturbed,
+)
 from tests.megatron_lm.harness.arguments import MOE
 from tests.megatron_lm.harness.checkout import LOADS
 from tests.megatron_lm.harness.runs import PP2_DP2, dies, gpt, held_tree, strike
@@ -44,12 +51,17 @@ def fallen(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_older_format_is_fallen_back_to(tmp_path: Path, layout: str) -> None:
+def test_the_older_format_is_fallen_back_to_and_started_from(tmp_path: Path, layout: str) -> None:
     flags, nodes = LAYOUTS[layout]
-    outcome = fallen(tmp_path, gpt(**{**SAVES, **flags, "ckpt_format": "torch"}), nodes)
+    flags = {**SAVES, **flags, "ckpt_format": "torch"}
+    outcome = fallen(tmp_path, gpt(**flags), nodes)
     assert [event.iteration for event in outcome.of_kind("durable")] == [3, 6, 9]
-    last = outcome.directory / "saves" / "iter_0000009"
-    assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
+    saved = outcome.directory / "saves"
+    found = verify_checkpoint(saved / "iter_0000009", lambda _: None)
+    assert {one.verdict for one in found} == {Verdict.GOOD}
+    (saved / "latest_checkpointed_iteration.txt").write_text("6")
+    again = run_program(tmp_path / "again", gpt(**{**flags, "save": None, "load": saved}))
+    assert_unnoticed(again, undisturbed(gpt(**flags)), [], after=6)
 
 
 @pytest.mark.parametrize(
