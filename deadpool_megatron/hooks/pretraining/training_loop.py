@@ -146,7 +146,8 @@ class PretrainLoop(ProtectedLoop):
             reader.CachedMetadataFileSystemReader.clear_metadata_cache()
         number = int(directory.name.removeprefix("iter_"))
         is_older = any(directory.glob("mp_rank_*"))
-        # What the user said is about the start of the run; this one is to be loaded whole.
+        # What the user said is about the start of the run, and about saves, whose state Megatron
+        # loads into; this one is to be loaded whole.
         whole = {
             "load": str(directory.parent),
             "ckpt_step": number,
@@ -156,6 +157,8 @@ class PretrainLoop(ProtectedLoop):
             "finetune": False,
             "no_load_optim": False,
             "no_load_rng": False,
+            "no_save_optim": False,
+            "no_save_rng": False,
         }
         args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
         self.scheduler.num_steps = 0  # a load adds to it

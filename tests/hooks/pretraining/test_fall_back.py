@@ -45,7 +45,8 @@ def test_a_survivor_has_what_the_checkpoint_says(
     def load_checkpoint(*objects: Any, **_: Any) -> tuple[int, float]:
         assert not read
         args = loop._args
-        assert (args.ckpt_format, args.no_load_optim, args.no_load_rng) == (form, False, False)
+        said = args.no_load_optim, args.no_load_rng, args.no_save_optim, args.no_save_rng
+        assert (args.ckpt_format, *said) == (form, False, False, False, False)
         assert vars(checkpointing)["read_metadata"]("tracker") == (6, False)
         objects[2].load_state_dict(saved.state_dict())
         return 6, 0.0
@@ -53,7 +54,7 @@ def test_a_survivor_has_what_the_checkpoint_says(
     vars(checkpointing)["load_checkpoint"] = load_checkpoint
     newcomer = decaying(0.01)
     names = "load ckpt_step exit_on_missing_checkpoint pretrained_checkpoint finetune"
-    names += " no_load_optim no_load_rng ckpt_format"
+    names += " no_load_optim no_load_rng no_save_optim no_save_rng ckpt_format"
     loop = SimpleNamespace(
         _args=SimpleNamespace(**dict.fromkeys(names.split())),
         _abandon_saves=lambda: None,
