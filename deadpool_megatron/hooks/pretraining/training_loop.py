@@ -40,7 +40,7 @@ from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 # Of Megatron's arguments: where the data is.
 _PLACES = (*POSITIONS, "consumed_valid_samples")
-# Loaded once it has read something, and not there before 0.17.
+# Loaded once it has read something; before 0.17 it keeps nothing by path.
 _METADATA_READER = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 
 
@@ -141,9 +141,10 @@ class PretrainLoop(ProtectedLoop):
 
         args = self._args
         self._abandon_saves()
-        if (reader := sys.modules.get(_METADATA_READER)) is not None:
+        reader = getattr(sys.modules.get(_METADATA_READER), "CachedMetadataFileSystemReader", None)
+        if (forget := getattr(reader, "clear_metadata_cache", None)) is not None:
             # What this process has read of a path; somebody may have written it anew since.
-            reader.CachedMetadataFileSystemReader.clear_metadata_cache()
+            forget()
         number = int(directory.name.removeprefix("iter_"))
         is_older = any(directory.glob("mp_rank_*"))
         # What the user said is about the start of the run, and about saves, whose state Megatron
