@@ -182,16 +182,13 @@ def as_markdown() -> str:
 
 def _holds(term: str, args: argparse.Namespace) -> bool:
     """Return whether arguments meet ``NAME`` (set, to anything that is not empty) or ``NAME TEST
-    VALUES`` (``missing``: the contrary of the first). An argument that a version does not have
-    counts as not set."""
+    VALUES``. An argument that a version does not have counts as not set."""
     name, _, rest = term.partition(" ")
     test, _, text = rest.partition(" ")
     value = getattr(args, name, None)
     match test:
         case "":
             return bool(value)
-        case "missing":
-            return not value
         case "known":
             return hasattr(args, name)
         case "given":

@@ -42,9 +42,7 @@ EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--error-injection-rate": "1000",
     "--non-persistent-ckpt-type": "local",
     "--save": "msc://profile/checkpoints",
-    "--no-save-optim": "--save there",
-    "--no-save-rng": "--save there",
-    "--ckpt-format": "torch_dcp --save there",
+    "--ckpt-format": "torch_dcp",
     "--optimizer": "dist_muon",
     "--fp4-format": "e2m1",
     "--fp8-recipe": "custom",
@@ -186,14 +184,7 @@ def test_near_misses_are_not_seen_either(extra: str) -> None:
 
 @pytest.mark.parametrize("flag", BY_HAND)
 def test_rows_that_the_parser_cannot_reach(flag: str) -> None:
-    row = row_of(flag)
-    if row.level is not Level.SET:
-        assert refused(**BY_HAND[flag]) == row.line
-        return
-    for deadpool, wanted in ((False, BY_HAND[flag]), (True, {**BY_HAND[flag], **row.to})):
-        args = argparse.Namespace(deadpool=deadpool, **BY_HAND[flag])
-        attach.set_for_the_user(args)
-        assert vars(args) == {"deadpool": deadpool, **wanted}
+    assert refused(**BY_HAND[flag]) == row_of(flag).line
 
 
 def test_what_deadpool_replaces_is_left_out_by_the_parser() -> None:
@@ -207,19 +198,6 @@ def test_what_deadpool_replaces_is_left_out_by_the_parser() -> None:
     for argv in (["--enable-ft-package"], ["--enable-ft-package", "--deadpool"]):
         args = made.parse_args(argv)
         assert args.enable_ft_package is not args.deadpool
-
-
-def test_what_is_about_saves_alone_is_set_where_nothing_is_saved() -> None:
-    command = ["pretrain_gpt.py", "--no-save-optim", "--ckpt-format", "torch", "--bf16"]
-    assert [each.level for each in judge(command)] == [Level.SET, Level.SET]
-    refused_rows = [each.shown for each in judge([*command, "--save", "x"])]
-    assert refused_rows == ["--no-save-optim, --no-save-rng", "--ckpt-format other than torch_dist"]
-    args = argparse.Namespace(deadpool=True, no_save_optim=True, ckpt_format="torch", save=None)
-    attach.set_for_the_user(args)
-    assert (args.no_save_optim, args.no_save_rng, args.ckpt_format) == (False, False, "torch_dist")
-    loads = argparse.Namespace(deadpool=True, ckpt_format="torch", load="x")
-    attach.set_for_the_user(loads)
-    assert loads.ckpt_format == "torch"
 
 
 def test_what_was_read_is_taken_by_name() -> None:
