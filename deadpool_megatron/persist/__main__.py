@@ -1,6 +1,6 @@
 """``python -m deadpool_megatron.persist JOB``: one node's part of an export; started by its agent.
 
-``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``templates`` (a
+``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
 directory), ``taken`` (see :class:`~deadpool_megatron.vault.disk.pinned_snapshot.Snapshot`),
 ``dump`` (null, or ``path``, ``generation``, ``boundary`` of a dump, and its ``roles`` to write),
 ``iteration``, ``world_size``, ``joins`` (whether this process makes one checkpoint of what all have

@@ -21,7 +21,7 @@ from deadpool_megatron.support.flags import Level
 
 
 @dataclass(frozen=True)
-class Finding:
+class Judged:
     """Something on a command line that is not simply supported. ``name``: by which it is allowed;
     ``allowed``: the same command line says so."""
 
@@ -39,7 +39,7 @@ class Finding:
 
 def judge(
     command: Sequence[str], args: argparse.Namespace | None = None, version: str = ""
-) -> list[Finding]:
+) -> list[Judged]:
     """Return what is to be said about a script and its arguments.
 
     ``args``: as Megatron-LM has validated them; None: what can be read off the command line, with
@@ -47,31 +47,31 @@ def judge(
     """
     read, unread = (_named_behind(flag, command) for flag in (ALLOW, ALLOW_UNREVIEWED))
     found = [
-        Finding(
+        Judged(
             row.level, row.shown, row.line, row.name, row.level is Level.READ and row.name in read
         )
         for row in flags.ROWS
         if (row.is_named_in(command[1:], version) if args is None else row.applies(args))
     ]
     if args is not None and (line := flags.one_logger_complaint(args)):
-        found.append(Finding(Level.REFUSED, "one_logger", line))
+        found.append(Judged(Level.REFUSED, "one_logger", line))
     for shown in _unread(command):
         name = shown.lstrip("-")
         line = (
             f"{shown} is not reviewed: {flags.why_unread(shown)}; leave it out, or answer for it"
             f" yourself with {ALLOW_UNREVIEWED} {name}"
         )
-        found.append(Finding(Level.UNREAD, shown, line, name, name in unread))
+        found.append(Judged(Level.UNREAD, shown, line, name, name in unread))
     return found
 
 
-def judge_environment(environment: Mapping[str, str]) -> list[Finding]:
+def judge_environment(environment: Mapping[str, str]) -> list[Judged]:
     """Return what is to be said about variables that members read with NCCL."""
     fates = ((Level.SET, table.set_aside), (Level.REFUSED, table.refused))
-    return [Finding(level, *found) for level, of in fates for found in of(environment)]
+    return [Judged(level, *found) for level, of in fates for found in of(environment)]
 
 
-def verdict(findings: Iterable[Finding]) -> str:
+def verdict(findings: Iterable[Judged]) -> str:
     """Return ``supported``, ``allowed`` for what needs an allowance by name, or ``refused``."""
     levels = {finding.level for finding in findings}
     if Level.REFUSED in levels:
@@ -79,7 +79,7 @@ def verdict(findings: Iterable[Finding]) -> str:
     return "supported" if levels <= {Level.SET} else "allowed"
 
 
-def refusal(findings: Iterable[Finding]) -> str:
+def refusal(findings: Iterable[Judged]) -> str:
     """Return one line about all that keeps a run from its start; empty if nothing does."""
     stopped = [each for each in findings if each.level is not Level.SET and not each.allowed]
     if not stopped:
@@ -94,7 +94,7 @@ def refusal(findings: Iterable[Finding]) -> str:
     return first.line + "".join(others)
 
 
-def allowances(findings: Iterable[Finding]) -> list[str]:
+def allowances(findings: Iterable[Judged]) -> list[str]:
     """Return what would have to be added to the command line for all that can be allowed."""
     flag = {Level.READ: ALLOW, Level.UNREAD: ALLOW_UNREVIEWED}
     return [
@@ -104,7 +104,7 @@ def allowances(findings: Iterable[Finding]) -> list[str]:
     ]
 
 
-def notes(findings: Iterable[Finding]) -> list[str]:
+def notes(findings: Iterable[Judged]) -> list[str]:
     """Return the first lines of a run: what was set for the user, and what was let through."""
     return [
         each.line

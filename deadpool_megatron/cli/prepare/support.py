@@ -18,7 +18,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.support import judgement
 from deadpool_megatron.support.flags import Level
-from deadpool_megatron.support.judgement import Finding
+from deadpool_megatron.support.judgement import Judged
 from deadpool_megatron.support.versions import version_beside
 
 _DESCRIPTION = """\
@@ -107,7 +107,7 @@ def _read(path: Path) -> list[_Case]:
     return cases
 
 
-def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[Finding]]:
+def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[Judged]]:
     version = version_beside(tree)
     if tree is not None and not version:
         raise CommandError(f"{tree} is not a checkout of Megatron-LM")
@@ -138,7 +138,7 @@ def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | Non
     return [None if each is None else argparse.Namespace(**each) for each in found]
 
 
-def _as_object(case: _Case, found: Sequence[Finding]) -> dict[str, Any]:
+def _as_object(case: _Case, found: Sequence[Judged]) -> dict[str, Any]:
     rows = [
         {"level": str(each.level), "shown": each.shown, "line": each.line, "allowed": each.allowed}
         | {"fork": each.is_of_a_fork}
@@ -152,7 +152,7 @@ def _as_object(case: _Case, found: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def _print_one(found: Sequence[Finding]) -> None:
+def _print_one(found: Sequence[Judged]) -> None:
     for each in found:
         allowed = " (allowed here)" if each.allowed else ""
         print(f"{_WORDS[each.level]}: {each.line}{allowed}")
@@ -162,7 +162,7 @@ def _print_one(found: Sequence[Finding]) -> None:
     print(f"verdict: {verdict}")
 
 
-def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Finding]]) -> None:
+def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Judged]]) -> None:
     verdicts = [judgement.verdict(found) for found in judged]
     for case, verdict, found in zip(cases, verdicts, judged, strict=True):
         print(f"{verdict:9}  {case.id}  {'; '.join(each.shown for each in found)}".rstrip())
@@ -181,5 +181,5 @@ def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Finding]]) ->
         print(f"{len(these)} configurations {name}: {', '.join(shares)}")
 
 
-def _without_fork(found: Sequence[Finding]) -> list[Finding]:
+def _without_fork(found: Sequence[Judged]) -> list[Judged]:
     return [each for each in found if not each.is_of_a_fork]
