@@ -6,6 +6,7 @@ All of them on real models: capture/test_restore.py.
 from __future__ import annotations
 
 import queue
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,8 +229,9 @@ def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop: Loop
     experts.stream = torch.cuda.Stream()
     experts.cached_fc1_input = experts.cached_fc2_input = None
     experts.cached_fc2_output = experts.cached_output = None
-    if states := getattr(shared_experts, "SharedExpertState", None):  # since 0.18
-        experts._overlap_state = states.IDLE
+    # Megatron 0.16 and 0.17 have no state, and look at none.
+    states = getattr(shared_experts, "SharedExpertState", Enum("States", "IDLE BEGUN"))
+    experts._overlap_state = states.IDLE
     left = made(loop)
     loop.model_chunks = [experts]
     tokens = torch.ones(2, requires_grad=True)
@@ -237,7 +239,9 @@ def test_an_overlapped_pass_of_shared_experts_begins_at_its_beginning(loop: Loop
         experts.pre_forward_comm(tokens + 1)
         assert experts.cached_fc1_input is not None
         experts.cached_fc2_input = experts.cached_fc2_output = experts.cached_output = tokens
+        experts._overlap_state = list(states)[1]
         interrupt_cleanup.shared_experts(left)
+        assert experts._overlap_state is states.IDLE
         cached = [value for name, value in vars(experts).items() if name.startswith("cached_")]
         assert cached == [None] * 4
 
