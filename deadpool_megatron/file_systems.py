@@ -86,7 +86,7 @@ def lock(handle: int, name: Path, limit_seconds: float = 0.0) -> None:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            text = f"{name}: no locks here ({error.strerror}), goes on without"
+            text = f"{name}: no locks here ({error.strerror}), continues without"
             print(f"deadpool: {text}", file=sys.stderr, flush=True)
             return
 

@@ -197,7 +197,7 @@ def delayed_gradients(left: InterruptCleanup) -> None:
 
 def offloaded_activations(_: InterruptCleanup) -> None:
     """Chunks, groups and copies under way, in the process-wide manager of offloaded activations:
-    the next step would begin in the middle. A new one finds out anew what to offload, and all roles
+    the next step would begin in the middle. A new one learns again what to offload, and all roles
     tell each other what, so all must begin alike."""
     fine_grained_activation_offload.PipelineOffloadManager.OFFLOAD_MGR = None
 

@@ -265,7 +265,7 @@ class CpuPlatform(Platform):
         return self._submit(_ThreadCopy(list(dst), list(src)))
 
     def _submit(self, copy: _ThreadCopy) -> _ThreadCopy:
-        """Have the copier thread do it: the first copy starts it, in a forked child once more."""
+        """Have the copier thread do it: the first copy starts it, in a forked child again."""
         if self._owner_pid != os.getpid():
             self._queue = queue.SimpleQueue()
             self._owner_pid = os.getpid()

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(path: Path) -> list[_Case]:
     cases = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             row = json.loads(line)
             words = [str(row["script"])]

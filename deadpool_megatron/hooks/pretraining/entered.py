@@ -22,8 +22,8 @@ _CONSUME = "consume_seqlen_stats_in_iteration"
 def to_train(
     lengths: Callable[[], list[float | None]], done: int | None, first: int
 ) -> Iterator[Callable[[], Iterable[float | None]]]:
-    """train() is entered while the block runs, to go on behind iteration ``done`` (None: nothing
-    was trained here), in a run that began behind ``first``.
+    """train() is entered while the block runs, to continue after iteration ``done`` (None: nothing
+    was trained here), in a run that began after ``first``.
 
     ``lengths``: the sums over sequences of the newest iteration. They belong to its generation, so
     they are taken as soon as the step is over, by the function that this yields (collective where

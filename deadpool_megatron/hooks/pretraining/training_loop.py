@@ -246,7 +246,7 @@ class PretrainLoop(ProtectedLoop):
         self.build.train_arguments["config"].timers = get_timers()
 
     def _entering(self) -> contextlib.AbstractContextManager[Callable[[], Iterable[float | None]]]:
-        """Have what train() starts at each entry go on where it was."""
+        """Have what train() starts at each entry continue where it was."""
         known, iteration = self._newest.known, self.counters["iteration"]
         first = self._first_iteration - 1
         return entered.to_train(lambda: self._newest.lengths, iteration if known else None, first)

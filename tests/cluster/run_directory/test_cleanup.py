@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_not_one_where_somebody_has_it(
     monkeypatch.setattr(file_systems.fcntl, "flock", flock)
     add_bad_node(tmp_path, BAD)
     assert [one.host for one in read_bad_nodes(tmp_path)] == ["n1"]
-    assert f"no locks here ({os.strerror(number)}), goes on without" in capfd.readouterr().err
+    assert f"no locks here ({os.strerror(number)}), continues without" in capfd.readouterr().err
 
 
 def test_a_run_directory_without_room_is_told_at_once(
