@@ -336,7 +336,7 @@ def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
 
     args = copy.copy(get_args())
     vars(args).update(ckpt_format="torch_dist", use_dist_ckpt=True)
-    vars(args).update(no_save_optim=False, no_save_rng=False)
+    vars(args).update(no_save_optim=None, no_save_rng=None)  # as parsed where nobody says them
     if args.data_parallel_random_init:
         raise TemplateError("--data-parallel-random-init: random states would have to be gathered")
     model, optimizer, scheduler = objects
