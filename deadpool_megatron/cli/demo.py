@@ -198,19 +198,25 @@ def judge(undisturbed: DemoRun, struck: DemoRun, strike: int) -> Outcome:
 
 
 def summary_lines(outcome: Outcome) -> list[str]:
-    """The table at the end, and the verdict as the last line."""
+    """The table at the end, the verdict, and one sentence for people as the last line."""
     recovery = outcome.recovery
     told = {
         **{f"{name}: {PHASES.get(name)}": value for name, value in recovery.phases.items()},
         "from the kill to the next finished step": outcome.kill_to_next_step,
         "without all copies in memory": recovery.exposed_seconds,
     }
-    rows = [[what, f"{value:.3f}"] for what, value in told.items() if value is not None]
+    rows = [[what, f"{value:.3f}"] for what, value in told.items() if value and value >= 0.0005]
     lines = ["", *table(["recovery", "seconds"], rows)]
     lines += ["", f"steps recomputed: {recovery.steps_recomputed}"]
     if more := len(outcome.struck.result.recoveries) - 1:
         lines.append(f"further recoveries in the same run: {more}")
-    return [*lines, *describe(outcome.comparison)]
+    lines += describe(outcome.comparison)
+    took = outcome.kill_to_next_step
+    end = "and ended with other numbers: the differences are listed above"
+    if outcome.comparison.identical:
+        end = f"and its {outcome.comparison.compared['steps']} losses are the same bits"
+    seconds = "" if took is None else f" for {took:.1f} s"
+    return [*lines, "", f"The run lost a node{seconds}, {end}."]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

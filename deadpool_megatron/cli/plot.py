@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.observe.story import PHASES, Interruption, Step, Story
+from deadpool_megatron.observe.story import PHASES, Interruption, Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
         )
         verdict = f"bit-identical: {'yes' if identical else 'no'}"
         figure.suptitle(f"A node dies in the middle of a step   ·   {verdict}", fontsize=13)
-        label = "run that lost a node" + (", with the same losses" if identical else "")
+        label = "run that lost a node" + (": the same losses" if identical else "")
         _draw_losses(upper, undisturbed, struck, failure, label)
         if failure is None or not lanes:
             lower.text(0.5, 0.5, "no recovery recorded", ha="center", transform=lower.transAxes)
@@ -53,7 +53,7 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
         else:
             _draw_recovery(lower, failure, lanes)
         try:
-            figure.savefig(path, dpi=150)
+            figure.savefig(path, dpi=120)
         except (OSError, ValueError) as error:
             raise CommandError(f"cannot write {path}: {error}") from error
         finally:
@@ -63,39 +63,32 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
 def _draw_losses(
     axes: Axes, undisturbed: Story, struck: Story, failure: Interruption | None, label: str
 ) -> None:
-    """Loss over seconds since each run's first finished step; the gap of the recovery shaded."""
-    calm: dict[str, Any] = {"color": _CALM, "linewidth": 5.0, "solid_capstyle": "round"}
-    axes.plot(*_curve(undisturbed, list(undisturbed.steps)), label="undisturbed run", **calm)
-    # Two pieces: nothing was trained in between.
-    began = failure.began if failure is not None else float("inf")
-    style: dict[str, Any] = {"color": _STRUCK, "linewidth": 1.4, "marker": "o", "markersize": 3}
-    for name, is_after in ((label, False), (None, True)):
-        piece = [step for step in struck.steps if (step.wall_seconds > began) is is_after]
-        axes.plot(*_curve(struck, piece), label=name, **style)
+    """Loss over iteration, one run on the other; the kill is between two finished iterations."""
+    calm: dict[str, Any] = {"color": _CALM, "linewidth": 7.0, "solid_capstyle": "round"}
+    thin: dict[str, Any] = {"color": _STRUCK, "linewidth": 1.4, "marker": "o", "markersize": 3.5}
+    axes.plot(*_curve(undisturbed), label="undisturbed run", **calm)
+    axes.plot(*_curve(struck), label=label, **thin)
     axes.legend(loc="lower left", frameon=False)
     if failure is not None:
-        zero = struck.steps[0].wall_seconds
-        began, end = failure.began - zero, (failure.ended or struck.last_wall) - zero
-        axes.axvspan(began, end, color=_ALARM, alpha=0.15, linewidth=0)
-        axes.axvline(began, color=_ALARM, linewidth=1.4)
+        killed = failure.last_iteration + 0.5
+        axes.axvline(killed, color=_ALARM, linewidth=1.4)
         axes.annotate(
-            f" node killed in iteration {failure.last_iteration + 1},\n"
-            f" next step finished {end - began:.2f} s later",
-            xy=(end, 0.97),
+            f"  a node is killed in iteration {failure.last_iteration + 1};\n  it is finished"
+            f" {(failure.ended or struck.last_wall) - failure.began:.2f} s later, on the spare",
+            xy=(killed, 0.97),
             xycoords=("data", "axes fraction"),
             va="top",
             color=_ALARM,
         )
-    axes.set_xlabel("seconds since the first step of the run")
+    axes.set_xlabel("iteration")
     axes.set_ylabel("training loss")
     axes.grid(axis="y", alpha=0.25)
 
 
-def _curve(run: Story, steps: Sequence[Step]) -> tuple[list[float], list[float]]:
-    """Seconds since the first step of ``run``, and losses, of ``steps``."""
-    zero = run.steps[0].wall_seconds
-    losses = [float("nan") if s.loss is None else float.fromhex(s.loss) for s in steps]
-    return [s.wall_seconds - zero for s in steps], losses
+def _curve(run: Story) -> tuple[list[int], list[float]]:
+    """Iterations and their losses."""
+    losses = [float("nan") if s.loss is None else float.fromhex(s.loss) for s in run.steps]
+    return [s.iteration for s in run.steps], losses
 
 
 Bar = tuple[str, float, float]  # phase, start, end; seconds since the failure
@@ -109,7 +102,7 @@ def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
     lanes = [("whole run", whole)]
     for phase, length in failure.phases.items():
         if phase == "reprotect":  # it runs beside the others, from the decision on
-            lanes.append(("vaults", [(phase, decided, decided + length)]))
+            lanes.append(("copies", [(phase, decided, decided + length)]))
             continue
         began = whole[-1][2] if whole else 0.0
         whole.append((phase, began, began + length))
@@ -146,7 +139,7 @@ def _draw_recovery(
     axes.set_xlim(left=min(0.0, *(start for _, bars in lanes for _, start, _ in bars)))
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    seen = {phase for _, bars in lanes for phase, _, _ in bars}
+    seen = {phase for _, bars in lanes for phase, start, end in bars if end - start >= 0.0005}
     handles = []
     for phase in [*(p for p in PHASES if p in seen), *sorted(seen - PHASES.keys())]:
         label = f"{phase} {failure.phases[phase]:.3f} s" if phase in failure.phases else phase

@@ -50,12 +50,15 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     monkeypatch.setattr(demo, "watch_run", Runs())
     facts_file, picture = tmp_path / "facts.json", tmp_path / "picture.png"
     status, told, _ = carry_out("demo", "--iterations", 12, "--json", facts_file, "--plot", picture)
-    assert (status, told.splitlines()[-1][:18]) == (0, "bit-identical: yes")
+    verdict, _, sentence = told.splitlines()[-3:]
+    assert (status, verdict[:18]) == (0, "bit-identical: yes")
+    assert " 12 losses " in sentence
     facts = json.loads(facts_file.read_text())
     assert [facts[name] for name in ("bit_identical", "killed_in_iteration")] == [True, 7]
     assert facts["steps_recomputed"] == 1
     assert facts["kill_to_next_step_seconds"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 200_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.json", "picture.png"]
 
 
