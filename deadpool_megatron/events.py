@@ -3,8 +3,9 @@
 An event is one line of JSON in ``events.jsonl`` of the run directory; the coordinator of term t > 1
 writes ``events-<t>.jsonl`` beside it, and continues in ``events-<t>-<n>.jsonl`` when that is large.
 A coordinator is the only writer of its files; other processes hand their events to it. Every event
-carries the wall clock (comparable between hosts, as far as clocks agree) and the monotonic clock
-(comparable within one host), the epoch, and where they apply the node, role, iteration and phase.
+carries its date, once for people (``at``) and once as a number (``wall_seconds``), both by the
+coordinator's clock; the monotonic clock of its origin; the epoch, and where they apply the node,
+role, iteration and phase.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from typing import Any
 from deadpool_megatron import ownership
 
 # Of events.schema.json: goes up with each change of what an event means or may hold.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 # What a generation is judged by: numbers of the step that makes it, and the state that it saves.
 LOSS, GRADIENT_NORM, STATE = "loss", "gradient norm", "optimizer state"
 
@@ -107,7 +109,8 @@ class Event:
         """Inverse of :meth:`to_dict`. Raises KeyError, ValueError or TypeError for anything else:
         whoever reads events relies on the types of their fields.
         """
-        event = Event(**{**values, "kind": Kind(values["kind"])})
+        given = {name: value for name, value in values.items() if name != "at"}
+        event = Event(**{**given, "kind": Kind(values["kind"])})
         for name, types in _FIELD_TYPES.items():
             value = getattr(event, name)
             if not isinstance(value, types) or isinstance(value, bool):
@@ -161,9 +164,15 @@ _END_OF_TIME = 1e15
 DAMAGE = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 
+def date(wall_seconds: float) -> str:
+    """The time in ISO 8601, local, with its zone: ``2026-11-28T12:03:22.250+01:00``."""
+    return datetime.fromtimestamp(wall_seconds).astimezone().isoformat(timespec="milliseconds")
+
+
 def to_line(event: Event) -> bytes:
     """The event as it stands in a file."""
-    return json.dumps(event.to_dict(), separators=(",", ":")).encode() + b"\n"
+    values = {"at": date(event.wall_seconds), **event.to_dict()}
+    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
 
 
 class EventLog:

@@ -15,7 +15,7 @@ from deadpool_megatron.cli.common import seconds, size, table
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result, read_story
 from deadpool_megatron.cluster.run_directory.cleanup import is_here
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
     ADVICE,
@@ -76,7 +76,8 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
         facts = story.started.data
         lines.append(
             f"  {count(facts.get('roles'), 'role')} on {count(facts.get('nodes'), 'node')}"
-            f" and {count(facts.get('spares'), 'spare')}, epoch {story.epoch}"
+            f" and {count(facts.get('spares'), 'spare')}, epoch {story.epoch},"
+            f" started {date(story.started.wall_seconds)}"
         )
     lines += _describe_steps(story)
     for failure in story.failures:
@@ -94,8 +95,8 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
     facts: list[tuple[str, str]] = [
         (
             "when",
-            f"after iteration {failure.last_iteration},"
-            f" {failure.began - began:.1f} s into the run, epoch {failure.closed_epoch} closed",
+            f"{date(failure.began)}, {failure.began - began:.1f} s after the start,"
+            f" after iteration {failure.last_iteration}, epoch {failure.closed_epoch} closed",
         ),
         ("why", advice.noticed),
         # What is ended on purpose loses nothing.
@@ -249,6 +250,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "directory": str(directory),
         "state": state_of(directory, story, result),
         "exit_status": result.exit_status if result is not None else None,
+        "started_at": None if story.started is None else date(story.started.wall_seconds),
         "epoch": story.epoch,
         "steps": len(story.steps),
         "last_iteration": story.last_iteration,
@@ -273,6 +275,7 @@ def _failure_to_dict(failure: Interruption) -> dict[str, Any]:
     stacks = [{"role": e.role, "node": e.node, **e.data} for e in failure.stacks]
     return {
         **{name: getattr(failure, name) for name in plain},
+        "at": date(failure.began),
         "hangs": [dict(event.data) for event in failure.hangs],
         "stacks": stacks,
         "losses": [describe_loss(loss) for loss in failure.losses],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind
+from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
 from deadpool_megatron.observe.narration import Line, shown, tell
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
@@ -78,7 +78,7 @@ class Follower:
     def __init__(self, run: RunDirectory, display: Display) -> None:
         self._tail, self._display = EventTail(run.events), display
         self._story = Story(RECENT_STEPS + 1)
-        self._began = time.time()
+        self._day = ""
         self._is_over = False
         self._told: set[tuple[Kind, int]] = set()
 
@@ -115,7 +115,11 @@ class Follower:
             line = Line(f"event {event.kind} cannot be shown: {error!r}", "red")
         if line is None or self._is_known(event):
             return
-        text = f"{max(0.0, event.wall_seconds - self._began):8.2f} s  {line.text}"
+        at = date(event.wall_seconds)
+        if at[:10] != self._day:
+            self._day = at[:10]
+            self._display.line(f"{self._day}, UTC{at[23:]}")
+        text = f"{at[11:19]}  {line.text}"
         if event.kind is Kind.STEP and (far := describe_progress(self._story, event.wall_seconds)):
             text += f"  ({far})"
         if line.passes:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind, in_words
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.observe.narration import count
 from deadpool_megatron.preflight.health import run_by_shell
 
@@ -95,7 +95,8 @@ class Notices:
         text = ""
         with contextlib.suppress(LookupError, TypeError, ValueError):  # of a damaged event
             text = notice_text(event) if self._outlets else ""
-        told = {"text": f"{self._run_id}: {text}", "run": self._run_id, "event": event.to_dict()}
+        told: dict[str, Any] = {"text": f"{self._run_id}: {text}", "run": self._run_id}
+        told |= {"at": date(event.wall_seconds), "event": event.to_dict()}
         for outlet in self._outlets if text else ():
             outlet.put(told)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deadpool_megatron.cli.watch import Display, Follower
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Event, Kind, to_line
+from deadpool_megatron.events import Event, Kind, date, to_line
 from tests.common.synthetic_run import events_of
 
 
@@ -20,13 +20,15 @@ class Heard(Display):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines, self.statuses = list[str](), list[str]()
+        self.lines, self.statuses, self.days = list[str](), list[str](), list[str]()
 
     def line(self, text: str, style: str = "") -> None:
-        self.lines.append(text.split(" s  ", 1)[1])
+        at, gap, line = text.partition("  ")
+        self.lines += [line] if gap else []
+        self.days += [] if gap else [at]
 
     def status(self, text: str) -> None:
-        self.statuses.append(text.split(" s  ", 1)[1])
+        self.statuses.append(text.split("  ", 1)[1])
 
 
 def followed(directory: Path, events: Iterable[Event]) -> Heard:
@@ -60,6 +62,17 @@ def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path: Path)
         "an",
         "epoch",
     ]
+
+
+def test_the_date_is_told_once_a_day(tmp_path: Path) -> None:
+    days = [3600.0 * hour for hour in (0, 1, 48)]
+    told = [Event(Kind.EVALUATION, 1, iteration=1, wall_seconds=1e9 + at) for at in days]
+    heard = followed(tmp_path, told)
+    assert [day[:10] for day in heard.days] == [
+        date(told[0].wall_seconds)[:10],
+        date(told[2].wall_seconds)[:10],
+    ]
+    assert len(heard.lines) == 3
 
 
 def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:

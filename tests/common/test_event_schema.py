@@ -3,9 +3,12 @@ against it as well: tests/common/told.py, tests/cluster/machine."""
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
+
 import pytest
 
-from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
+from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind, parse_line, to_line
 from tests.common.event_schema import SCHEMA, check_event
 
 
@@ -14,6 +17,16 @@ def test_it_describes_every_kind_and_says_its_version() -> None:
     for kind in Kind:
         assert SCHEMA["definitions"][kind]["description"]
     assert SCHEMA["version"] == SCHEMA_VERSION
+
+
+def test_a_line_has_its_date_and_one_without_is_read_as_well() -> None:
+    event = Event(Kind.DRAIN, 1, 0, wall_seconds=1e9 + 0.25)
+    line = json.loads(to_line(event))
+    check_event(line)
+    assert datetime.fromisoformat(line["at"]).timestamp() == event.wall_seconds
+    assert datetime.fromisoformat(line["at"]).tzinfo is not None
+    older = json.dumps({key: value for key, value in line.items() if key != "at"})
+    assert parse_line(older) == parse_line(to_line(event)) == event
 
 
 def test_what_it_does_not_know_is_no_event() -> None:

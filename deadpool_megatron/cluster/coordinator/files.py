@@ -86,9 +86,12 @@ class RunFiles:
         notify, on_event = info.settings.notify, info.settings.on_event
         self._notices = Notices(info.run_id, notify, on_event, self._warn)
         self._bad_nodes = BadNodes(run, info.run_id, self._warn)
+        # Dates that never step back within a term: durations between events are those of one clock.
+        self._clock_zero = time.time() - time.monotonic()
 
     def write(self, event: Event) -> None:
-        """Have an event written, or a digest of many in its place."""
+        """Have an event written with the date of now, or a digest of many in its place."""
+        event = replace(event, wall_seconds=self._clock_zero + time.monotonic())
         if self._is_brief and event.kind in (Kind.SEALED, Kind.COMMITTED):
             digest = self._commits.add(event, time.monotonic())
             self._write_all([] if digest is None else [digest])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from deadpool_megatron.cluster.coordinator.files import RunFiles
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Rig
@@ -63,6 +64,22 @@ def test_a_checkpoint_that_must_not_be_used_is_not_named_at_the_end(
     files.close(10.0)
     assert run.latest.exists() is is_named
     assert run.final.exists()
+
+
+def test_dates_are_the_coordinators_and_never_step_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However wrong the clock of the host that saw it, and whatever becomes of this one's."""
+    run, began = RunDirectory(tmp_path), time.time()
+    files = RunFiles(run, info(), 1, ReportedProgress())
+    files.write(Event(Kind.STEP, 1, iteration=1, wall_seconds=5.0, monotonic_seconds=7.0))
+    monkeypatch.setattr(time, "time", lambda: began - 3600.0)
+    files.write(Event(Kind.STEP, 1, iteration=2, wall_seconds=4.0))
+    files.close(10.0)
+    monkeypatch.undo()
+    first, second = read_events(run.events)
+    assert began <= first.wall_seconds <= second.wall_seconds <= time.time()
+    assert first.monotonic_seconds == 7.0
 
 
 def test_what_is_saved_counts_though_nobody_has_told_of_it(tmp_path: Path) -> None:
