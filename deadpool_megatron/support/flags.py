@@ -201,6 +201,8 @@ def _holds(term: str, args: argparse.Namespace) -> bool:
             return isinstance(value, int) and value > int(text)
         case "begins":
             return str(value or "").startswith(text)
+        case "has":
+            return any(part in str(value or "") for part in text.split())
     raise ValueError(f"no such condition: {term}")
 
 

@@ -24,6 +24,7 @@ from tests.megatron_lm.harness.runs import (
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm]
 
 ITERATIONS = 8
+LAYERS = "tests.megatron_lm.harness.local_layers"
 COMMON = [
     dies("forward", "forward", 0, 2, nth=2),
     dies("update", "optimizer.inside", 3, 4),
@@ -42,12 +43,6 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "log_interval": 3,
             "timing_log_level": 2,
             "rerun_mode": "disabled",
-            # A loss comes before it, another one into it.
-            "profile": True,
-            "use_pytorch_profiler": True,
-            "profile_step_start": 4,
-            "profile_step_end": 7,
-            "tensorboard_dir": "{run}/tensorboard",
         },
         # A spare for role 0 is there first.
         [dies("forward", "forward", 1, 2, nth=2), *COMMON[1:]],
@@ -111,7 +106,6 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "moe_z_loss_coeff": 1e-3,
             "moe_input_jitter_eps": 0.01,
             "log_interval": 3,
-            "enable_experimental": True,
         },
         [
             dies("forward", "forward", 0, 2, nth=2),
@@ -122,6 +116,48 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             dies("last-update", "optimizer.updated", 1, 6, when_optimizer=1, target="self"),
             dies("log", "log.end", 3, 7),
         ],
+    ),
+    "experts beside shared ones": (
+        {
+            **PP2_DP2,
+            **MOE,
+            "disable_bias_linear": True,
+            "moe_shared_expert_intermediate_size": 64,
+            "moe_shared_expert_overlap": True,
+        },
+        # Between the parts of an overlapped pass: in the exchange of tokens.
+        [
+            COMMON[0],
+            dies("exchange", "comm", 2, 3, nth=3, when_op="all_to_all_single"),
+            *COMMON[1:],
+        ],
+    ),
+    "experts whose exchange is hidden, virtual pipeline": (
+        {
+            **PP2_DP2,
+            **MOE,
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "overlap_moe_expert_parallel_comm": True,
+        },
+        [
+            COMMON[0],
+            dies("exchange", "comm", 2, 3, nth=3, when_op="all_to_all_single"),
+            *COMMON[1:],
+        ],
+    ),
+    "kinds of layers, segments that differ": (
+        {
+            **PP2_DP2,
+            **MOE,
+            "script": "pretrain_hybrid.py",
+            "num_layers": None,
+            "disable_bias_linear": True,
+            "hybrid_layer_pattern": "*-E|-|*|E-",
+            "spec": (LAYERS, "hybrid_stack_spec"),
+            "deadpool_allow_unreviewed": f"spec={LAYERS}",
+        },
+        # A spare for role 0 is there first, and role 3 has other layers.
+        [dies("forward", "forward", 3, 2, nth=2), *COMMON[1:]],
     ),
     "experts by quantiles, yarn": (
         {
@@ -141,7 +177,7 @@ if TAG not in ("core_v0.16.1", "core_v0.17.1"):
         global_batch_size=None, step_batch_size_schedule="0:8 1024:16 3072:24"
     )
 if TAGS[-1] != TAG:
-    del LAYOUTS["experts by quantiles, yarn"]
+    del LAYOUTS["experts by quantiles, yarn"], LAYOUTS["kinds of layers, segments that differ"]
 
 
 # Nothing of an audit is left in the state, dropout's random numbers included.
@@ -153,7 +189,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_survives(tmp_path: Path, name: str) -> None:
+def test_layout_survives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the layers
     flags, plan = LAYOUTS[name]
     program = gpt(**{"train_iters": ITERATIONS, **flags})
     outcome = strike(tmp_path / "run", program, plan, settings=SETTINGS.get(name, ""))

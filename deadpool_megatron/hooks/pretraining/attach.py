@@ -220,6 +220,8 @@ class PretrainProgram(Program):
 
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """See :class:`Program`: everything up to the call of train()."""
+        from megatron.training import get_args
+
         forget_globals()
         build = Build(self._command_line)
         # The loop opens the writers: a spare must not, and an adopter continues in the same files.
@@ -230,6 +232,11 @@ class PretrainProgram(Program):
                 pass
         if not build.complete:
             raise NothingToTrain("pretrain() returned without training: is --train-iters above 0?")
+        if stages.has_stage_without_experts(get_args(), build.train_arguments["config"]):
+            raise NothingToTrain(
+                "a stage without experts cannot be protected beside stages with them: a spare for"
+                " it would lack an empty optimizer; give each stage a layer E"
+            )
         if not build.detached and dist.get_rank() == 0:
             (self._run_directory / _DATA_READY).touch()
             _note_saves(RunDirectory(self._run_directory).saves)

@@ -109,6 +109,21 @@ def layer_pattern(args: Any) -> str:
     return "".join(allocate_layers(args.num_layers, *ratios, args.hybrid_override_pattern))
 
 
+def has_stage_without_experts(args: Any, config: Any) -> bool:
+    """Return whether a hybrid model has experts, but not in each of its stages.
+
+    With peers such a stage has an optimizer without parameters for them, for all ranks tell each
+    other which kinds they have (megatron/core/optimizer/__init__.py, _get_param_groups); built
+    without peers it has none, and could not be taken for the role.
+    """
+    segments, stages = (
+        _segments(args, config, layer_pattern(args)),
+        args.pipeline_model_parallel_size,
+    )
+    found = {"E" in "".join(segments[stage::stages]) for stage in range(stages)}
+    return len(found) > 1
+
+
 def commonest_role(args: Any, config: Any, wanted: int, members_per_node: int) -> int:
     """A role of the commonest class among those that lie on nodes where ``wanted`` does.
 
@@ -164,7 +179,7 @@ def _segments(args: Any, config: Any, pattern: str) -> list[str]:
     """The kinds of layers of all model chunks in the order of the model (Megatron's
     hybrid_layer_allocation.py, select_pipeline_segment)."""
     segments = pattern.split("/")[0].split("|")
-    if len(segments) > 1:
+    if len(segments) > 1 or not pattern:
         return segments
     kinds = iter(segments[0])
     counts = [_numbers(args, config, stage) for stage in range(args.pipeline_model_parallel_size)]

@@ -31,10 +31,10 @@ _WITHOUT_A_VALUE = """
 --overlap-param-gather-with-optimizer-step --fp4-param-gather
 --reuse-grad-buf-for-mxfp8-param-ag --is-hybrid-model --moe-enable-routing-replay
 --vision-pretraining --perform-rl-step --hybrid-context-parallel --use-nccl-ub
---tp-comm-overlap --use-sharp --moe-enable-deepep --overlap-moe-expert-parallel-comm
+--tp-comm-overlap --use-sharp --moe-enable-deepep
 --use-ring-exchange-p2p --fake-process-group --log-straggler --enable-cuda-graph
 --external-cuda-graph --fine-grained-activation-offloading --defer-embedding-wgrad-compute
---delay-wgrad-compute --moe-shared-expert-overlap --full-validation
+--delay-wgrad-compute --full-validation
 --multiple-validation-sets --fim-data --skip-train --moe-use-upcycling
 --run-workload-inspector-server
 """
@@ -56,7 +56,7 @@ EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--moe-token-dispatcher-type": "flex",
     "--pipeline-model-parallel-comm-backend": "ucc",
     "--lazy-mpu-init": "True",
-    "--cuda-graph-impl": "local",
+    "--cuda-graph-impl": "transformer_engine",
     "--cpu-offloading-num-layers": "2",
     "--save-dgrads-interval": "10",
     "--save-wgrads-interval": "10",
@@ -81,7 +81,7 @@ BY_HAND = {
 _PARSED_ONLY = """
 --ckpt-format --delay-wgrad-compute --fim-data --fine-grained-activation-offloading
 --fp4-format --fp4-param-gather --hybrid-context-parallel --moe-use-upcycling
---non-persistent-ckpt-type --optimizer-cpu-offload --overlap-moe-expert-parallel-comm
+--non-persistent-ckpt-type --optimizer-cpu-offload
 --overlap-param-gather-with-optimizer-step --perform-rl-step --qk-clip --tp-comm-overlap
 --use-megatron-fsdp --use-torch-fsdp2
 """
@@ -245,11 +245,11 @@ AUX = "--moe-router-load-balancing-type"
     [
         ("pretrain_gpt.py --lr 1 --of-tomorrow --deadpool", "--of-tomorrow", "of-tomorrow"),
         (
-            "pretrain_gpt.py --mamba-state-dim=8 --spec my.specs stack",
-            "--mamba-state-dim",
-            "--spec)",
+            "pretrain_gpt.py --linear-attention-freq=8 --spec my.specs stack",
+            "--linear-attention-freq",
+            "--spec=stack)",
         ),
-        ("/lm/pretrain_mamba.py --deadpool", "pretrain_mamba.py", "pretrain_mamba.py"),
+        ("/lm/pretrain_vlm.py --deadpool", "pretrain_vlm.py", "pretrain_vlm.py"),
         ("own.py --a --b --deadpool-allow-unreviewed a", "--b", "b"),
         (f"pretrain_gpt.py {AUX} aux_loss new", f"{AUX}=new", f"{AUX[2:]}=new"),
         ("pretrain_gpt.py --rope-type=spiral", "--rope-type=spiral", "rope-type=spiral"),

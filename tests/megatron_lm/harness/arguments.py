@@ -52,7 +52,8 @@ MOE: dict[str, object] = {
 def small(**changes: object) -> list[str]:
     """The small model's flags, changed and extended.
 
-    ``True`` stands for a flag without a value; ``None`` and ``False`` leave a flag out.
+    ``True`` stands for a flag without a value, a tuple for several; ``None`` and ``False`` leave a
+    flag out.
     """
     flags: list[str] = []
     if changes.get("async_save") and TAG != "core_v0.16.1":
@@ -63,7 +64,7 @@ def small(**changes: object) -> list[str]:
             continue
         flags.append("--" + name.replace("_", "-"))
         if value is not True:
-            flags.append(str(value))
+            flags += map(str, value if isinstance(value, tuple) else [value])
     return flags
 
 

@@ -81,10 +81,12 @@ def held_tree(directory: Path) -> Path:
     return script
 
 
-def gpt(nodes: int = 4, within: Path | None = None, **flags: object) -> Program:
-    """pretrain_gpt.py of a tree, by default the checkout, with the small model's flags changed."""
-    script = (within or tree()) / "pretrain_gpt.py"
-    return Program((str(script), *small(**flags), "--deadpool"), nodes)
+def gpt(
+    nodes: int = 4, within: Path | None = None, script: str = "pretrain_gpt.py", **flags: object
+) -> Program:
+    """A script of a tree, by default the checkout, with the small model's flags changed."""
+    path = (within or tree()) / script
+    return Program((str(path), *small(**flags), "--deadpool"), nodes)
 
 
 def stock(folder: Path, within: Path) -> list[Trained]:
