@@ -124,6 +124,8 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "disable_bias_linear": True,
             "moe_shared_expert_intermediate_size": 64,
             "moe_shared_expert_overlap": True,
+            # The first stage has none: its optimizer of experts is empty.
+            "moe_layer_freq": "([0]*2+[1]*2)",
         },
         # Between the parts of an overlapped pass: in the exchange of tokens.
         [
@@ -152,11 +154,11 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "script": "pretrain_hybrid.py",
             "num_layers": None,
             "disable_bias_linear": True,
-            "hybrid_layer_pattern": "*-E|-|*|E-",
+            "hybrid_layer_pattern": "*-E|-|*|-*",
             "spec": (LAYERS, "hybrid_stack_spec"),
             "deadpool_allow_unreviewed": f"spec={LAYERS}",
         },
-        # A spare for role 0 is there first, and role 3 has other layers.
+        # A spare for role 0 is there first, and role 3 has other layers, none with experts.
         [dies("forward", "forward", 3, 2, nth=2), *COMMON[1:]],
     ),
     "experts by quantiles, yarn": (

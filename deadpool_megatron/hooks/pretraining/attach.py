@@ -14,6 +14,7 @@ part that follows.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import inspect
@@ -32,6 +33,7 @@ from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from deadpool_megatron.file_systems import write_text
 from deadpool_megatron.hookpoints import FLAG, POINTS, Handler
 from deadpool_megatron.hooks import Session
 from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
@@ -51,8 +53,9 @@ from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import flags, judgement
 
-# In the run directory: role 0 has made the index files of the data sets.
-_DATA_READY = "datasets-ready"
+# In the run directory: role 0 has made the index files of the data sets; it has the kinds of
+# parameters of all roles.
+_BUILT = "datasets-ready"
 
 
 class FlagsRefused(ValueError):
@@ -220,25 +223,20 @@ class PretrainProgram(Program):
 
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """See :class:`Program`: everything up to the call of train()."""
-        from megatron.training import get_args
-
         forget_globals()
-        build = Build(self._command_line)
+        note, kinds = self._run_directory / _BUILT, []
+        # Role 0 may not have been built, or with kinds that cannot be written down.
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            kinds = ast.literal_eval(note.read_text())
+        build = Build(self._command_line, kinds)
         # The loop opens the writers: a spare must not, and an adopter continues in the same files.
-        with acting(build.handlers()), no_writers(), build.progress_kept():
-            try:
+        with acting(build.handlers()), no_writers(), build.progress_kept(), build.kinds_told():
+            with contextlib.suppress(Reached):
                 self._pretrain()
-            except Reached:
-                pass
         if not build.complete:
             raise NothingToTrain("pretrain() returned without training: is --train-iters above 0?")
-        if stages.has_stage_without_experts(get_args(), build.train_arguments["config"]):
-            raise NothingToTrain(
-                "a stage without experts cannot be protected beside stages with them: a spare for"
-                " it would lack an empty optimizer; give each stage a layer E"
-            )
         if not build.detached and dist.get_rank() == 0:
-            (self._run_directory / _DATA_READY).touch()
+            write_text(note, repr(build.kinds))
             _note_saves(RunDirectory(self._run_directory).saves)
         return PretrainLoop(build, self._pretrain, self._run_directory, emit)
 
@@ -304,7 +302,7 @@ class PretrainProgram(Program):
 
     def spares_may_build(self) -> bool:
         """Not before role 0 has made the index files: a build without peers only reads them."""
-        return (self._run_directory / _DATA_READY).exists()
+        return (self._run_directory / _BUILT).exists()
 
 
 def _note_saves(note: Path) -> None:

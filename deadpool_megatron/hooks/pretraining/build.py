@@ -12,8 +12,9 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -90,10 +91,12 @@ class _Source:
 
 
 class Build:
-    """See the module text. ``detached``: built without peers."""
+    """See the module text. ``detached``: built without peers. ``kinds``: of parameters, as an
+    earlier build of this run has left them."""
 
-    def __init__(self, command_line: CommandLine) -> None:
+    def __init__(self, command_line: CommandLine, kinds: Sequence[tuple[Any, Any]] = ()) -> None:
         self._command_line = command_line
+        self.kinds = kinds
         self.detached = False
         self.complete = False
         #: what setup_model_and_optimizer() answered
@@ -149,7 +152,8 @@ class Build:
         self.objects = (model, None, None)
         self.train_arguments.update(optimizer=None, opt_param_scheduler=None)
         gc.collect()
-        with acting({"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}):
+        made_up = {"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}
+        with acting(made_up), self.kinds_told():
             self.objects = family().set_up_around(self._setup_call, model)
         _, optimizer, scheduler = self.objects
         self.train_arguments.update(optimizer=optimizer, opt_param_scheduler=scheduler)
@@ -190,6 +194,37 @@ class Build:
 
         with replaced(training, "append_to_progress_log", unless_detached):
             yield
+
+    @contextlib.contextmanager
+    def kinds_told(self) -> Iterator[None]:
+        """While the block runs, :attr:`kinds` becomes what ranks tell each other of their
+        parameters, so that each has a group of each kind (megatron/core/optimizer/__init__.py,
+        _get_param_groups); without peers they are heard from it.
+
+        A stage without experts, or without embeddings, has kinds less than others. They follow from
+        the model and from what an optimizer is told of some parameters.
+        """
+        from megatron.core import optimizer
+
+        make, gather = optimizer._get_param_groups, dist.all_gather_object
+        told: list[tuple[Any, Any]] = []
+
+        def make_groups(model: Any, config: Any, overrides: Any) -> Any:
+            given = list((overrides or {}).values())
+
+            def tell(found: list[Any], own: Any) -> None:
+                gather(found, own)
+                if is_detached(dist.group.WORLD) and len(told) < len(self.kinds):
+                    known, kinds = self.kinds[len(told)]
+                    found += [kinds] if known == given else []
+                told.append((given, list(dict.fromkeys(itertools.chain(*found)))))
+
+            with replaced(dist, "all_gather_object", tell):
+                return make(model, config, overrides)
+
+        with replaced(optimizer, "_get_param_groups", make_groups):
+            yield
+        self.kinds = told
 
     def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._setup_call = functools.partial(original, *args, **kwargs)

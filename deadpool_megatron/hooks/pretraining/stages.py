@@ -109,21 +109,6 @@ def layer_pattern(args: Any) -> str:
     return "".join(allocate_layers(args.num_layers, *ratios, args.hybrid_override_pattern))
 
 
-def has_stage_without_experts(args: Any, config: Any) -> bool:
-    """Return whether a hybrid model has experts, but not in each of its stages.
-
-    With peers such a stage has an optimizer without parameters for them, for all ranks tell each
-    other which kinds they have (megatron/core/optimizer/__init__.py, _get_param_groups); built
-    without peers it has none, and could not be taken for the role.
-    """
-    segments, stages = (
-        _segments(args, config, layer_pattern(args)),
-        args.pipeline_model_parallel_size,
-    )
-    found = {"E" in "".join(segments[stage::stages]) for stage in range(stages)}
-    return len(found) > 1
-
-
 def commonest_role(args: Any, config: Any, wanted: int, members_per_node: int) -> int:
     """A role of the commonest class among those that lie on nodes where ``wanted`` does.
 

@@ -116,6 +116,8 @@ class PretrainLoop(ProtectedLoop):
 
     def warm_up(self) -> None:
         """See :class:`ProtectedLoop`: train() up to the end of its first step."""
+        if self._args.moe_token_dispatcher_type == "flex":
+            return  # its buffers are memory of peers, mapped as they are made
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)

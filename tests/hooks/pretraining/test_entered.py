@@ -12,6 +12,8 @@ import torch
 from megatron.core.utils import StragglerDetector
 
 from deadpool_megatron.hooks.pretraining import entered
+from deadpool_megatron.hooks.pretraining.build import Build, CommandLine
+from deadpool_megatron.hooks.pretraining.training_loop import PretrainLoop
 
 
 @pytest.fixture
@@ -79,6 +81,20 @@ def test_a_warm_up_starts_none_of_them(training: types.SimpleNamespace) -> None:
         assert not training.args.log_straggler
     assert training.args.profile
     assert training.args.log_straggler
+
+
+@pytest.mark.parametrize(("dispatcher", "steps"), [("alltoall", 1), ("flex", 0)])
+def test_a_step_without_peers_makes_no_buffers_of_theirs(
+    training: types.SimpleNamespace, dispatcher: str, steps: int
+) -> None:
+    """As DeepEP does, which maps the memory of each in the middle of a forward pass."""
+    entries = list[dict[str, str]]()
+    loop = PretrainLoop.__new__(PretrainLoop)
+    training.args.moe_token_dispatcher_type, loop._args = dispatcher, training.args
+    loop.build = Build(CommandLine())
+    loop.build.train = lambda **given: entries.append(given)
+    loop.warm_up()
+    assert len(entries) == steps
 
 
 def test_sums_of_an_interrupted_step_are_not_those_of_the_next(

@@ -139,15 +139,6 @@ def test_a_class_depends_on_the_kinds_of_layers(
     assert [stages.layer_offsets(args, made, role) for role in range(4)] == offsets
 
 
-@pytest.mark.parametrize(
-    ("pattern", "lacks"), [("*-|E-", True), ("*E|E-", False), ("*-|*-", False), ("", False)]
-)
-def test_a_stage_without_experts_is_told(pattern: str, lacks: bool) -> None:
-    """Built without peers it would have no optimizer for theirs."""
-    args = arguments(2, 1, 2, hybrid_layer_pattern=pattern)
-    assert stages.has_stage_without_experts(args, config(args, layers=4)) is lacks
-
-
 def test_ratios_of_layers_are_a_pattern() -> None:
     """Megatron 0.16, whose flags say how many of each kind there are."""
     given = {"hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.5}
