@@ -230,9 +230,15 @@ class PretrainProgram(Program):
             kinds = ast.literal_eval(note.read_text())
         build = Build(self._command_line, kinds)
         # The loop opens the writers: a spare must not, and an adopter continues in the same files.
-        with acting(build.handlers()), no_writers(), build.progress_kept(), build.kinds_told():
-            with contextlib.suppress(Reached):
-                self._pretrain()
+        with (
+            acting(build.handlers()),
+            no_writers(),
+            build.progress_kept(),
+            build.kinds_told(),
+            build.user_buffers.put_off(),
+            contextlib.suppress(Reached),
+        ):
+            self._pretrain()
         if not build.complete:
             raise NothingToTrain("pretrain() returned without training: is --train-iters above 0?")
         if not build.detached and dist.get_rank() == 0:

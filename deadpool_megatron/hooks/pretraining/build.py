@@ -27,6 +27,7 @@ from deadpool_megatron.hooks.checkpoints.loading import load_exactly
 from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
+from deadpool_megatron.hooks.pretraining.user_buffers import UserBuffers
 from deadpool_megatron.platform.stand_ins import drawing_apart
 
 
@@ -97,6 +98,7 @@ class Build:
     def __init__(self, command_line: CommandLine, kinds: Sequence[tuple[Any, Any]] = ()) -> None:
         self._command_line = command_line
         self.kinds = kinds
+        self.user_buffers = UserBuffers()
         self.detached = False
         self.complete = False
         #: what setup_model_and_optimizer() answered

@@ -91,6 +91,7 @@ class PretrainLoop(ProtectedLoop):
     def train(self, runner: StepRunner) -> None:
         """See :class:`ProtectedLoop`."""
         self._runner = runner
+        self.build.user_buffers.renew()
         # The first iteration whose lines are to be written (again).
         logs_newest = self._newest.known and not runner.is_behind("evaluation")
         self._logbook.open(self._restored, self.counters["iteration"] + (not logs_newest))
@@ -116,8 +117,8 @@ class PretrainLoop(ProtectedLoop):
 
     def warm_up(self) -> None:
         """See :class:`ProtectedLoop`: train() up to the end of its first step."""
-        if self._args.moe_token_dispatcher_type == "flex":
-            return  # its buffers are memory of peers, mapped as they are made
+        if self._args.moe_token_dispatcher_type == "flex" or self._args.tp_comm_overlap:
+            return  # their buffers are memory of peers, mapped as they are made
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)

@@ -83,14 +83,18 @@ def test_a_warm_up_starts_none_of_them(training: types.SimpleNamespace) -> None:
     assert training.args.log_straggler
 
 
-@pytest.mark.parametrize(("dispatcher", "steps"), [("alltoall", 1), ("flex", 0)])
+@pytest.mark.parametrize(
+    ("dispatcher", "overlaps", "steps"),
+    [("alltoall", False, 1), ("flex", False, 0), ("alltoall", True, 0)],
+)
 def test_a_step_without_peers_makes_no_buffers_of_theirs(
-    training: types.SimpleNamespace, dispatcher: str, steps: int
+    training: types.SimpleNamespace, dispatcher: str, overlaps: bool, steps: int
 ) -> None:
-    """As DeepEP does, which maps the memory of each in the middle of a forward pass."""
+    """As DeepEP does, which maps their memory in a forward pass, and Transformer Engine before."""
     entries = list[dict[str, str]]()
     loop = PretrainLoop.__new__(PretrainLoop)
-    training.args.moe_token_dispatcher_type, loop._args = dispatcher, training.args
+    training.args.moe_token_dispatcher_type, training.args.tp_comm_overlap = dispatcher, overlaps
+    loop._args = training.args
     loop.build = Build(CommandLine())
     loop.build.train = lambda **given: entries.append(given)
     loop.warm_up()

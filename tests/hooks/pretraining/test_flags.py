@@ -57,6 +57,7 @@ EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--pipeline-model-parallel-comm-backend": "ucc",
     "--lazy-mpu-init": "True",
     "--cuda-graph-impl": "transformer_engine",
+    "--tp-comm-bootstrap-backend": "mpi --tp-comm-overlap",
     "--cpu-offloading-num-layers": "2",
     "--save-dgrads-interval": "10",
     "--save-wgrads-interval": "10",
@@ -83,6 +84,7 @@ _PARSED_ONLY = """
 --fp4-format --fp4-param-gather --hybrid-context-parallel --moe-use-upcycling
 --non-persistent-ckpt-type --optimizer-cpu-offload
 --overlap-param-gather-with-optimizer-step --perform-rl-step --qk-clip --tp-comm-overlap
+--tp-comm-bootstrap-backend
 --use-megatron-fsdp --use-torch-fsdp2
 """
 # Near to a row, and fine.
