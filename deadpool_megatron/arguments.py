@@ -19,45 +19,44 @@ from deadpool_megatron.settings import (
     is_played,
 )
 
+#: what the titles of groups begin with
+TITLE = "deadpool"
 
-def add_arguments(
-    parser: argparse.ArgumentParser, *, switches: bool = False, defaults: Settings | None = None
-) -> None:
-    """Add one flag per setting, in one group.
 
-    ``switches``: the four of Megatron-LM's own command line as well. ``defaults``: other ones than
-    those of the dataclass.
+def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None = None) -> None:
+    """Add the switches and one flag per setting, in groups by topic.
+
+    ``defaults``: other ones than those of the dataclass.
     """
-    group = parser.add_argument_group("deadpool", "fault tolerance; times are in seconds")
-    if switches:
-        group.add_argument(
-            FLAG,
-            action="store_true",
-            help="protect this training: it goes on when nodes die (start it with 'deadpool run');"
-            " without it the other flags of this group do nothing (default: off)",
-        )
-        group.add_argument(
-            ALLOW_UNTESTED,
-            action="store_true",
-            help="go on with a version of Megatron-LM that was never tried (default: off)",
-        )
-        group.add_argument(
-            ALLOW,
-            action="append",
-            default=[],
-            metavar="NAME",
-            help="take a flag of Megatron-LM that was read and tested in parts, never run whole"
-            " (the refusal gives NAME); may be given several times (default: none)",
-        )
-        group.add_argument(
-            ALLOW_UNREVIEWED,
-            action="append",
-            default=[],
-            metavar="FLAG",
-            help="let a flag of Megatron-LM through, named without its dashes, of which nobody has"
-            " said that a recovery gets over it, or a value of one, as FLAG=VALUE; may be given"
-            " several times (default: none)",
-        )
+    group = parser.add_argument_group(TITLE, "fault tolerance; times are in seconds")
+    group.add_argument(
+        FLAG,
+        action="store_true",
+        help="protect this training (implied by 'deadpool run' for a script of Megatron-LM in its"
+        " checkout); without it the other flags of these groups do nothing (default: off)",
+    )
+    group.add_argument(
+        ALLOW_UNTESTED,
+        action="store_true",
+        help="go on with a version of Megatron-LM that was never tried (default: off)",
+    )
+    group.add_argument(
+        ALLOW,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="take a flag of Megatron-LM that was read and tested in parts, never run whole"
+        " (the refusal gives NAME); may be given several times (default: none)",
+    )
+    group.add_argument(
+        ALLOW_UNREVIEWED,
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="let a flag of Megatron-LM through, named without its dashes, of which nobody has"
+        " said that a recovery gets over it, or a value of one, as FLAG=VALUE; may be given"
+        " several times (default: none)",
+    )
     group.add_argument(
         SET_FLAG,
         action=_Set,
@@ -68,6 +67,8 @@ def add_arguments(
         " given several times",
     )
     for name, entry in FIELDS.items():
+        if name in _TOPICS:
+            group = parser.add_argument_group(f"{TITLE}: {_TOPICS[name]}")
         chosen, nccl, kind = is_chosen(name), entry.metadata["nccl"], _kind(name)
         shown = f"{entry.metadata['usual']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
         group.add_argument(
@@ -157,6 +158,18 @@ def settings_from(namespace: argparse.Namespace, *, communicator: str = "") -> S
     return Settings(**given)
 
 
+def switches_in(namespace: argparse.Namespace) -> list[str]:
+    """Return those of Megatron-LM's own command line that parsed arguments have."""
+    found = []
+    for flag in (FLAG, ALLOW_UNTESTED, ALLOW, ALLOW_UNREVIEWED):
+        value = getattr(namespace, flag.removeprefix("--").replace("-", "_"), None)
+        if value is True:
+            found.append(flag)
+        for name in value or () if value is not True else ():
+            found += [flag, name]
+    return found
+
+
 def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:
     """Replace settings, named as in the dataclass, in parsed arguments."""
     for name, value in values.items():
@@ -166,11 +179,11 @@ def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:
 def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any], list[str]]:
     """The settings that a command line really names, by field name, and what else is in it.
 
-    ``script``: it is that of a script of Megatron-LM, which has the switches and takes no
-    abbreviations. Raises BadValueError.
+    ``script``: it is that of a script of Megatron-LM, which takes no abbreviations. Raises
+    BadValueError.
     """
     parser = _Parser(add_help=False, allow_abbrev=not script)
-    add_arguments(parser, switches=script)
+    add_arguments(parser)
     # A parser fills in the defaults of names only that are not there.
     empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in FIELDS})
     found, others = parser.parse_known_args(list(arguments), empty)
@@ -188,6 +201,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 _PREFIX = "deadpool_"
+# By the first setting of each; they stand in their order.
+_TOPICS = {
+    "replicas": "protection of the state",
+    "shm_gb": "nodes",
+    "notify": "messages",
+    "domains_file": "network",
+    "node_silence_seconds": "limits of time",
+    "audit_interval": "wrong numbers, slow nodes",
+    "persist_interval": "checkpoints in the background",
+}
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 _UNITS = {"seconds": "SECONDS", "bytes": "BYTES", "gbps": "GBPS", "gb": "GB"}
 _ALIASES = {

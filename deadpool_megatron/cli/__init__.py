@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
+import functools
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import deadpool_megatron
+from deadpool_megatron import arguments
 from deadpool_megatron.cli.common import CommandError, refusing_system_errors
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import JournalError
@@ -143,7 +146,8 @@ def _carry_out(given: list[str]) -> int:
     if "--" in given:
         cut = given.index("--")
         options, command = given[:cut], given[cut + 1 :]
-    args = _parser(options).parse_args(options)
+    words = ["--help" if word == "--help-all" else word for word in options]
+    args = _parser(options).parse_args(words)
     args.options, args.command = options, command
     # Of a part of a run other errors of the system are told with where they happened.
     is_part = args.subcommand in _PARTS_OF_A_RUN
@@ -172,10 +176,37 @@ def _umask() -> int:
 
 
 class _HelpParser(argparse.ArgumentParser):
-    """Keeps the line breaks of descriptions and examples, as do those of its sub-commands."""
+    """Keeps the line breaks of descriptions and examples, as do those of its sub-commands, and
+    leaves the settings of a run out of the help unless it ``shows_all``. Its errors are one line,
+    with the option that a wrong one is near to."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, shows_all: bool = False, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._shows_all = shows_all
+
+    def format_help(self) -> str:
+        """See the base class."""
+        groups = self._action_groups
+        shown = [one for one in groups if not str(one.title).startswith(arguments.TITLE)]
+        if self._shows_all or len(shown) == len(groups):
+            return super().format_help()
+        self._action_groups = shown
+        text = super().format_help()
+        self._action_groups = groups
+        return f"{text}\n'--help-all' shows the settings (--deadpool-...) as well, by topic.\n"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See the base class."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if wrong := next((word for word in unknown if word.startswith("--")), ""):
+            near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
+            hint = f"do you mean {near[0]}?" if near else "see --help"
+            self.error(f"there is no option {wrong}: {hint}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """See the base class."""
+        self.exit(ExitStatus.BAD_INPUT, f"{self.prog}: {message}\n")
 
 
 def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
@@ -188,7 +219,10 @@ def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"deadpool {deadpool_megatron.__version__}"
     )
-    subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
+    each: Any = functools.partial(_HelpParser, shows_all="--help-all" in options)
+    subparsers = parser.add_subparsers(
+        dest="subcommand", metavar="COMMAND", required=True, parser_class=each
+    )
     named = options[0] if options else ""
     modules = [COMMANDS[named]] if named in COMMANDS else list(dict.fromkeys(COMMANDS.values()))
     for module in modules:

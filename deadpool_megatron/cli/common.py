@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,20 +89,29 @@ def add_run_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory (--run-dir)")
 
 
-def add_size(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """``--nodes``, ``--spares``, ``--nproc-per-node``."""
+def add_size(parser: argparse.ArgumentParser, usual: str) -> None:
+    """``--nodes``, ``--spares``, ``--nproc-per-node``, and ``--plan``. ``usual``: for help, what a
+    size is without the first and the last."""
     parser.add_argument(
-        "--nodes", type=int, required=required, metavar="N", help="nodes that train"
+        "--nodes", type=int, metavar="N", help=f"nodes that train (default: {usual})"
     )
     parser.add_argument(
-        "--spares", type=int, default=0, metavar="S", help="nodes that wait, warm (default: 0)"
+        "--spares",
+        type=int,
+        metavar="S",
+        help="nodes that wait, warm (default: 0, and 1 without --nodes)",
     )
     parser.add_argument(
         "--nproc-per-node",
         type=int,
-        required=required,
         metavar="P",
         help="training processes on each node; there are N x P roles",
+    )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="file of 'deadpool plan' that says how much shared memory a node needs",
     )
 
 
@@ -110,7 +119,10 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     """Add ``--host`` and ``--interface``, of which one may be given."""
     address = parser.add_mutually_exclusive_group()
     address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
-    text = f"or the interface that has it (default: the variable {INTERFACE_VARIABLE})"
+    text = (
+        "or the interface that has it (default: the variable"
+        f" {INTERFACE_VARIABLE}, else NCCL_SOCKET_IFNAME)"
+    )
     address.add_argument("--interface", metavar="NAME", help=text)
 
 
@@ -278,6 +290,17 @@ def interface_address(name: str) -> str:
                 f" {there}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
+
+
+def nccl_address(environment: Mapping[str, str]) -> str | None:
+    """Return the address of the first interface that has one of those NCCL is told to use."""
+    named = environment.get("NCCL_SOCKET_IFNAME", "")
+    parts = [part for part in named.lstrip("=").split(",") if part and named[0] != "^"]
+    for _, name in socket.if_nameindex():
+        if name in parts or (named[0:1] != "=" and name.startswith(tuple(parts))):
+            with suppress(CommandError):
+                return interface_address(name)
+    return None
 
 
 def listen_address(text: str, *, least_port: int = 1) -> tuple[str, int]:

@@ -78,6 +78,19 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
     )
 
 
+def step_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Fill in the size of a run that ``args`` leave open, as Slurm knows it of this step. GPUs are
+    those that were asked for: a node that has lost one does not make the run smaller."""
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES", "0"))
+    gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+    if args.nproc_per_node is None and gpus.isdigit():
+        args.nproc_per_node = int(gpus)
+    if args.spares is None:
+        args.spares = max(0, nodes - (args.nodes or max(1, nodes - 1)))
+    if args.nodes is None and nodes > args.spares:
+        args.nodes = nodes - args.spares
+
+
 def _tasks_per_node(text: str) -> list[int]:
     """``2(x3),1`` -> [2, 1]; the numbers of nodes do not matter here."""
     found = [_TASK_COUNTS.fullmatch(part) for part in text.split(",")]

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
@@ -58,6 +58,8 @@ def check_command(command: Sequence[str]) -> None:
         _check_main_module(command[1])
         return
     script = Path(command[0])
+    if script.name.startswith("python") and not script.suffix == ".py":
+        raise CommandError(f"leave {command[0]!r} out: the script, or -m MODULE, follows the '--'")
     if not script.is_file():
         raise CommandError(f"command not found: there is no script {command[0]!r}")
     if not os.access(script, os.R_OK):
@@ -83,7 +85,8 @@ def check_sizes(info: RunInfo) -> None:
             raise CommandError(f"{name} must be at least {least}, got {value}")
     nodes = info.nodes + info.spares
     if why := refusal(first_plan(info.settings), nodes, info.settings):
-        raise CommandError(f"--deadpool-protection {info.settings.protection}: {why}")
+        hint = "; without --nodes one host is cut into several" if nodes == 1 else ""
+        raise CommandError(f"--deadpool-protection {info.settings.protection}: {why}{hint}")
 
 
 def read_domains(settings: Settings) -> dict[str, str]:
@@ -147,10 +150,16 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
         )
 
 
-def decided(communicator: str, nodes_here: int, nproc: int, environment: Mapping[str, str]) -> str:
+def decided(
+    communicator: str,
+    nodes_here: int,
+    nproc: int,
+    environment: Mapping[str, str],
+    advice: Callable[[int], str] = lambda _: "",
+) -> str:
     """Returns the communicator of a run, of which ``nodes_here`` nodes of ``nproc`` processes are
     on this host: NCCL for "auto" where GPUs are visible. Raises CommandError where they are too
-    few, or torch cannot use them.
+    few, or torch cannot use them. ``advice``: the size that fits so many GPUs, in words.
     """
     if communicator not in ("nccl", "auto"):
         return communicator
@@ -158,12 +167,13 @@ def decided(communicator: str, nodes_here: int, nproc: int, environment: Mapping
     if communicator == "auto" and not seen:
         return communicator  # that is gloo, and every node is asked whether it sees none
     if len(seen) < needed:
-        fits = len(seen) // nodes_here
+        each = len(seen) // nodes_here
+        fits = advice(len(seen)) or (each and f"start fewer, as with --nproc-per-node {each}")
         raise CommandError(
             f"NCCL needs a GPU for each process, there are {nodes_here}"
             f" {'node' if nodes_here == 1 else 'nodes'} x {nproc} processes here (spares count),"
             f" and {len(seen)} visible {'GPU' if len(seen) == 1 else 'GPUs'}: "
-            + (f"start fewer, as with --nproc-per-node {fits}; {_CPUS}" if fits else _CPUS)
+            + (f"{fits}; {_CPUS}" if fits else _CPUS)
         )
     if problem := _problem_of_torch(seen[:needed], tuple(environment.items())):
         raise CommandError(

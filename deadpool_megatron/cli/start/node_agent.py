@@ -29,13 +29,15 @@ from deadpool_megatron.cli.common import (
     listen,
     local_address,
     make_info,
+    nccl_address,
     parse_address,
     refusing_system_errors,
     warn_of_danger_above,
 )
 from deadpool_megatron.cli.prepare import check
-from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment
+from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
 from deadpool_megatron.cli.start import checks, scripts
+from deadpool_megatron.cli.start.deriving import memory_by_plan
 from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
@@ -103,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="node id (unless given), address and failure domain are what Slurm tells this task",
     )
-    add_size(agent, required=False)
+    add_size(agent, "with --from-slurm, those of this step but the spares")
     agent.add_argument(
         "--resume", type=Path, metavar="OLD", help="start a new run from the newest state of OLD"
     )
@@ -264,7 +266,9 @@ def _place(
     elif host is None:
         # The name of an interface is an order, the address that every node would have is none.
         named = settings.interface in (name for _, name in socket.if_nameindex())
-        if slurm is None or named:
+        if settings.interface == Settings.interface and (found := nccl_address(os.environ)):
+            host = found
+        elif slurm is None or named:
             host = local_address(settings.interface)
         else:
             host = host_address(slurm.host)
@@ -295,6 +299,9 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     """The first agent to come makes the run; every other one finds it made."""
     if args.check_only:
         args.command = []
+    if args.from_slurm:
+        step_size(args, os.environ)
+    args.spares = args.spares or 0
     if args.nodes is None or args.nproc_per_node is None or not (args.command or args.check_only):
         raise CommandError(
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
@@ -308,6 +315,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     communicator, restore = arguments.communicator_in(args), None
     if not args.check_only:
         communicator = checks.decided(communicator, 1, args.nproc_per_node, os.environ)
+    memory_by_plan(args)
     settings = arguments.settings_from(args, communicator=communicator)
     if args.resume is not None:
         # Spares, too: they have nothing to write and are the first that have looked.

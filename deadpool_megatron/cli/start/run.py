@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from deadpool_megatron.cli.common import (
     refusing_system_errors,
     warn_of_danger_above,
 )
-from deadpool_megatron.cli.start import checks, scripts
+from deadpool_megatron.cli.start import checks, deriving, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
 from deadpool_megatron.cli.start.launch import Launcher
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
@@ -36,13 +37,11 @@ Starts N + S nodes (agent, vault, P training processes each) and follows the run
 A node that dies is replaced by a spare within the running job."""
 _EXAMPLES = """\
 examples:
+  deadpool run -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args)
   deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
-      -- -m deadpool_megatron.trainer --train-iters 50
+      -- -m deadpool_megatron.trainer --train-iters 500
   deadpool run --nodes 4 --nproc-per-node 1 --run-dir runs/second --deadpool-replicas 2 -- train.py
-  deadpool run --nodes 4 --spares 1 --nproc-per-node 8 --run-dir runs/gpt \\
-      -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args) --deadpool
-  deadpool run --resume runs/first --nodes 2 --nproc-per-node 2 --run-dir runs/third \\
-      -- -m deadpool_megatron.trainer --train-iters 50
+  deadpool run --resume runs/first --run-dir runs/third -- -m deadpool_megatron.trainer
 
 exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
 other numbers; 4 a number was not finite; 75 no spare was left, state was dumped (use --resume);
@@ -59,14 +58,13 @@ def add_parser(subparsers: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )
-    add_size(parser, required=True)
+    add_size(parser, "what the visible GPUs allow; without GPUs 2, or what the script needs")
     parser.add_argument(
         "--run-dir",
         type=Path,
-        required=True,
         metavar="DIR",
-        help="new directory for this run; or that of a run whose processes have all died: it goes"
-        " on from what is in memory",
+        help="new directory for this run (default: runs/DATE-NAME); or that of a run whose"
+        " processes have all died: it continues from what is in memory",
     )
     parser.add_argument(
         "--refill", type=int, default=0, metavar="K", help="start up to K new spares as nodes die"
@@ -100,8 +98,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything, then run; returns the exit status of the run."""
-    directory = RunDirectory(args.run_dir)
-    launcher, follower, lock = _prepare(args, directory)
+    launcher, follower, lock = _prepare(args)
+    directory = launcher.directory
     try:
         status = launcher.run()
         _say_result(directory, status, launcher.trouble)
@@ -114,14 +112,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 @refusing_system_errors()
-def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launcher, Follower, int]:
+def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     """Check everything; returns also a descriptor that holds the directory for this launcher."""
     keep_single_threaded()  # even looking for the user's module may import its packages
     check_platform()
     checks.check_command(args.command)
-    scripts.adopt(args)
+    given, command = tuple(args.command), scripts.adopt(args)
+    chosen = deriving.fill(args, command)
+    directory = RunDirectory(args.run_dir)
     size = args.nodes + args.spares, args.nproc_per_node
-    communicator = decided(arguments.communicator_in(args), *size, os.environ)
+    communicator = decided(
+        arguments.communicator_in(args),
+        *size,
+        os.environ,
+        advice=lambda seen: deriving.advice(seen, command),
+    )
+    deriving.memory_by_plan(args)
     settings = arguments.settings_from(args, communicator=communicator)
     restart = restart_of(directory, args, settings)
     if restart is not None:
@@ -150,6 +156,9 @@ def _prepare(args: argparse.Namespace, directory: RunDirectory) -> tuple[Launche
     lock = hold(directory)
     display = Display(quiet=args.quiet)
     follower = Follower(directory, display)
+    if chosen or command != given:
+        display.line(f"run directory {directory.path}")
+        display.line(shlex.join(["deadpool", *args.options, *chosen, "--", *command]))
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
     else:

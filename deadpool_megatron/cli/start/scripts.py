@@ -47,12 +47,17 @@ def script_of(command: Sequence[str]) -> str | None:
     return command[2] if tuple(command[:2]) == ("-m", MODULE) and len(command) > 2 else None
 
 
-def adopt(args: argparse.Namespace) -> None:
+def adopt(args: argparse.Namespace) -> tuple[str, ...]:
     """Have ``args.command`` be what members run, and the settings those that the script's command
-    line names.
+    line names. Return the user's command, with the switches that stood before it or go without
+    saying: a script of Megatron-LM, in its checkout, is protected.
 
     Raises CommandError, also for what each process would refuse later.
     """
+    switches = arguments.switches_in(args)
+    if FLAG not in (*args.command, *switches) and _is_megatrons(args.command[0]):
+        switches = [FLAG, *switches]
+    args.command = [*args.command, *switches]
     command, told = member_command(args.command), list[str]()
     if script_of(command) is not None:
         version = versions.version_beside(versions.tree_of(Path(args.command[0])))
@@ -65,7 +70,8 @@ def adopt(args: argparse.Namespace) -> None:
         told += [line for _, line in nccl_environment.set_aside(os.environ)]
     for line in told:
         print(f"deadpool: {line}", file=sys.stderr)
-    args.command = list(command)
+    given, args.command = tuple(args.command), list(command)
+    return given
 
 
 def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
@@ -108,6 +114,12 @@ def preload_modules(settings: Settings, modules: Sequence[str]) -> ForkServer | 
             )
             raise CommandError(f"{error}{advice}") from error
         return None
+
+
+def _is_megatrons(script: str) -> bool:
+    path = Path(script)
+    is_beside = path.is_file() and (path.parent / "megatron" / "training").is_dir()
+    return is_beside and "pretrain(" in path.read_text(errors="replace")
 
 
 def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> dict[str, Any]:

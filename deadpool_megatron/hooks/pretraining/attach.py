@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     shows what is in force.
     """
     defaults = Settings.from_environment(os.environ)
-    arguments.add_arguments(parser, switches=True, defaults=defaults)
+    arguments.add_arguments(parser, defaults=defaults)
     return parser
 
 

@@ -1,0 +1,147 @@
+"""Everything about a run on this host that its user need not say: its size, and its directory.
+
+Nodes of one host are sets of processes. Where GPUs are visible, the largest number of roles is
+chosen that leaves as many as a spare node needs, and that the script's parallel sizes and its batch
+allow, cut into the most nodes; without GPUs the smallest such number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+
+from deadpool_megatron import arguments
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
+from deadpool_megatron.planning.answer import assess
+from deadpool_megatron.planning.plan_file import read_plan
+from deadpool_megatron.preflight.host import visible_gpus
+from deadpool_megatron.support import flags
+
+_RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Nodes that train, spare nodes, and the processes of each node."""
+
+    nodes: int
+    spares: int
+    processes: int
+
+    @property
+    def roles(self) -> int:
+        """Return how many processes train."""
+        return self.nodes * self.processes
+
+    def __str__(self) -> str:
+        return f"--nodes {self.nodes} --spares {self.spares} --nproc-per-node {self.processes}"
+
+
+def choose(
+    gpus: int,
+    command: Sequence[str],
+    nodes: int | None = None,
+    spares: int | None = None,
+    processes: int | None = None,
+) -> Size | None:
+    """Return the size of a run on a host with so many GPUs, of which a part may be given; None
+    where there is none. Pure, but for files of arguments that the command names."""
+    found = flags.said(list(_words(command)))
+
+    def size(name: str, usual: int = 1) -> int:
+        value = getattr(found, name, usual)
+        return value if type(value) is int and value > 0 else usual
+
+    tp, pp = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+    replica = tp * pp * size("context_parallel_size")
+    experts = size("expert_tensor_parallel_size", tp) * size("expert_model_parallel_size") * pp
+    unit, batch = lcm(replica, experts), size("global_batch_size", 0) // size("micro_batch_size")
+    spare = (1 if nodes is None else 0) if spares is None else spares
+
+    def fits(one: Size) -> bool:
+        return (
+            one.roles % unit == 0
+            and batch % max(1, one.roles // replica) == 0
+            and (not gpus or (one.nodes + spare) * one.processes <= gpus)
+        )
+
+    some = range(1, gpus + 1) if gpus else range(2, max(2, unit) + 1)
+    sizes = [
+        one
+        for count in (some if nodes is None else (nodes,))
+        for each in (range(1, (gpus or unit) + 1) if processes is None else (processes,))
+        if fits(one := Size(count, spare, each))
+    ]
+    if gpus:
+        return max(sizes, key=lambda one: (one.roles, one.nodes), default=None)
+    return min(sizes, key=lambda one: (one.roles, -one.nodes), default=None)
+
+
+def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
+    """Fill in what ``args`` of ``deadpool run`` leave open; return it as a user would have given
+    it. ``command``: the user's own. Raises CommandError where no size fits."""
+    if args.nodes is not None and args.nproc_per_node is not None:
+        args.spares = args.spares or 0
+    names = ("run_dir", "nodes", "spares", "nproc_per_node")
+    missing = [name for name in names if getattr(args, name) is None]
+    if not {"nodes", "nproc_per_node"}.isdisjoint(missing):
+        _fill_size(args, command)
+    if args.run_dir is None:
+        program = command[1].rpartition(".")[2] if command[0] == "-m" else Path(command[0]).stem
+        args.run_dir = _RUNS / time.strftime(f"%Y-%m-%d-%H%M%S-{program}")
+    return [
+        str(word)
+        for name in missing
+        for word in (f"--{name.replace('_', '-')}", getattr(args, name))
+    ]
+
+
+def advice(gpus: int, command: Sequence[str]) -> str:
+    """Return the size that fits a host with so many GPUs, as it is given; empty without one."""
+    found = choose(gpus, command)
+    return "" if found is None else f"'{found}'"
+
+
+def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """As the run had that is started again or continued, else as fits."""
+    given = args.nodes, args.spares, args.nproc_per_node
+    gpus = 0
+    if arguments.communicator_in(args) in ("auto", "nccl"):
+        gpus = len(visible_gpus(os.environ))
+    found = choose(gpus, command, *given)
+    for path in filter(None, (args.resume, args.run_dir)):
+        with contextlib.suppress(RunDirectoryError, NotADirectoryError):
+            old = RunDirectory(path).read_run()
+            found = Size(old.nodes, old.spares, old.nproc_per_node)
+    if found is None:
+        where = f"{gpus} visible {'GPU' if gpus == 1 else 'GPUs'}" if gpus else "this host"
+        other = choose(gpus, command, args.nodes, 0, args.nproc_per_node)
+        raise CommandError(
+            f"no number of nodes and processes fits {where}, the script's parallel sizes, its batch"
+            " and the spares: "
+            + (f"without one '{other}' does" if other else "give --nodes and --nproc-per-node")
+        )
+    chosen = found.nodes, found.spares, found.processes
+    args.nodes, args.spares, args.nproc_per_node = (
+        old if new is None else new for old, new in zip(chosen, given, strict=True)
+    )
+
+
+def memory_by_plan(args: argparse.Namespace) -> None:
+    """Set what shared memory a node needs, where a plan says so and the user does not."""
+    if args.plan is not None and not args.deadpool_shm_gb:
+        needed = assess(read_plan(args.plan)).busiest("memory_bytes")[1]
+        arguments.put_into(args, {"shm_gb": needed / 1e9})
+
+
+def _words(command: Sequence[str]) -> Iterator[str]:
+    for word in command:
+        file = Path(word[1:])
+        yield from file.read_text().split() if word[:1] == "@" and file.is_file() else (word,)
