@@ -1,6 +1,6 @@
-"""Shows a run on one page: nodes and roles, iteration and loss, protection, the timeline of each
-recovery with its phases, where the time went, what happens right now. The page is read-only and
-needs nothing from elsewhere; its address, with a token that it asks for, is the first line printed.
+"""Shows a run on one page: whether all is well, iteration and loss, nodes and roles, each recovery
+with its phases, where the time went, protection and requests. The page is read-only and needs
+nothing from elsewhere; its address, with a token that it asks for, is the first line printed.
 
 examples:
   deadpool serve runs/first
@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,9 +37,11 @@ from deadpool_megatron.cli.common import (
     listen_address,
     shown_host,
 )
+from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
+from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Event, EventTail
-from deadpool_megatron.observe.narration import describe_cause, describe_loss, tell
+from deadpool_megatron.events import DAMAGE, Event, EventTail
+from deadpool_megatron.observe.narration import ADVICE, count, describe_cause, tell
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Interruption, Story, decimal
 
 _ROOM = Path(observe.__file__).parent
@@ -52,12 +54,15 @@ _LOOK_SECONDS = 0.5
 _REQUEST_SECONDS = 20.0
 _SHOWN_LINES = 200
 _SHOWN_RECOVERIES = 50
+_SHOWN_NODES = 50  # of those that were lost
 # The curve of the loss has so many points at most, whatever the length of the run.
 _POINTS = 400
-# Of what the coordinator says.
-_DRAWN = frozenset(
-    {"phase", "waiting_for", "failing", "rpo", "roles", "nodes", "aside", "slow", "fewer_copies"}
-)
+# Of what the coordinator says, for the program of the page.
+_DRAWN = ("roles", "nodes", "aside", "slow", "fewer_copies")
+# A coordinator that does not answer for so long has no successor, and a step that takes longer than
+# this, and than so many others did, is worth a word.
+_SILENT_SECONDS = 30.0
+_LATE_STEPS = 10
 _HEADERS = {
     # Nothing but what this server itself answers is ever loaded, whatever a run's texts hold.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -109,7 +114,9 @@ class WatchedPage:
         """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
         self._story.take(event)
         line = tell(event)
-        if line is not None and not line.passes:
+        # Agents that leave after the end are no failures.
+        is_over = self._story.ended not in (None, event)
+        if line is not None and not line.passes and not is_over:
             self._lines.append((event.wall_seconds, line.text, line.style))
 
     def to_dict(self, status: Mapping[str, Any] | None, now: float) -> dict[str, Any]:
@@ -119,48 +126,147 @@ class WatchedPage:
         pace = story.step_seconds(RECENT_STEPS)
         # Where nobody answers, nobody knows what nodes do since the newest event.
         until = None if status is None else now
-        if status is not None and not status.keys() >= _DRAWN:
-            status = None  # of a coordinator of another version
+        try:
+            banner, facts = _banner(story, status, now), [] if status is None else _facts(status)
+            drawn = None if status is None else {name: status[name] for name in _DRAWN}
+        except DAMAGE:  # a status of another version
+            banner, facts, drawn = _banner(story, None, now), [], None
         uses = {use.value: spent for use, spent in story.account.uses(until).items() if spent > 0}
         return {
             "run": self._run_id,
             "now": now,
+            "banner": banner,
+            "facts": facts,
             "ended": None if story.ended is None else dict(story.ended.data),
             "iteration": story.last_iteration,
             "progress": story.progress(),
-            "epoch": story.epoch,
             "step_seconds": statistics.median(pace) if pace else None,
             "goodput": story.account.goodput(until),
             "node_seconds": uses,
             "loss": self._losses(),
             "recoveries": [_recovery(failure) for failure in story.failures[-_SHOWN_RECOVERIES:]],
-            "recovery_count": len(story.failures),
+            "survived": sum(one.is_over and not one.planned for one in story.failures),
+            "lost": [
+                {"node": node, "at": event.wall_seconds, "cause": str(event.data.get("cause", ""))}
+                for node, event in [*story.lost_nodes.items()][-_SHOWN_NODES:]
+            ],
             "phases": dict(PHASES),
             "lines": [list(line) for line in self._lines],
-            "status": {name: status[name] for name in _DRAWN} if status is not None else None,
+            "status": drawn,
         }
 
-    def _losses(self) -> list[tuple[int, float | None]]:
-        """None for what is not finite: JSON has no such numbers."""
-        steps, found = self._story.steps, list[tuple[int, float | None]]()
+    def _losses(self) -> list[tuple[int, float | None, float]]:
+        """Iteration, loss, wall clock. None for what is not finite: JSON has no such numbers."""
+        steps, found = self._story.steps, list[tuple[int, float | None, float]]()
         every = max(1, -(-len(steps) // _POINTS))
         for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
-            loss = decimal(steps[at].loss)
+            step, loss = steps[at], decimal(steps[at].loss)
             if loss is not None:
-                found.append((steps[at].iteration, loss if math.isfinite(loss) else None))
+                known = loss if math.isfinite(loss) else None
+                found.append((step.iteration, known, round(step.wall_seconds, 1)))
         return found
+
+
+def _banner(story: Story, status: Mapping[str, Any] | None, now: float) -> dict[str, Any]:
+    """Return the answer to "is it all right?": ``look`` (good, wait or bad), a title, the newest
+    failure with what to do, spares (left, wanted), when the last step was. ``status``: None if
+    nobody answers.
+    """
+    spares = None
+    if status is not None:
+        free = {int(node) for node, known in status["nodes"].items() if known["spare"]}
+        wanted = 0 if story.started is None else int(story.started.data.get("spares", 0))
+        spares = len(free - {*status["aside"]}), wanted
+    look, title = _state(story, status, spares, now)
+    failures = [one for one in story.failures if not one.planned]
+    return {
+        "look": look,
+        "title": title,
+        "spares": spares,
+        "last_step_at": story.last_step_at,
+        "failure": _failure(failures[-1]) if failures else None,
+    }
+
+
+def _state(
+    story: Story, status: Mapping[str, Any] | None, spares: tuple[int, int] | None, now: float
+) -> tuple[str, str]:
+    """Return the look and the title of the banner."""
+    if story.ended is not None:
+        if not story.exit_status:
+            return "good", f"Finished: {count(story.last_iteration, 'iteration')}"
+        reason = story.ended.data.get("reason") or "no reason known"
+        look = "wait" if story.exit_status == ExitStatus.SAVED else "bad"
+        return look, f"Ended with exit status {story.exit_status}: {reason}"
+    if status is None or spares is None:
+        silent = now - (story.last_wall or now)
+        if not len(story.steps):
+            return "wait", f"Starting; the last event came {silent:.0f} s ago"
+        look = "bad" if silent > _SILENT_SECONDS else "wait"
+        return look, f"No answer from the coordinator; the last event came {silent:.0f} s ago"
+    if status["phase"] == "running":
+        troubles = [*_troubles(story, status, spares, now)]
+        return "wait" if troubles else "good", ", ".join(["Running", *troubles])
+    doing = "Ending" if len(story.steps) else "Starting"
+    if status["failing"]:
+        planned = status["failing"]["kind"] == FailureKind.DRAINED
+        doing = "Planned change" if planned else "Recovering"
+    waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
+    return "wait", f"{doing} ({status['phase']}){waits}"
+
+
+def _troubles(
+    story: Story, status: Mapping[str, Any], spares: tuple[int, int], now: float
+) -> Iterator[str]:
+    """Troubles of a run that trains, in words."""
+    pace = story.step_seconds(RECENT_STEPS)
+    late = max(_SILENT_SECONDS, _LATE_STEPS * statistics.median(pace) if pace else 0.0)
+    if story.last_step_at is not None and now - story.last_step_at > late:
+        yield f"but no step for {now - story.last_step_at:.0f} s"
+    if spares[1] and not spares[0]:
+        yield "no spare left"
+    if fewer := len(status["fewer_copies"]):
+        yield f"{count(fewer, 'role')} with fewer copies than wanted"
+    if slow := len(status["slow"]):
+        yield count(slow, "slow node")
+
+
+def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and texts of what is neither of a node nor of a failure. Raises
+    :data:`events.DAMAGE` for a status of another version."""
+    term, rpo = status["coordinator"], status["rpo"]
+    node = "" if term["node"] is None else f", on node {term['node']}"
+    wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
+    found = [
+        ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
+        ("lost at most", f"{count(rpo['most_lost'], 'iteration')}, if a node fails now"),
+        ("coordinator", f"{term['host']}:{term['port']}{node}, number {term['term']}"),
+        ("membership", f"{status['epoch']} (each change of the nodes makes a new one)"),
+    ]
+    for request in map(Request.from_dict, status["requests"]):
+        why = f": {request.why}" if request.why else ""
+        found.append((f"request {request.number}", f"{request.in_words()}, {request.stage}{why}"))
+    return found
+
+
+def _failure(failure: Interruption) -> dict[str, Any]:
+    told = {"kind": failure.kind, "cause": failure.cause}
+    advice = ADVICE.get(failure.kind)
+    return {
+        "at": failure.began,
+        "cause": failure.cause if failure.planned else describe_cause(told),
+        "to_do": "" if advice is None else advice.to_do,
+        "seconds": failure.seconds,
+    }
 
 
 def _recovery(failure: Interruption) -> dict[str, Any]:
     return {
+        **_failure(failure),
         "number": failure.number,
-        "at": failure.began,
-        "cause": describe_cause({"kind": failure.kind, "cause": failure.cause}),
         "planned": failure.planned,
         "after_iteration": failure.last_iteration,
-        "losses": [describe_loss(loss) for loss in failure.losses],
         "phases": dict(failure.phases),
-        "seconds": failure.seconds,
         "recomputed": failure.steps_recomputed,
         "exposed_seconds": failure.exposed_seconds,
     }

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the state of a run again and again. Texts of the run are put in as text, never as markup.
+// Draws the state of a run each second. Texts of the run are put in as text, never as markup.
 // As it stands in the address: any text.
 const TOKEN = encodeURIComponent(new URLSearchParams(location.search).get("token"));
 const COLOURS = {
@@ -7,161 +7,181 @@ const COLOURS = {
   sync: "#4c8a3f", verify: "#7c6bb0", reprotect: "#6fbfa0", replay: "#56b4e9", abandoned: "#999999",
 };
 const AT = (id) => document.getElementById(id);
-const time = (at) => new Date(at * 1000).toLocaleTimeString();
-const seconds = (s) => s >= 5400 ? `${(s / 3600).toFixed(1)} h` : s >= 90 ? `${(s / 60).toFixed(1)} min` : `${s.toFixed(s < 10 ? 2 : 1)} s`;
+let shown = null, pointer = null;  // the newest state; where the pointer is over the loss, in pixels
 
-function element(name, text, ...classes) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  for (const one of classes) if (one) made.classList.add(one);
+const date = (at) => new Date(at * 1000).toLocaleString("sv");  // 2026-11-28 08:05:01, local time
+const clock = (at) => date(at).startsWith(date(shown.now).slice(0, 10)) ? date(at).slice(11) : date(at);
+const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+const duration = (s) => s >= 360000 ? `${Math.round(s / 3600).toLocaleString("en")} h` : s >= 5400 ? `${(s / 3600).toFixed(1)} h`
+  : s >= 90 ? `${(s / 60).toFixed(1)} min` : `${s.toFixed(s < 10 ? 2 : 1)} s`;
+
+function filled(made, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+const html = (name, attributes, ...children) => filled(document.createElement(name), attributes, children);
+const svg = (name, attributes, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+
+function piece(part, colour, title) {
+  const made = html("i", { title });
+  made.style.width = `${100 * part}%`;
+  made.style.background = colour;
   return made;
 }
 
-function drawPhase(state) {
-  const { status, ended } = state;
-  let text = "nobody answers", look = "bad";
-  if (ended) {
-    text = `ended with status ${ended.exit_status}${ended.reason ? ": " + ended.reason : ""}`;
-    look = ended.exit_status === 0 ? "good" : "bad";
-  } else if (status) {
-    text = status.phase + (status.waiting_for ? `, waits for ${status.waiting_for}` : "") + (status.failing.cause ? `: ${status.failing.cause}` : "");
-    look = status.phase === "running" ? "good" : "wait";
+function drawBanner({ banner, ended, now, run }) {
+  const { look, title, spares, last_step_at: step, failure } = banner, facts = [];
+  const fact = (before, text, after, look = "") => facts.push(html("span", { class: look }, before, html("b", {}, text), after));
+  if (spares) fact("", `${spares[0]} of ${spares[1]}`, " spares left", spares[1] && !spares[0] ? "bad" : "");
+  if (step !== null) fact("last step ", ended ? clock(step) : `${duration(Math.max(0, now - step))} ago`, "");
+  const made = [html("h2", {}, title), html("p", {}, ...facts)];
+  if (failure) {
+    const over = failure.seconds === null ? "" : `, over after ${duration(failure.seconds)}`;
+    const advice = failure.to_do && ` What to do: ${failure.to_do}.`;
+    made.push(html("p", {}, html("b", {}, "Last failure: "), `${failure.cause} (${clock(failure.at)}${over}).`, advice));
   }
-  AT("phase").textContent = text;
-  AT("phase").className = look;
+  AT("banner").className = `wide ${look}`;
+  AT("banner").replaceChildren(...made);
+  AT("run").textContent = run;
+  document.title = `${title} – deadpool ${run}`;
 }
 
-const stateOf = (status, node) => status.aside.includes(Number(node)) ? "aside" : status.nodes[node].spare ? "spare" : "training";
-
 function drawNumbers(state) {
-  const { status, progress: far } = state, last = state.loss.at(-1)?.[1] ?? null;
+  const { progress: far } = state, last = state.loss.at(-1)?.[1] ?? null;
   const known = (value, text) => value === null ? "–" : text(value);
-  const shown = [
-    [far.iterations === null ? "iteration" : `iteration of ${far.iterations}`, state.iteration],
+  const cells = [
+    [far.iterations === null ? "iteration" : `iteration of ${far.iterations.toLocaleString("en")}`, state.iteration.toLocaleString("en")],
     ["loss", known(last, (loss) => loss.toPrecision(5))],
-    ["per iteration", known(state.step_seconds, seconds)],
-    ["samples/s", far.samples_per_second?.toPrecision(3)],
-    ["tokens/s", far.tokens_per_second === null ? undefined : Math.round(far.tokens_per_second).toLocaleString("en")],
-    ["time left", state.ended || far.seconds_left === null ? undefined : seconds(far.seconds_left)],
-    ["goodput", known(state.goodput, (part) => (100 * part).toFixed(1) + " %")],
-    ["recoveries", state.recovery_count],
-    ["spares", status ? Object.keys(status.nodes).filter((n) => stateOf(status, n) === "spare").length : "–"],
-    ["iterations at stake", status ? status.rpo.most_lost : "–"],
-    ["epoch", state.epoch],
+    ["per iteration", known(state.step_seconds, duration)],
+    ["samples per second", far.samples_per_second?.toPrecision(3)],
+    ["tokens per second", far.tokens_per_second === null ? undefined : Math.round(far.tokens_per_second).toLocaleString("en")],
+    ["time left", state.ended || far.seconds_left === null ? undefined : duration(far.seconds_left)],
+    ["of the time trained (goodput)", known(state.goodput, (part) => `${(100 * part).toFixed(1)} %`)],
+    ["failures survived", state.survived],
   ];
-  AT("numbers").replaceChildren(...shown.filter(([, value]) => value !== undefined).map(([title, value]) => {
-    const cell = element("div");
-    cell.append(element("b", String(value)), element("span", title));
-    return cell;
-  }));
+  AT("numbers").replaceChildren(...cells.filter(([, value]) => value !== undefined).map(([title, value]) =>
+    html("div", {}, html("b", {}, value), html("span", {}, title))));
+}
+
+function ticks(low, high, most, least) {
+  if (high <= low) return [low];
+  const raw = (high - low) / most, unit = 10 ** Math.floor(Math.log10(raw));
+  const step = Math.max(least, unit * [1, 2, 5, 10].find((n) => n * unit >= raw * 0.999));
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, n) => Number(((first + n) * step).toPrecision(9)));
 }
 
 function drawLoss(state) {
-  const svg = AT("loss"), ns = "http://www.w3.org/2000/svg";
-  const points = state.loss.filter(([, y]) => Number.isFinite(y));
-  if (points.length < 2) { svg.replaceChildren(); return; }
-  const width = svg.clientWidth || 800, height = 180, left = 44, bottom = 18;
-  const ys = points.map(([, y]) => y), lowest = Math.min(...ys), highest = Math.max(...ys), first = points[0][0], last = points.at(-1)[0];
-  const x = (k) => left + (width - left - 6) * (k - first) / Math.max(1, last - first);
-  const y = (v) => 6 + (height - bottom - 6) * (highest - v) / Math.max(1e-12, highest - lowest);
-  const made = (name, attributes, text) => {
-    const one = document.createElementNS(ns, name);
-    for (const [key, value] of Object.entries(attributes)) one.setAttribute(key, value);
-    if (text !== undefined) one.textContent = text;
-    return one;
-  };
-  const marks = state.recoveries.filter((r) => r.after_iteration >= first).map((r) => made("line", { x1: x(r.after_iteration), x2: x(r.after_iteration), y1: 4, y2: height - bottom }));
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.replaceChildren(
-    ...marks,
-    made("path", { d: "M" + points.map(([k, v]) => `${x(k).toFixed(1)} ${y(v).toFixed(1)}`).join("L") }),
-    made("text", { x: 0, y: 14 }, highest.toPrecision(4)), made("text", { x: 0, y: height - bottom }, lowest.toPrecision(4)),
-    made("text", { x: left, y: height - 4 }, `iteration ${first}`), made("text", { x: width - 6, y: height - 4, "text-anchor": "end" }, String(last)),
+  const area = AT("loss"), points = state.loss.filter(([, loss]) => loss !== null);
+  area.parentElement.hidden = !points.length;
+  if (!points.length) return;
+  const width = area.clientWidth || 800, height = 200, left = 48, bottom = height - 20, right = width - 12;
+  const text = (at, y, anchor, ...shown) => svg("text", { x: at, y, "text-anchor": anchor }, ...shown);
+  const losses = points.map(([, loss]) => loss), lowest = Math.min(...losses), highest = Math.max(...losses);
+  const first = points[0][0], last = points.at(-1)[0];
+  const x = (k) => left + (right - left) * (k - first) / Math.max(1, last - first);
+  const y = (loss) => 8 + (bottom - 12) * (highest - loss) / Math.max(1e-12, highest - lowest);
+  const upright = (at, look, ...more) => svg("line", { x1: at, x2: at, y1: 4, y2: bottom, class: look }, ...more);
+  const far = ([k]) => Math.abs(x(k) - (pointer ?? right));
+  const near = points.reduce((best, one) => far(one) <= far(best) ? one : best);
+  area.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  area.replaceChildren(
+    ...ticks(lowest, highest, 6, 0).flatMap((loss) => [
+      svg("line", { x1: left, x2: right, y1: y(loss), y2: y(loss) }), text(left - 6, y(loss) + 4, "end", loss)]),
+    ...ticks(first, last, width / 110, 1).flatMap((k) => [upright(x(k), ""), text(x(k), height - 4, "middle", k.toLocaleString("en"))]),
+    ...state.recoveries.filter((one) => one.after_iteration >= first).map((one) =>
+      upright(x(one.after_iteration), one.planned ? "planned" : "failure", svg("title", {}, `${one.cause}, ${date(one.at)}`))),
+    svg("path", { d: "M" + points.map(([k, loss]) => `${x(k).toFixed(1)} ${y(loss).toFixed(1)}`).join("L") }),
+    ...pointer === null ? [] : [upright(x(near[0]), "pointer")], svg("circle", { cx: x(near[0]), cy: y(near[1]), r: 3.5 }),
   );
+  AT("point").textContent = `${near[1].toPrecision(6)} at iteration ${near[0].toLocaleString("en")}, ${date(near[2])}`;
 }
 
-function drawNodes(state) {
-  const at = AT("nodes");
-  if (!state.status) { at.replaceChildren(element("p", "nobody answers", "none")); AT("legend").textContent = ""; return; }
-  const byNode = new Map(Object.keys(state.status.nodes).map((node) => [node, []]));
-  for (const [role, one] of Object.entries(state.status.roles)) byNode.get(String(one.seat[0]))?.push([role, one]);
-  at.classList.toggle("many", byNode.size > 40);
-  at.replaceChildren(...[...byNode].map(([node, roles]) => {
-    const facts = state.status.nodes[node], place = stateOf(state.status, node), bytes = facts.vault.bytes;
-    const card = element("div", undefined, "node", place, node in state.status.slow && "slow", facts.standing === "left out" && "leftout");
-    card.title = `node ${node}, ${facts.host}, ${place}, ${facts.restarts} restarts ${facts.reasons.join("; ")}`;
-    card.append(element("span", byNode.size > 40 ? node : `node ${node}`));
-    if (byNode.size <= 40) card.append(element("small", `${facts.host} ${bytes ? (bytes / 1e9).toFixed(2) + " GB" : ""}`));
-    const row = element("div", undefined, "roles");
-    for (const [role, one] of roles) {
-      const exposed = state.status.fewer_copies.includes(Number(role));
-      const busy = one.section !== "step" && one.section !== "train";
-      const dot = element("span", role, "role", busy ? "busy" : one.waiting && "wait", exposed && "exposed");
-      dot.title = `role ${role}: ${one.section} of iteration ${one.iteration}${one.waiting ? ", waits in a communication" : ""}${exposed ? ", fewer copies than wanted" : ""}`;
-      row.append(dot);
-    }
-    if (!roles.length) row.append(element("small", place));
-    card.append(row);
-    return card;
-  }));
-  AT("legend").textContent = "A square is a role: it computes (green), waits in a communication (blue), or is between steps (yellow); a red frame: fewer copies than wanted. A bar at the left: trains (green), spare (grey), aside or slow (yellow).";
+function troublesOf(status, node, roles) {
+  const facts = status.nodes[node], slow = status.slow[node], found = [];
+  if (status.aside.includes(Number(node))) found.push("quarantined");
+  if (facts.standing !== "good") found.push([facts.standing, ...facts.reasons].join(": "));
+  if (slow) found.push(`slow: ${slow.seconds.toFixed(3)} s of its own per iteration, its peers ${slow.peer_seconds.toFixed(3)} s`);
+  const fewer = roles.filter(([role]) => status.fewer_copies.includes(Number(role))).map(([role]) => role);
+  if (fewer.length) found.push(`role ${fewer.join(", ")}: fewer copies than wanted`);
+  return found;
+}
+
+function drawNodes({ status, lost }) {
+  const cards = lost.map((one) => html("div", { class: "node trouble lost" }, `node ${one.node}, gone`, html("small", {}, `${clock(one.at)}: ${one.cause}`)));
+  const byNode = new Map(Object.keys(status?.nodes ?? {}).map((node) => [node, []])), isLarge = byNode.size > 40;
+  for (const entry of Object.entries(status?.roles ?? {})) byNode.get(String(entry[1].seat[0]))?.push(entry);
+  const ranked = [...byNode].map(([node, roles]) => ({ node, roles, troubles: troublesOf(status, node, roles) }));
+  const rank = ({ troubles, roles }) => troubles.length ? 0 : roles.length ? 1 : 2;
+  ranked.sort((a, b) => rank(a) - rank(b) || a.node - b.node);
+  const square = ([role, one]) => {
+    const look = one.section !== "step" && one.section !== "train" ? "busy" : one.waiting ? "wait" : "";
+    const does = `${one.section} of iteration ${one.iteration}${one.waiting ? ", waits in a communication" : ""}`;
+    const exposed = status.fewer_copies.includes(Number(role)) ? "exposed" : "";
+    return html("span", { class: `role ${look} ${exposed}`, title: `role ${role}: ${does}` }, role);
+  };
+  for (const { node, roles, troubles } of ranked) {
+    const facts = status.nodes[node], use = facts.spare ? "spare" : "training", bytes = facts.vault.bytes;
+    const small = [facts.host, bytes && `${(bytes / 1e9).toFixed(2)} GB`, facts.restarts && count(facts.restarts, "restart")].filter(Boolean).join(", ");
+    const isSmall = isLarge && !troubles.length;
+    cards.push(html("div", { class: `node ${use} ${troubles.length ? "trouble" : ""}`, title: `node ${node}, ${use}: ${small}` },
+      isSmall ? node : `node ${node}`, ...isSmall ? [] : [html("small", {}, small)], ...troubles.map((text) => html("em", {}, text)),
+      html("div", { class: "roles" }, ...roles.length ? roles.map(square) : [html("small", {}, use)])));
+  }
+  AT("nodes").classList.toggle("many", isLarge);
+  AT("nodes").replaceChildren(...cards);
+  AT("legend").hidden = !status;
+  AT("nodes").parentElement.hidden = !cards.length;
 }
 
 function drawRecoveries(state) {
-  if (!state.recoveries.length) { AT("recoveries").replaceChildren(element("p", "none", "none")); return; }
-  const longest = Math.max(...state.recoveries.map((r) => r.seconds ?? 0), 1e-9);
-  const keys = element("p", undefined, "none");
-  for (const name of Object.keys(state.phases).filter((n) => n !== "abandoned" && n !== "reprotect")) {
-    const key = element("span", undefined, "key");
-    key.style.background = COLOURS[name];
-    keys.append(key, `${name}  `);
-  }
-  AT("recoveries").replaceChildren(...[...state.recoveries].reverse().map((one) => {
-    const box = element("div", undefined, "recovery"), bar = element("div", undefined, "bar");
-    const title = element("p", `${one.planned ? "planned swap" : "failure"} ${one.number}: ${one.cause} `);
-    const took = one.seconds === null ? "not over yet" : `${seconds(one.seconds)}, ${one.recomputed} iterations again`;
-    title.append(element("small", `after iteration ${one.after_iteration}, ${time(one.at)}; ${took}; ${one.exposed_seconds.toFixed(2)} s without all copies`));
+  const longest = Math.max(...state.recoveries.map((one) => one.seconds ?? 0), 1e-9), { reprotect, ...drawn } = state.phases;
+  const made = [...state.recoveries].reverse().map((one) => {
+    const { reprotect: _, ...phases } = one.phases, whole = Object.values(phases).reduce((sum, s) => sum + s, 0) || 1;
+    const facts = [`after iteration ${one.after_iteration}, ${clock(one.at)}`];
+    facts.push(one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
+    if (one.recomputed) facts.push(`${count(one.recomputed, "iteration")} computed again`);
+    if (one.exposed_seconds) facts.push(`${duration(one.exposed_seconds)} without all copies`);
+    const bar = html("div", { class: "bar" }, ...Object.entries(phases).map(([name, spent]) =>
+      piece(spent / whole, COLOURS[name] ?? "#888888", `${name} ${spent.toFixed(3)} s: ${drawn[name] ?? ""}`)));
     bar.style.width = `${Math.max(4, 100 * (one.seconds ?? longest) / longest)}%`;
-    const parts = Object.entries(one.phases).filter(([name]) => name !== "reprotect"), whole = parts.reduce((sum, [, s]) => sum + s, 0) || 1;
-    for (const [name, spent] of parts) {
-      const piece = element("i");
-      piece.style.flex = String(spent / whole);
-      piece.style.background = COLOURS[name] ?? "#888888";
-      piece.title = `${name} ${spent.toFixed(3)} s: ${state.phases[name] ?? ""}`;
-      bar.append(piece);
-    }
-    box.append(title, bar);
-    return box;
-  }), keys);
+    const title = `${one.planned ? "planned" : "failure"} ${one.number}: ${one.cause} `;
+    return html("div", { class: "recovery" }, html("p", {}, title, html("small", {}, facts.join("; "))), bar);
+  });
+  const keys = Object.keys(drawn).filter((name) => name !== "abandoned").map((name) => html("span", {}, piece(0, COLOURS[name], ""), name));
+  AT("recoveries").replaceChildren(...made.length ? [...made, html("p", { class: "keys" }, ...keys)] : [html("p", { class: "none" }, "none so far")]);
+  AT("meanings").replaceChildren(...Object.entries(state.phases).map(([name, text]) => html("tr", {}, html("td", {}, name), html("td", {}, text))));
+  AT("meanings").parentElement.hidden = !made.length;
 }
 
-function drawUses(state) {
-  const uses = Object.entries(state.node_seconds), whole = uses.reduce((sum, [, s]) => sum + s, 0) || 1;
-  const rows = element("table");
-  for (const [use, spent] of uses) {
-    const row = element("tr"), bar = element("div", undefined, "bar"), piece = element("i"), cell = element("td", undefined, "w");
-    piece.style.width = `${100 * spent / whole}%`;
-    piece.style.background = use === "training" ? "var(--good)" : use === "spare" ? "var(--spare)" : "var(--wait)";
-    bar.append(piece);
-    cell.append(bar);
-    row.append(element("td", use), cell, element("td", seconds(spent), "n"), element("td", `${(100 * spent / whole).toFixed(1)} %`, "n"));
-    rows.append(row);
+function drawUses({ node_seconds: uses }) {
+  // A spare node is no loss of time: the parts are of the time of nodes with roles, as goodput is.
+  const { spare, ...used } = uses, whole = Object.values(used).reduce((sum, s) => sum + s, 0) || 1, main = {}, phases = [];
+  const row = (name, spent, colour) => html("tr", {}, html("td", {}, name.replaceAll("-", " ")),
+    html("td", { class: "w" }, colour ? html("div", { class: "bar" }, piece(spent / whole, colour, "")) : ""),
+    html("td", { class: "n" }, duration(spent)), html("td", { class: "n" }, colour ? `${(100 * spent / whole).toFixed(1)} %` : ""));
+  for (const [use, spent] of Object.entries(used)) {
+    const phase = use.match(/^recovery-(.*)/)?.[1], name = phase ? "recovery" : use;
+    main[name] = (main[name] ?? 0) + spent;
+    if (phase) phases.push(row(phase, spent, COLOURS[phase] ?? COLOURS.abandoned));
   }
-  AT("uses").replaceChildren(rows);
+  const rows = Object.entries(main).map(([use, spent]) => row(use, spent, use === "training" ? "var(--good)" : "var(--wait)"));
+  AT("uses").replaceChildren(...rows, ...spare ? [row("spare (not counted)", spare, "")] : []);
+  AT("phases").replaceChildren(...phases);
+  AT("phases").parentElement.hidden = !phases.length;
 }
 
 function drawLines(state) {
-  AT("lines").replaceChildren(...[...state.lines].reverse().map(([at, text, style]) => {
-    const line = element("li", undefined, ["red", "green", "yellow"].find((colour) => style.includes(colour)));
-    line.append(element("time", time(at)), text);
-    return line;
-  }));
+  AT("lines").replaceChildren(...[...state.lines].reverse().map(([at, text, style]) =>
+    html("li", { class: ["red", "green", "yellow"].find((colour) => style.includes(colour)) ?? "" }, html("time", { title: date(at) }, clock(at)), text)));
+  AT("facts").replaceChildren(...state.facts.map(([name, text]) => html("tr", {}, html("td", {}, name), html("td", {}, text))));
+  AT("facts").parentElement.hidden = !state.facts.length;
 }
 
 function draw(state) {
-  AT("run").textContent = state.run;
-  document.title = `deadpool ${state.run}`;
-  for (const one of [drawPhase, drawNumbers, drawLoss, drawNodes, drawRecoveries, drawUses, drawLines]) one(state);
+  shown = state;
+  for (const one of [drawBanner, drawNumbers, drawLoss, drawNodes, drawRecoveries, drawUses, drawLines]) one(state);
 }
 
 async function look() {
@@ -170,12 +190,20 @@ async function look() {
     if (!answer.ok) throw new Error(`${answer.status}`);
     draw(await answer.json());
   } catch (error) {
-    AT("phase").textContent = `the page's own server does not answer (${error.message})`;
-    AT("phase").className = "bad";
+    AT("banner").className = "wide bad";
+    const below = `What is below is of ${date(shown.now)} (${error.message}).`;
+    AT("banner").replaceChildren(html("h2", {}, "deadpool serve does not answer"), html("p", {}, below));
   }
   setTimeout(look, 1000);
 }
 
+for (const kind of ["pointermove", "pointerdown", "pointerleave"]) {
+  AT("loss").addEventListener(kind, (event) => {
+    pointer = kind === "pointerleave" ? null : event.clientX - AT("loss").getBoundingClientRect().left;
+    drawLoss(shown);
+  });
+}
+window.addEventListener("resize", () => drawLoss(shown));
 // The first state comes with the page itself.
 draw(JSON.parse(AT("first").textContent));
 look();

@@ -208,6 +208,7 @@ class Story:
         self.bytes_by_kind: dict[Kind, int] = {}
         self.counts: dict[Kind, int] = {}
         self.audits: list[float] = []  # seconds of each that has found nothing
+        self.lost_nodes: dict[int, Event] = {}  # those that have not joined again
         self.aside: list[Event] = []
         self.slow: list[Event] = []
         self.protections: list[Event] = []
@@ -231,6 +232,10 @@ class Story:
         self.epoch = max(self.epoch, event.epoch)
         if event.kind in _COUNTED:
             self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+        if event.node is not None and event.kind is Kind.NODE_JOINED:
+            self.lost_nodes.pop(event.node, None)
+        elif event.node is not None and event.kind is Kind.NODE_LOST and self.ended is None:
+            self.lost_nodes[event.node] = event
         if "bytes" in data:
             total = self.bytes_by_kind.get(event.kind, 0) + int(data["bytes"])
             self.bytes_by_kind[event.kind] = total

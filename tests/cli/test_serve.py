@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import html
+import itertools
 import json
 import re
-import shutil
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPMessage
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,17 +26,13 @@ import pytest
 from deadpool_megatron.cli import serve
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.running import Run, environment, send
+from tests.common.browser import CHROMIUM, Browser
+from tests.common.synthetic_run import events_of
 from tests.common.waiting import wait_for
 
-CHROMIUM = shutil.which("chromium")
 # As random ones may be: nothing that a program could use as a name.
 TOKEN = "0-to_ken-"
-#: what keeps a browser from looking for the world outside
-_ALONE = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    "--virtual-time-budget=5000",
-)
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no browser: scripts/system-packages.sh")
 
 
 @contextmanager
@@ -59,25 +56,6 @@ def get(address: str) -> tuple[int, bytes, HTTPMessage]:
             return answer.status, answer.read(), answer.headers
     except urllib.error.HTTPError as error:
         return error.code, error.read(), error.headers
-
-
-def shown_in_browser(address: str, place: Path, *texts: str) -> str:
-    """The page as its program has drawn it, with all of these texts: on a busy machine the browser
-    may have looked before the first answer.
-    """
-    assert CHROMIUM is not None
-    command = [CHROMIUM, *_ALONE, f"--user-data-dir={place / 'profile'}", "--dump-dom"]
-    shown = ""
-
-    def is_drawn() -> bool:
-        nonlocal shown
-        done = subprocess.run([*command, address], capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        shown = done.stdout
-        return all(text in shown for text in texts)
-
-    wait_for(f"{texts} on the page", is_drawn)
-    return shown
 
 
 def test_nothing_is_answered_without_the_token() -> None:
@@ -107,11 +85,15 @@ def status_of(nodes: int, roles: int) -> dict[str, Any]:
     return {
         "phase": "running",
         "waiting_for": "",
-        "rpo": {"most_lost": 1},
+        "rpo": {"most_lost": 1, "wanted": ""},
         "failing": {},
         "aside": [],
         "slow": {},
         "fewer_copies": [3],
+        "epoch": 1,
+        "protection": "buddy, 1 copy",
+        "coordinator": {"term": 1, "host": "10.0.0.1", "port": 4100, "node": 0},
+        "requests": [{"number": 1, "token": "t", "verb": "drain", "what": {"node": 1}}],
         "roles": {
             role: {"seat": seat, "section": "step", "iteration": 7, "waiting": None}
             for role, seat in seats.items()
@@ -132,6 +114,7 @@ def status_of(nodes: int, roles: int) -> dict[str, Any]:
 
 def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
     page = serve.WatchedPage(run, None, None)  # type: ignore[arg-type]
+    page.take(Event(Kind.RUN_STARTED, data={"spares": 2}, wall_seconds=0.5))
     for k, loss in enumerate(losses, 1):
         values = {"loss": loss, "samples": 8 * k}
         page.take(Event(Kind.STEP, iteration=k, wall_seconds=float(k), data=values))
@@ -144,51 +127,163 @@ def test_the_state_of_a_large_run() -> None:
     told = json.dumps(page.to_dict(status_of(64, 512), 2001.0), allow_nan=False)
     found = json.loads(told)
     assert len(found["loss"]) <= 402
-    assert (found["loss"][0], found["loss"][-1]) == ([1, 1.0], [2000, None])
+    assert (found["loss"][0], found["loss"][-1]) == ([1, 1.0, 1.0], [2000, None, 2000.0])
     assert len(told) < 200_000
 
 
+LOST = Event(Kind.NODE_LOST, 1, 9, data={"cause": "connection closed"}, wall_seconds=3.5)
+CLOSED = Event(
+    Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost", "cause": "node 9"}, wall_seconds=3.6
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "change", "now", "look", "spares"),
+    [
+        ((), {}, 4.0, "good", (2, 2)),
+        ((), {"fewer_copies": [3]}, 4.0, "wait", (2, 2)),
+        ((), {"aside": [2, 3]}, 4.0, "wait", (0, 2)),
+        ((), {}, 99.0, "wait", (2, 2)),
+        (
+            (LOST, CLOSED),
+            {"phase": "closing", "failing": {"kind": "node-lost"}},
+            4.0,
+            "wait",
+            (2, 2),
+        ),
+        ((), None, 4.0, "wait", None),
+        ((), None, 99.0, "bad", None),
+        ((), {"coordinator": None}, 99.0, "bad", None),  # of another version
+        ((Event(Kind.RUN_ENDED, data={"exit_status": 0}),), None, 4.0, "good", None),
+        ((Event(Kind.RUN_ENDED, data={"exit_status": 75}),), None, 4.0, "wait", None),
+        ((Event(Kind.RUN_ENDED, data={"exit_status": 1}),), None, 4.0, "bad", None),
+    ],
+)
+def test_the_banner_says_whether_it_is_all_right(
+    told: tuple[Event, ...], change: dict[str, Any] | None, now: float, look: str, spares: Any
+) -> None:
+    page = page_of("0x1p+1", "0x1p+1", "0x1p+1")
+    for event in told:
+        page.take(event)
+    status = None if change is None else {**status_of(2, 4), "fewer_copies": [], **change}
+    found = page.to_dict(status, now)
+    assert (found["banner"]["look"], found["banner"]["spares"]) == (look, spares)
+    assert (found["banner"]["failure"] is None) == (CLOSED not in told)
+    assert bool(found["facts"]) == (spares is not None)
+    assert [one["node"] for one in found["lost"]] == [9] * (LOST in told)
+
+
+def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_not_fail() -> None:
+    page = page_of("0x1p+1")
+    joined = Event(Kind.NODE_JOINED, 1, 9, data={"spare": True}, wall_seconds=5.0)
+    for event in (LOST, joined, Event(Kind.RUN_ENDED, data={"exit_status": 0}), LOST):
+        page.take(event)
+    found = page.to_dict(None, 9.0)
+    assert found["lost"] == []
+    assert len(found["lines"]) == 1
+
+
+def states() -> dict[str, dict[str, Any]]:
+    """States of small and large runs, from the start to the end, with all that can be shown."""
+    began = time.time() - 100.0
+    long = "no more than three nodes of failure domain rack-07 may be lost at once, " * 3
+    found = {"start": page_of().to_dict(None, began)}
+    for name, nodes, roles in (("8", 4, 8), ("512", 64, 512)):
+        page, status = page_of(run=f"run-of-{roles}-roles"), status_of(nodes, roles)
+        told = list(events_of(60, 40, 0.0, began=began))
+        for event in told[:-1]:
+            page.take(event)
+        page.take(replace(LOST, data={"cause": long}, wall_seconds=began + 60))
+        status |= {"aside": [nodes], "slow": {"1": {"seconds": 0.31, "peer_seconds": 0.1}}}
+        status["nodes"]["2"] |= {"standing": "weak", "reasons": [long]}
+        status["roles"]["2"]["waiting"], status["roles"]["4"]["section"] = [1, 2, 3], "save"
+        found[f"running-{name}"] = page.to_dict(status, began + 99)
+        page.take(replace(CLOSED, data={**CLOSED.data, "cause": long}, wall_seconds=began + 61))
+        status |= {"phase": "closing", "failing": {"kind": "node-lost", "cause": long}}
+        found[f"recovering-{name}"] = page.to_dict(status, began + 99)
+        page.take(told[-1])
+        found[f"over-{name}"] = page.to_dict(None, began + 99)
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
+@in_a_browser
+def test_nothing_sticks_out_at_any_width(tmp_path: Path) -> None:
+    """Pictures of all of it are in the test's folder."""
+    with Browser(tmp_path / "profile") as browser:
+        for name, state in states().items():
+            with served(state) as address:
+                browser.open(f"{address}/?token={TOKEN}")
+                for width, dark in itertools.product((500, 1280, 1920), (False, True)):
+                    browser.look(width, dark=dark)
+                    assert browser.sticks_out() == [], (name, width)
+                    file = f"{name}-{width}-{'dark' if dark else 'light'}.png"
+                    browser.take_picture(tmp_path / file)
+
+
+@pytest.mark.slow
+@in_a_browser
+def test_trouble_comes_first_and_the_pointer_finds_an_iteration(tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser, served(states()["running-512"]) as address:
+        browser.look(1280)
+        browser.open(f"{address}/?token={TOKEN}")
+        cards = browser.value("[...document.querySelectorAll('.node')].map((one) => one.className)")
+        assert len(cards) == 68
+        assert [("lost" in one, "trouble" in one) for one in cards[:7]] == [
+            *[(True, True)] * 2,
+            *[(False, True)] * 4,
+            (False, False),
+        ]
+        left, width, y = browser.value(
+            "(({ left, width, top }) => [left, width, top + 50])"
+            "(document.getElementById('loss').getBoundingClientRect())"
+        )
+        assert "at iteration 60," in browser.text()
+        browser.point(left + 48 + (width - 60) * 29 / 59, y)
+        wait_for("the iteration", lambda: "at iteration 30," in browser.text())
+
+
+@pytest.mark.slow
+@in_a_browser
 def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     bad = "<script>document.title = 'taken'</script>"
     state = page_of("0x1p+1", "0x1p+1", run=bad)
     state.take(Event(Kind.TRAINING, data={"iterations": 100}))
     state.take(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
-    with served(state.to_dict(status_of(2, 4), 1.0)) as address:
-        escaped = f"a node was lost: {html.escape(bad, quote=False)}"
-        shown = shown_in_browser(f"{address}/?token={TOKEN}", tmp_path, escaped)
-    assert "<b>2</b><span>iteration of 100</span>" in shown
-    assert len(re.findall('class="role[ "]', shown)) == 4
-    assert len(re.findall('class="node spare"', shown)) == 2
-    assert len(re.findall('class="[^"]*exposed"', shown)) == 1
-    assert bad not in shown
-    assert "<title>taken" not in shown
+    shown = state.to_dict(status_of(2, 4), 1.0)
+    with Browser(tmp_path / "profile") as browser, served(shown) as address:
+        browser.open(f"{address}/?token={TOKEN}")
+        assert f"a node was lost: {bad}" in browser.text()
+        assert "iteration of 100" in browser.text()
+        for name, number in ((".role", 4), (".node.spare", 2), (".exposed", 1), ("script", 2)):
+            assert browser.value(f"document.querySelectorAll('{name}').length") == number, name
+        assert browser.value("document.title").endswith(bad)
 
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
+@in_a_browser
 def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
     told = tmp_path / "told"
     options = ("--deadpool-on-event", f'echo "$DEADPOOL_EVENT_KIND" >> {told}')
-    with Run(tmp_path / "r", nodes=2, nproc=2, options=options) as run:
+    with (
+        Run(tmp_path / "r", nodes=2, nproc=2, options=options) as run,
+        Browser(tmp_path / "profile") as browser,
+    ):
         run.wait_iteration(3)
         command = [sys.executable, "-m", "deadpool_megatron", "serve", str(run.run.path)]
         serving = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
         try:
             assert serving.stdout is not None
-            address = serving.stdout.readline().strip()
+            browser.open(serving.stdout.readline().strip())
             send(run.listing(0)["agent"])
             run.wait_event(Kind.RECOVERED)
-            texts = (">running<", "a node was lost: node 0", "recovered in", ">node 2<")
-            shown = shown_in_browser(address, tmp_path, *texts)
-            assert ">node 0<" not in shown
-            assert len(re.findall('class="role[ "]', shown)) == 4
+            for text in ("Running", "node 0, gone", "recovered in", "node 2\n", "Last failure"):
+                wait_for(text, lambda text=text: text in browser.text())  # type: ignore[misc]
+            assert browser.value("document.querySelectorAll('.role').length") == 4
+            assert browser.sticks_out() == []
             run.finish()
-            state = address.replace("/?", "/state?")
-            wait_for("the end", lambda: json.loads(get(state)[1])["ended"])
-            shown_in_browser(address, tmp_path, "ended with status 0")
+            wait_for("the end", lambda: "Finished" in browser.text())
         finally:
             serving.terminate()
             serving.communicate()

@@ -1,0 +1,113 @@
+"""A real browser without a window, told what to do over a pipe in the words of its own protocol."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.common.waiting import wait_for
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+#: what keeps it from looking for the world outside
+_ALONE = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--hide-scrollbars", "--remote-debugging-pipe"),
+)
+# Nothing may be cut or stick out: elements wider than their place, but for those that scroll.
+_STICKS_OUT = """[...document.querySelectorAll("body, body *")].filter((one) => {
+    const style = getComputedStyle(one), box = one.getBoundingClientRect();
+    const isCut = one.scrollWidth > one.clientWidth + 1 && style.display !== "inline";
+    return box.width && !one.closest("svg") && (isCut || box.right > innerWidth + 1);
+}).map((one) => `${one.tagName} #${one.id} .${one.className}: ${one.textContent.slice(0, 60)}`)"""
+
+
+class Browser:
+    """One tab. ``profile``: a folder that it may fill."""
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None
+        (read, self._to), (self._from, write) = os.pipe(), os.pipe()
+        # It reads from descriptor 3 and writes to 4.
+        take = f'exec 3<&{read} 4>&{write}; exec "$@"'
+        self._child = subprocess.Popen(
+            ["bash", "-c", take, "-", CHROMIUM, *_ALONE, f"--user-data-dir={profile}"],
+            pass_fds=(read, write),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(read)
+        os.close(write)
+        self._number, self._rest, self._session = 0, b"", {}
+        tab = self._do("Target.createTarget", url="about:blank")["targetId"]
+        attached = self._do("Target.attachToTarget", targetId=tab, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._child.kill()
+        self._child.wait()
+        os.close(self._to)
+        os.close(self._from)
+
+    def look(self, width: int, *, dark: bool = False) -> None:
+        """A screen of this width (pixels), in light or dark."""
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._do("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._do("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, address: str) -> None:
+        self._do("Page.navigate", url=address)
+        loaded = f"document.readyState === 'complete' && location.href === {json.dumps(address)}"
+        wait_for("the page", lambda: self.value(loaded))
+
+    def value(self, program: str) -> Any:
+        """The value of an expression in the page."""
+        found = self._do("Runtime.evaluate", expression=program, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def text(self) -> str:
+        return str(self.value("document.body.innerText"))
+
+    def sticks_out(self) -> list[str]:
+        found: list[str] = self.value(_STICKS_OUT)
+        return found
+
+    def point(self, x: float, y: float) -> None:
+        self._do("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def take_picture(self, file: Path) -> None:
+        found = self._do("Page.captureScreenshot", captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(found["data"]))
+
+    def _do(self, method: str, **values: Any) -> dict[str, Any]:
+        self._number += 1
+        told = {"id": self._number, "method": method, "params": values, **self._session}
+        os.write(self._to, json.dumps(told).encode() + b"\0")
+        while True:
+            while b"\0" not in self._rest:
+                piece = os.read(self._from, 1 << 20)
+                assert piece, "the browser has ended"
+                self._rest += piece
+            one, _, self._rest = self._rest.partition(b"\0")
+            answer = json.loads(one)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
