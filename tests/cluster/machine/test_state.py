@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.machine import _TOPICS
 from deadpool_megatron.cluster.machine.state import MemberState, MemberStatus, MemberTable
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.records import EpochRecord
@@ -28,6 +29,16 @@ def lose(rig: Rig, role: int, *left: tuple[int, int]) -> None:
     rig.feed(killed(rig, role))
     rig.closed(*(g(iteration, lineage) for lineage, iteration in left))
     rig.opened()
+
+
+def test_each_input_has_a_topic() -> None:
+    found, kinds = {ev.Input}, set()
+    while found:
+        kind = found.pop()
+        found.update(kind.__subclasses__())
+        if not kind.__subclasses__():
+            kinds.add(kind)
+    assert kinds - {ev.Tick} == _TOPICS.keys()
 
 
 def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:

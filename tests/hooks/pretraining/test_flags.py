@@ -51,6 +51,7 @@ EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--hybrid-override-pattern": "M-M*",
     "--hybrid-attention-ratio": "0.5",
     "--hybrid-mlp-ratio": "0.5",
+    "--linear-attention-freq": "4",
     "--symmetric-ar-type": "one_shot",
     "--transformer-impl": "inference_optimized",
     "--moe-token-dispatcher-type": "flex",
@@ -247,8 +248,8 @@ AUX = "--moe-router-load-balancing-type"
     [
         ("pretrain_gpt.py --lr 1 --of-tomorrow --deadpool", "--of-tomorrow", "of-tomorrow"),
         (
-            "pretrain_gpt.py --linear-attention-freq=8 --spec my.specs stack",
-            "--linear-attention-freq",
+            "pretrain_gpt.py --fp8-output-proj=8 --spec my.specs stack",
+            "--fp8-output-proj",
             "--spec=stack)",
         ),
         ("/lm/pretrain_vlm.py --deadpool", "pretrain_vlm.py", "pretrain_vlm.py"),
