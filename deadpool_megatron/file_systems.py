@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import sys
 import threading
@@ -18,6 +19,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+#: of file systems that hosts share
+_SHARED = re.compile(
+    r"nfs\d?|cifs|smb3|9p|lustre|gpfs|beegfs\S*|ceph|afs|wekafs|pvfs2"
+    r"|fuse\.(?:juicefs|glusterfs|sshfs|ceph\S*)"
+)
 _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LOCKS = (*_NOT_OFFERED, errno.ENOLCK)
 _NO_LINKS = (*_NOT_OFFERED, errno.EPERM)
@@ -69,6 +75,18 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def is_shared(path: Path) -> bool:
+    """Return whether ``path`` lies on a file system that several hosts share, by its kind."""
+    kinds, real = _kinds(), path.resolve()
+    place = next((one for one in (real, *real.parents) if one in kinds), real)
+    return _SHARED.fullmatch(kinds.get(place, "")) is not None
+
+
+def _kinds() -> dict[Path, str]:
+    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+    return {Path(words[1].replace("\\040", " ")): words[2] for words in mounts}
 
 
 def lock(handle: int, name: Path, limit_seconds: float = 0.0) -> None:

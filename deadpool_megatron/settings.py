@@ -137,10 +137,12 @@ class Settings:
         " (status 4), rollback (compute the iteration once more from the state before it; a second"
         " time from the checkpoint before that, or stop), ignore",
     )
-    persist_interval: int = _setting(
-        0,
+    persist_interval: str = _setting(
+        "auto",
         "write a standard checkpoint in the background every so many iterations, without a pause of"
-        " training (0: only when 'deadpool persist' asks for one)",
+        " training; off: only when 'deadpool persist' asks for one; auto: each half hour, less"
+        " often where writing takes long, and off where the run directory is on a disk of this host"
+        " and the script has no --save",
     )
     persist_directory: str = _setting(
         "", "where these checkpoints go: a directory that all nodes share (empty: in --run-dir)"
@@ -339,7 +341,12 @@ class Settings:
     def exports(self) -> bool:
         """Return whether a run that has to end exports its state, and not only when somebody
         asks."""
-        return bool(self.persist_interval or self.persist_directory)
+        return bool(self.export_iterations or self.persist_directory)
+
+    @cached_property
+    def export_iterations(self) -> int:
+        """Return how many iterations lie between two exports; 0 where no number was given."""
+        return int(self.persist_interval) if self.persist_interval.isdigit() else 0
 
     @cached_property
     def memory_bytes(self) -> int:
@@ -385,7 +392,7 @@ _ABOVE: Mapping[str, tuple[float, float]] = {
     "link_share": (0, 1),
     "slow_factor": (1, 1e9),
 }
-_COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_interval", "persist_keep")
+_COUNTS = ("max_lag", "hash_interval", "audit_interval", "persist_keep")
 _SIZES = ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps")
 _RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*_COUNTS, "restarts_in_place"), (0, math.inf)),
@@ -417,6 +424,7 @@ _FORMS: Mapping[str, tuple[str, str]] = {
         rf"auto|[1-9][0-9]{{0,2}}|{LONGEST_CADENCE}",
         f"auto or a number from 1 to {LONGEST_CADENCE}",
     ),
+    "persist_interval": (r"auto|off|\d+", "auto, off or a number of iterations"),
     "notify": (r"(?:https?://[^/\s]\S*)?", "a URL of http or https"),
     "vault_cpus": (rf"(?:auto|{_CPUS}(?:,{_CPUS})*)?", "a list like 0-3,8, or auto, or empty"),
     "persist_directory": (r"(?s:/.*)?", "an absolute path (every node writes to it)"),

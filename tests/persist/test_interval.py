@@ -4,9 +4,11 @@ what becomes of one that something comes in between."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import checkpoints
 from deadpool_megatron.cluster.machine.state import Phase
 from tests.persist.harness.world import DROP, TAKE, World, no_room, overwritten
 
@@ -48,6 +50,50 @@ def recover(world: World) -> None:
     world.state.phase, world.state.standing_epoch = Phase.RUNNING, world.state.record.epoch
     world.exports.tick()
     world.work()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the coordinator's clock shows."""
+    now = [1000.0]
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_without_a_number_an_export_follows_half_an_hour_after_the_last_checkpoint(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    world = World(tmp_path)
+    clock[0] += 1799
+    train(world, 10)
+    assert world.orders() == []
+    clock[0] += 1
+    train(world, 11)
+    assert (world.orders(), ordered(world)) == (TAKE, 13)
+    clock[0] += 400  # so long it takes: the next one comes after nine times that
+    finish(world, 13)
+    clock[0] += 3599
+    train(world, 20)
+    assert world.orders() == []
+    clock[0] += 1
+    train(world, 21)
+    assert (world.orders(), ordered(world)) == (TAKE, 23)
+    no_room(world)
+    train(world, 30)
+    assert world.orders() == DROP, "it is not tried at once again"
+    clock[0] += 1800
+    train(world, 31)
+    assert world.orders() == TAKE
+    recover(world)
+    assert world.orders() == [*DROP, *TAKE]
+
+
+def test_off_is_never(tmp_path: Path, clock: list[float]) -> None:
+    world = World(tmp_path, persist_interval="off")
+    assert not world.exports.is_used
+    clock[0] += 1e6
+    train(world, 10)
+    assert world.orders() == []
 
 
 @pytest.mark.parametrize("interval", [30, 40, 500])

@@ -12,16 +12,17 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-from deadpool_megatron import arguments
+from deadpool_megatron import arguments, file_systems
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.planning.answer import assess
 from deadpool_megatron.planning.plan_file import read_plan
 from deadpool_megatron.preflight.host import visible_gpus
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.support import flags
 
 _RUNS = Path("runs")
@@ -139,6 +140,15 @@ def memory_by_plan(args: argparse.Namespace) -> None:
     if args.plan is not None and not args.deadpool_shm_gb:
         needed = assess(read_plan(args.plan)).busiest("memory_bytes")[1]
         arguments.put_into(args, {"shm_gb": needed / 1e9})
+
+
+def fallback(settings: Settings, command: Sequence[str], run: RunDirectory) -> Settings:
+    """Return the settings with checkpoints in the background, or off, where that is left to what
+    is there: storage that outlives this host, or a place that the user chose for checkpoints."""
+    lasts = "--save" in flags.words_of(command) or file_systems.is_shared(run.path)
+    if settings.persist_interval != "auto" or lasts:
+        return settings
+    return replace(settings, persist_interval="off")
 
 
 def _words(command: Sequence[str]) -> Iterator[str]:

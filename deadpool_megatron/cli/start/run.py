@@ -129,6 +129,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     )
     deriving.memory_by_plan(args)
     settings = arguments.settings_from(args, communicator=communicator)
+    settings = deriving.fallback(settings, command, directory)
     restart = restart_of(directory, args, settings)
     if restart is not None:
         info = restart.info
@@ -159,6 +160,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     if chosen or command != given:
         display.line(f"run directory {directory.path}")
         display.line(shlex.join(["deadpool", *args.options, *chosen, "--", *command]))
+    if settings.persist_interval in ("off", "0"):
+        display.line("checkpoints in the background are off: a power cut costs what is in memory")
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
     else:

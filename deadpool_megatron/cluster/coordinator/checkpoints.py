@@ -4,7 +4,9 @@ A *save* is written by the roles themselves, who ask for it to count when all fi
 *export* is written beside the training, in three steps: *taking* (every vault with a role sets the
 generation aside, and says so once it is committed), *writing* (one exporter on each of these nodes;
 the one with role 0 makes a checkpoint of all files), *publishing* (rename, pointers, pruning). Any
-failure on the way ends it, and the next one is tried when it is due; neither training nor a
+failure on the way ends it, and the next one is tried when it is due, every so many iterations or,
+where no number is given, half an hour after the last checkpoint of any kind, so that writing takes
+a tenth of the time at most; neither training nor a
 recovery waits for one. A *dump* of a run that ends for lack of a spare is on the disk, and is
 exported from there.
 
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
 _FIRST_MARGIN = 2
 # And at most, however fast they are.
 _LONGEST_MARGIN = 64
+# Where nobody says how often: this long after the last one, and so many times what it took.
+_USUAL_SECONDS = 1800.0
+_LEAST_PAUSE = 9
 # Of the time that is left to a run: the rest is for the dump that follows.
 _SHARE_OF_EXPORT = 0.5
 # How long at most the dump waits for the room that an unfinished export has taken.
@@ -189,9 +194,12 @@ class Checkpoints:
         # of them with each export that it costs.
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="export-removal")
         self._saves: set[tuple[int, int]] = set()
-        self._interval = Interval(self._settings.persist_interval)
+        self._interval = Interval(self._settings.export_iterations)
+        # Without a number of iterations: when the next one is due, by the monotonic clock.
+        self._due = time.monotonic() + _USUAL_SECONDS
+        self._by_time = self._settings.persist_interval == "auto"
         # There is something to look at in each tick: an interval, or what was ordered.
-        self.is_used = self._settings.persist_interval > 0
+        self.is_used = self._by_time or self._settings.export_iterations > 0
         # Iterations between an order and the one it is about; more after one that was too late.
         self._margin = _FIRST_MARGIN
         self._count = 0
@@ -385,6 +393,8 @@ class Checkpoints:
         else:
             wish = Wish(self._directory)
             iteration = self._interval.due(epoch, every, self._margin)
+            if self._by_time and time.monotonic() >= self._due:
+                iteration = next_due(state.reached + self._margin, every)
         if iteration is not None:
             nodes = (seat.node for seat in state.record.seats.values())
             self._export = self._new(iteration, epoch, wish, nodes)
@@ -487,6 +497,8 @@ class Checkpoints:
             self._margin = _FIRST_MARGIN
             if is_of_interval and export.generation is None:
                 self._interval.failed(export.epoch, export.iteration)
+            if is_of_interval and self._coordinator.state.standing_epoch == export.epoch:
+                self._due = time.monotonic() + _USUAL_SECONDS  # else a recovery came in between
         self._last = {"iteration": export.iteration, "path": "", "error": why}
         self._coordinator.warn(
             f"no checkpoint of iteration {export.iteration} in the background: {why}"
@@ -569,6 +581,9 @@ class Checkpoints:
             await asyncio.to_thread(make)
         except DurableError as error:
             return str(error)
+        now = time.monotonic()
+        began = now if self._export is None else self._export.limit - self._settings.persist_seconds
+        self._due = now + max(_USUAL_SECONDS, _LEAST_PAUSE * (now - began))
         (epoch, iteration), data["path"] = restore.generation.to_list(), restore.path
         self._coordinator.files.write(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
         self._coordinator.feed(inputs.DurableValid(iteration, restore.path, restore.boundary))

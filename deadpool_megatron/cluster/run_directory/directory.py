@@ -243,6 +243,8 @@ def _of_now(values: dict[str, Any]) -> dict[str, Any]:
     for name, usual in _USUAL.items():
         if given.get(name) == usual:
             del settings[name]
+    if "persist_interval" in given:
+        settings["persist_interval"] = str(given["persist_interval"])
     if given.get("check") == "links":
         settings["check"] = "facts"
     return {**values, "settings": settings}

@@ -88,7 +88,7 @@ def leave_template(template: StateTemplate, settings: Settings) -> None:
 
     Raises TemplateError where exports were asked for and cannot be, OSError.
     """
-    if template.refusal and settings.persist_interval:
+    if template.refusal and settings.export_iterations:
         raise TemplateError(f"--deadpool-persist-interval: {template.refusal}")
     directory, role = Path(os.environ["DEADPOOL_SEGMENT_DIR"]), template.role
     write_template(directory, template)

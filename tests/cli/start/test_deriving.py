@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron import cli
+from deadpool_megatron import cli, file_systems
 from deadpool_megatron.cli.common import nccl_address
 from deadpool_megatron.cli.slurm import step_size
 from deadpool_megatron.cli.start import checks, launch, scripts
@@ -224,3 +224,31 @@ def test_address_by_the_interface_of_nccl(
 ) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "nosuch0"), (2, "lo")])
     assert nccl_address({"NCCL_SOCKET_IFNAME": named}) == found
+
+
+@pytest.mark.parametrize(
+    ("save", "kind", "given", "interval"),
+    [
+        ("", "ext4", "", "off"),
+        ("--save /checkpoints", "ext4", "", "auto"),
+        ("", "nfs4", "", "auto"),
+        ("--save /checkpoints", "nfs4", "off", "off"),
+        ("", "ext4", "7", "7"),
+    ],
+)
+def test_checkpoints_in_the_background(
+    save: str,
+    kind: str,
+    given: str,
+    interval: str,
+    script: Path,
+    started: list[launch.Launcher],
+    carry_out: CarryOut,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(file_systems, "_kinds", lambda: {Path("/"): "ext4", script.parent: kind})
+    own = ["--deadpool-persist-interval", given] if given else []
+    status, out, _ = carry_out("run", *own, "--", script, *save.split())
+    assert status == 0
+    assert started[0].info.settings.persist_interval == interval
+    assert ("checkpoints in the background are off" in out) == (interval == "off")

@@ -20,6 +20,9 @@ class World:
     """Two nodes of one role each, in epoch 1, and everything that :class:`Checkpoints` ask for."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
+        settings |= {
+            name: str(settings[name]) for name in ("persist_interval",) if name in settings
+        }
         self.run = RunDirectory(directory)
         seats = {role: Seat(role, 0, 0) for role in range(2)}
         start, plan = Restore("initial", Generation(1, 0)), SimpleNamespace(every=1)
