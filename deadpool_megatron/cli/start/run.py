@@ -160,7 +160,8 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     if chosen or command != given:
         display.line(f"run directory {directory.path}")
         display.line(shlex.join(["deadpool", *args.options, *chosen, "--", *command]))
-    if settings.persist_interval in ("off", "0"):
+    named = args.deadpool_persist_interval != "auto"
+    if settings.persist_interval in ("off", "0") and (named or chosen):
         display.line("checkpoints in the background are off: a power cut costs what is in memory")
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
