@@ -383,6 +383,8 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = {
     entry.name: entry for entry in dataclasses.fields(Settings)
 }
 
+#: values of ``persist_interval`` with which nothing is written unless it is asked for
+NEVER = ("off", "0")
 # The kernel counts what it waits for in milliseconds, as int.
 LONGEST_SECONDS = 1e6
 LONGEST_CADENCE = 1000

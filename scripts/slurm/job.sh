@@ -1,18 +1,19 @@
 # shellcheck shell=bash
 # What every batch script of this directory does; they source it after they have set:
 #
-#   NODES SPARES GPUS_PER_NODE   the size: one allocation of NODES + SPARES nodes
+#   SPARES                       how many nodes of the allocation wait; the others train
 #   SMALLER                      other numbers of nodes that can train, the largest first; exported, as
-#                                NODES and SPARES are. The job after one that has lost nodes begins
+#                                SPARES is. The job after one that has lost nodes begins
 #                                with as many as were left: so many of them train, others are spares
 #   RUNS                         directory on the shared file system; each job makes RUNS/<job id>
 #   TRAINING                     array: what stands behind the "--" of `deadpool agent`
 #   SETTINGS                     array: --deadpool-* settings, may be empty
 #   SRUN_OPTIONS                 array: further options of srun (container, binding), may be empty
-#   NOTICE_SECONDS               how long before the time limit the state is saved (also in
-#                                #SBATCH --signal)
 #   CHECKOUT                     this repository
 #   BAD_NODE_HOURS               how long a node that was put aside is left out of the next job (72)
+#
+# What stands in their #SBATCH lines is read there: NODES (--nodes but the spares), NOTICE_SECONDS
+# (--signal: how long before the time limit the state is saved) and GPUS_PER_NODE, unless it is set.
 #
 # A job that finds an earlier one in RUNS goes on from the newest state there. RUNS/OVER stops a
 # chain: the training is complete, or has failed in a way that another job would only repeat.
@@ -28,6 +29,25 @@ say() { printf '%(%F %T)T  %s\n' -1 "$*"; }
 
 # What lies in RUNS under a name that anybody can guess is believed only if this user has put it there.
 is_ours() { [ -O "$1" ] && [ ! -L "$1" ]; }
+
+# What the batch script's own line of that option has.
+option() { sed -n "s/^#SBATCH --$1//p" "$0"; }
+
+# pretrain MODEL: with the arguments and the plan of that name in configs/. Facts, links and clocks of
+# all nodes are looked at first: bad ones get no role, slow ones wait as spares. When all spares are
+# used up, it is waited for another one, then the state is saved and the job ends.
+pretrain() {
+    # Megatron-LM wants it of tensor parallelism on GPUs before Blackwell: its argument check ends the
+    # job without. The nodes inherit it.
+    export CUDA_DEVICE_MAX_CONNECTIONS=1
+    RUNS=${RUNS:-$SLURM_SUBMIT_DIR/runs/pretrain-$1}
+    SETTINGS=(--deadpool-communicator nccl --deadpool-spare-timeout 900
+        --plan "$CHECKOUT/configs/$1.yaml" --deadpool-persist-directory "$RUNS/exports")
+    # shellcheck disable=SC2206 # a flag per line, and no blanks in values
+    TRAINING=("$MEGATRON/pretrain_gpt.py" $(<"$CHECKOUT/configs/megatron-lm/gpt-$1.args") --data-path
+        "$DATA" --tokenizer-model "$TOKENIZER" --save "$RUNS/checkpoints" --load "$RUNS/checkpoints")
+    run_training
+}
 
 newest_state() {
     local latest newest=
@@ -48,7 +68,9 @@ fitting() {
 }
 
 run_training() {
-    local run step old over since patience status=0 verdict=0 nodes=$NODES all=$((NODES + SPARES))
+    local run step old over since patience status=0 verdict=0 nodes all
+    export NODES=${NODES:-$(($(option nodes=) - SPARES))} NOTICE_SECONDS=${NOTICE_SECONDS:-$(option 'signal=.*@')}
+    nodes=$NODES all=$((NODES + SPARES)) GPUS_PER_NODE=${GPUS_PER_NODE:-$(option gpus-per-node=)}
     [ -z "${SMALLER:-}" ] || all=$SLURM_JOB_NUM_NODES nodes=$(fitting "$SLURM_JOB_NUM_NODES")
     mkdir -p "$RUNS"
     if is_ours "$RUNS/OVER"; then

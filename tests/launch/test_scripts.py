@@ -45,27 +45,56 @@ def test_one_agent_serves_a_whole_node(script: Path) -> None:
     assert "--exclusive" in options
 
 
-@pytest.mark.parametrize("name", ["pretrain_65b.sbatch", "small_test.sbatch"])
+@pytest.mark.parametrize("name", ["pretrain_65b", "pretrain_7b", "small_test"])
 def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
-    batch = (SCRIPTS / "slurm" / name).read_text()
-    options = re.findall(r"^#SBATCH (\S+)", batch, re.MULTILINE)
-    assert "--no-kill" in options
-    nodes = next(int(o.partition("=")[2]) for o in options if o.startswith("--nodes="))
-    sizes = re.findall(r"\b(?:NODES|SPARES)=\$\D*(\d+)", batch)
-    assert len(sizes) == 2
-    assert nodes == sum(map(int, sizes))
+    batch = (SCRIPTS / "slurm" / f"{name}.sbatch").read_text()
+    assert "--no-kill" in re.findall(r"^#SBATCH (\S+)", batch, re.MULTILINE)
     srun = (SCRIPTS / "slurm" / "job.sh").read_text()
     assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 " in srun
 
 
-def test_the_65b_batch_can_be_spread_over_each_number_of_nodes_it_goes_on_with() -> None:
-    """A replica is 8 nodes, and its micro-batches a multiple of 8, the pipeline being interleaved;
-    test_pretrain_65b.py asks Megatron."""
-    batch = (SCRIPTS / "slurm" / "pretrain_65b.sbatch").read_text()
-    smaller = re.findall(r"SMALLER=\S+?-([\d ]+)\}", batch)
-    arguments = (SCRIPTS.parent / "configs" / "megatron-lm" / "gpt-65b.args").read_text().split()
-    samples = int(arguments[arguments.index("--global-batch-size") + 1])
-    assert [samples % int(nodes) for nodes in ["64", *smaller[0].split()]] == [0] * 4
+@pytest.mark.parametrize("model", ["65b", "7b"])
+def test_a_batch_script_says_once_what_its_plan_says(model: str, tmp_path: Path) -> None:
+    """What the nodes are told, with stand-ins: the size is that of its own #SBATCH lines."""
+    told = with_stand_in(tmp_path, coordinates=False)
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
+    )
+    (tmp_path / "squeue").write_text("#!/bin/bash\n")
+    for name in ("srun", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    plan = yaml.safe_load((SCRIPTS.parent / "configs" / f"{model}.yaml").read_text())["cluster"]
+    nodes, spares, gpus = plan["nodes"], plan["spares"], plan["gpus_per_node"]
+    variables = {"CHECKOUT": str(SCRIPTS.parent), "SLURM_SUBMIT_DIR": str(tmp_path)}
+    variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": str(nodes + spares)}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "slurm" / f"pretrain_{model}.sbatch")],
+        env={**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert told.exists(), done.stdout + done.stderr
+    words = told.read_text().split()
+    size = words[words.index("--nodes") :][:6]
+    assert size == f"--nodes {nodes} --spares {spares} --nproc-per-node {gpus}".split()
+    assert words[words.index("--plan") + 1].endswith(f"configs/{model}.yaml")
+    own = (SCRIPTS.parent / "configs" / "megatron-lm" / f"gpt-{model}.args").read_text().split()
+    assert words[words.index("--") + 1 :][1 : 1 + len(own)] == own
+    assert f"{tmp_path}/runs/pretrain-{model}/checkpoints" in words
+
+
+@pytest.mark.parametrize(("model", "per_node"), [("65b", 1), ("7b", 4)])
+def test_the_batch_can_be_spread_over_each_number_of_nodes_it_goes_on_with(
+    model: str, per_node: int
+) -> None:
+    """Of 65B a replica is 8 nodes, and its micro-batches a multiple of 8, the pipeline being
+    interleaved; test_pretrain_65b.py asks Megatron."""
+    batch = (SCRIPTS / "slurm" / f"pretrain_{model}.sbatch").read_text()
+    smaller = re.findall(r"SMALLER=\S+?-([\d ]+)\}", batch)[0].split()
+    arguments = (SCRIPTS.parent / "configs" / "megatron-lm" / f"gpt-{model}.args").read_text()
+    samples = int(arguments.split("--global-batch-size ")[1].split()[0])
+    assert {samples % (int(nodes) * per_node) for nodes in smaller} == {0}
 
 
 def documents() -> dict[str, dict[str, Any]]:

@@ -21,8 +21,9 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 from deadpool_megatron.planning.answer import assess
 from deadpool_megatron.planning.plan_file import read_plan
+from deadpool_megatron.planning.traffic import GIGA
 from deadpool_megatron.preflight.host import visible_gpus
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.settings import NEVER, Settings
 from deadpool_megatron.support import flags
 
 _RUNS = Path("runs")
@@ -135,20 +136,23 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
     )
 
 
-def memory_by_plan(args: argparse.Namespace) -> None:
-    """Set what shared memory a node needs, where a plan says so and the user does not."""
-    if args.plan is not None and not args.deadpool_shm_gb:
-        needed = assess(read_plan(args.plan)).busiest("memory_bytes")[1]
-        arguments.put_into(args, {"shm_gb": needed / 1e9})
+def outlives_hosts(command: Sequence[str], run: RunDirectory) -> bool:
+    """Return whether the run directory does, or the user has chosen a place for checkpoints."""
+    return "--save" in flags.words_of(command) or file_systems.is_shared(run.path)
 
 
-def fallback(settings: Settings, command: Sequence[str], run: RunDirectory) -> Settings:
-    """Return the settings with checkpoints in the background, or off, where that is left to what
-    is there: storage that outlives this host, or a place that the user chose for checkpoints."""
-    lasts = "--save" in flags.words_of(command) or file_systems.is_shared(run.path)
-    if settings.persist_interval != "auto" or lasts:
-        return settings
-    return replace(settings, persist_interval="off")
+def settled(settings: Settings, plan: Path | None, *, lasts: bool) -> Settings:
+    """Return the settings with what is left to what is there: checkpoints in the background are off
+    unless what is written ``lasts``; ``plan`` says what memory a node needs for slots, and its part
+    of such a checkpoint. Raises PlanError."""
+    interval, shm_gb = settings.persist_interval, settings.shm_gb
+    if interval == "auto" and not lasts:
+        interval = "off"
+    if plan is not None and not shm_gb:
+        found = assess(read_plan(plan))
+        parts = ("memory_bytes", "unique_bytes")[: 1 if interval in NEVER else 2]
+        shm_gb = sum(found.busiest(part)[1] for part in parts) / GIGA
+    return replace(settings, persist_interval=interval, shm_gb=shm_gb)
 
 
 def _words(command: Sequence[str]) -> Iterator[str]:

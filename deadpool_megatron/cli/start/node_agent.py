@@ -37,7 +37,7 @@ from deadpool_megatron.cli.common import (
 from deadpool_megatron.cli.prepare import check
 from deadpool_megatron.cli.slurm import SlurmNode, slurm_environment, step_size
 from deadpool_megatron.cli.start import checks, scripts
-from deadpool_megatron.cli.start.deriving import memory_by_plan
+from deadpool_megatron.cli.start.deriving import settled
 from deadpool_megatron.cli.start.restarting import nodes_with_slots, other_slots
 from deadpool_megatron.cli.start.resuming import (
     Others,
@@ -315,8 +315,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     communicator, restore = arguments.communicator_in(args), None
     if not args.check_only:
         communicator = checks.decided(communicator, 1, args.nproc_per_node, os.environ)
-    memory_by_plan(args)
     settings = arguments.settings_from(args, communicator=communicator)
+    settings = settled(settings, args.plan, lasts=True)  # all hosts share the directory
     if args.resume is not None:
         # Spares, too: they have nothing to write and are the first that have looked.
         agents = args.nodes + args.spares

@@ -31,6 +31,7 @@ from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
+from deadpool_megatron.settings import NEVER
 
 _DESCRIPTION = """\
 Starts N + S nodes (agent, vault, P training processes each) and follows the run.
@@ -127,9 +128,9 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         os.environ,
         advice=lambda seen: deriving.advice(seen, command),
     )
-    deriving.memory_by_plan(args)
     settings = arguments.settings_from(args, communicator=communicator)
-    settings = deriving.fallback(settings, command, directory)
+    lasts = deriving.outlives_hosts(command, directory)
+    settings = deriving.settled(settings, args.plan, lasts=lasts)
     restart = restart_of(directory, args, settings)
     if restart is not None:
         info = restart.info
@@ -161,7 +162,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         display.line(f"run directory {directory.path}")
         display.line(shlex.join(["deadpool", *args.options, *chosen, "--", *command]))
     named = args.deadpool_persist_interval != "auto"
-    if settings.persist_interval in ("off", "0") and (named or chosen):
+    if settings.persist_interval in NEVER and (named or chosen):
         display.line("checkpoints in the background are off: a power cut costs what is in memory")
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
