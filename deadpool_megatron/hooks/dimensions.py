@@ -18,6 +18,7 @@ from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.optimizer import (
     inner_optimizers,
     is_distributed,
+    layer_wise,
     plain_tensors,
 )
 from deadpool_megatron.hooks.interrupt_cleanup import bucket_groups
@@ -37,13 +38,20 @@ def rebuild_from_peers(loop: ProtectedLoop) -> None:
     A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
     done after every restore, whatever the overlap flags say. Where FusedAdam holds the master
     weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
-    are cast again, with the restored scales and amaxes.
+    are cast again, with the restored scales and amaxes. Where whole parameters are dealt out, each
+    rank has those of others from their owners.
     """
     distributed = False
     for inner in inner_optimizers(loop.optimizer):
         if hasattr(inner, "_copy_main_params_to_model_params"):
             inner._copy_main_params_to_model_params()
         distributed = distributed or is_distributed(inner)
+    for chain in layer_wise(loop.optimizer):
+        # Since 0.18 the buffers of the chunks may be cut so that each shard has whole parameters.
+        if getattr(chain, "use_buffer_param_sync", False):
+            distributed = True
+        else:
+            chain.allgather_params()
     if not distributed:
         return
     for chunk in loop.model_chunks:

@@ -22,12 +22,12 @@ from deadpool_megatron.events import GRADIENT_NORM, STATE, Kind
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.audit.audit import Audit
 from deadpool_megatron.hooks.capture import megatron_extras
+from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
 from deadpool_megatron.hooks.capture.megatron_extras import large_frozen_weights
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     StepHooks,
-    complete_state,
     largest_value,
     refuse_unknown_state,
     statistics_span_the_world,
@@ -438,7 +438,7 @@ class EpochEntry:
             pinned=self._pinned,
             updates=updates,
         )
-        before, after, audit = [protection.using], [protection.updated], None
+        before, after, audit = [protection.using], [shard.updated, protection.updated], None
         if self._settings.audit_interval:
             audit = Audit(
                 loop,

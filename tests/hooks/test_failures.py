@@ -91,7 +91,7 @@ def test_extras_without_room_end_the_process_with_their_status(
     "error",
     [
         TemplateError("the program does not say what its checkpoints hold"),
-        UnsupportedOptimizer("amsgrad keeps a third moment; not supported"),
+        UnsupportedOptimizer("SGD keeps odd, a set"),
         ExtrasError("extra_state cannot be encoded: a set"),
     ],
     ids=["skeleton", "optimizer", "extras"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs
 
 ITERATIONS = 8
 LAYERS = "tests.megatron_lm.harness.local_layers"
+#: the folder of a stand-in for a package that Muon needs
+EMERGING = Path(__file__).parent / "harness" / "emerging"
 COMMON = [
     dies("forward", "forward", 0, 2, nth=2),
     dies("update", "optimizer.inside", 3, 4),
@@ -161,6 +164,29 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         # A spare for role 0 is there first, and role 3 has other layers, none with experts.
         [dies("forward", "forward", 3, 2, nth=2), *COMMON[1:]],
     ),
+    "momentum only, experts": (
+        {
+            **SEGMENTS,
+            **MOE,
+            "bf16": True,
+            "optimizer": "sgd",
+            "tensor_model_parallel_size": 1,
+            "decoupled_lr": 2e-3,
+        },
+        COMMON,
+    ),
+    "whole matrices dealt out": (
+        {
+            **SEGMENTS,
+            "bf16": True,
+            "optimizer": "dist_muon",
+            "deadpool_allow": "optimizer",
+            "tensor_model_parallel_size": 2,
+            "muon_tp_mode": "distributed",
+            "untie_embeddings_and_output_weights": True,
+        },
+        COMMON,
+    ),
     "experts by quantiles, yarn": (
         {
             **PP2_DP2,
@@ -194,6 +220,9 @@ SETTINGS = {
 def test_layout_survives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the layers
     flags, plan = LAYOUTS[name]
+    if "muon" in str(flags.get("optimizer")):
+        folders = (str(EMERGING), os.environ["PYTHONPATH"])
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     program = gpt(**{"train_iters": ITERATIONS, **flags})
     outcome = strike(tmp_path / "run", program, plan, settings=SETTINGS.get(name, ""))
     assert len(outcome.final["steps"]) == ITERATIONS

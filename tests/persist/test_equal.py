@@ -29,8 +29,9 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     import torch.distributed as dist
 
     from deadpool_megatron.hooks.capture import megatron_extras
+    from deadpool_megatron.hooks.capture.first_state import complete_state
     from deadpool_megatron.hooks.capture.identity import role_layout
-    from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
+    from deadpool_megatron.hooks.capture.optimizer import ShardState
     from deadpool_megatron.hooks.checkpoints.state_templates import make_template
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.persist.state_template import read_template, write_template

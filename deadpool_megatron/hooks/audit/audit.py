@@ -45,6 +45,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,
     inner_optimizers,
     is_distributed,
+    parameters_of,
 )
 from deadpool_megatron.hooks.dimensions import current_device, plain_parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
@@ -243,7 +244,7 @@ class Audit(Auditor):
             self._damage("audit.update", updated)
             sums.append(fingerprint(updated, device))
         if is_own:
-            gradients = [p.grad for p in update_replay.parameters_of(inner) if p.grad is not None]
+            gradients = [p.grad for p in parameters_of(inner) if p.grad is not None]
             self._damage("audit.gradient", gradients)
         return torch.stack(sums) if sums else torch.zeros(0, _SUMS, dtype=torch.int64).to(device)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deadpool_megatron.hooks.capture import update_replay
+from deadpool_megatron.hooks.capture.optimizer import parameters_of, plain_values
 from deadpool_megatron.persist.state_template import dtype_name, dtype_of
 from deadpool_megatron.state import extras as codec
 
@@ -71,7 +72,7 @@ def describe(inner: Any) -> bytes:
             if parameter.grad is not None:
                 tensors[_GRADIENT] = parameter.grad
             looks = {name: Looks.of(tensor) for name, tensor in tensors.items()}
-            number, values = next(parameters), update_replay.plain_values(inner, parameter)
+            number, values = next(parameters), plain_values(inner, parameter)
             found[-1].append(Parameter(number, groups[number], looks, values))
     return codec.encode({"groups": update_replay.used_values(inner), "chunks": found})
 
@@ -99,7 +100,7 @@ def pack(
 ) -> Tensor:
     """The bytes of a chunk: gradients as they are, all else as ``before`` gives it."""
     flat = torch.zeros(chunk_bytes(chunk), dtype=torch.uint8, device=device)
-    parameters = update_replay.parameters_of(inner)
+    parameters = parameters_of(inner)
     for one, places in _places(chunk, flat):
         parameter = parameters[one.number]
         for name, tensor in update_replay.all_tensors(inner, parameter):

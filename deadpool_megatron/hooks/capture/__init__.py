@@ -2,6 +2,7 @@
 
 protection       start the copy, seal behind training's back, gate the update
 optimizer        Megatron's optimizers: their state as parts, and where the gate goes
+first_state      what they begin with, made before their first update
 megatron_extras  everything an iteration changes that is in no part
 fp8              what Transformer Engine keeps for training in FP8
 identity         what the bytes of a role's generations mean, and one number for all of its state

@@ -30,6 +30,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     inner_optimizers,
     loss_scalers,
     model_parameters,
+    plain_values,
     raw_tensors,
     state_tensors,
 )
@@ -212,6 +213,8 @@ def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
             yield f"{place}.main", parameter
             for key, tensor in state_tensors(part, parameter).items():
                 yield f"{place}.{key}", tensor
+            if numbers := plain_values(part, parameter):
+                yield f"{place}.numbers", repr(sorted(numbers.items()))
 
 
 def _generator_entries() -> Iterator[_Entry]:

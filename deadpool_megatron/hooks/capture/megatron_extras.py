@@ -28,6 +28,8 @@ from deadpool_megatron.hooks.capture.optimizer import (
     param_group_tensors,
     param_group_values,
     restore_param_group_values,
+    restore_state_numbers,
+    state_numbers,
 )
 from deadpool_megatron.hooks.loop import ProtectedLoop, trains_in_fp8
 from deadpool_megatron.state.extras import (
@@ -67,6 +69,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         "scheduler.num_steps": loop.scheduler.num_steps,
         "schedule": _schedule(loop.scheduler),
         "param_groups": param_group_values(loop.optimizer),
+        "state_numbers": state_numbers(loop.optimizer),
     }
     for place, tensor in param_group_tensors(loop.optimizer).items():
         values[f"param_group.{place}"] = tensor
@@ -114,6 +117,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     restore_param_group_values(
         loop.optimizer, values["param_groups"], _named(values, "param_group.")
     )
+    restore_state_numbers(loop.optimizer, values.get("state_numbers", {}))
     for name, scaler in loss_scalers(loop.optimizer).items():
         if state := _named(values, f"{name}."):
             # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).

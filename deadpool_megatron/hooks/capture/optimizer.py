@@ -1,4 +1,4 @@
-"""Megatron's optimizers: their state as parts, made complete at start, and where the gate goes.
+"""Megatron's optimizers: their state as parts, whatever it is, and where the gate goes.
 
 ``get_megatron_optimizer`` answers a ChainedOptimizer of inner optimizers (dense, expert, ...); each
 inner one becomes one part, because the bytes of each are shared by another set of roles.
@@ -12,6 +12,7 @@ optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.state.packing import Part, move_into_arenas
 
-_UNKNOWN_CLASSES = frozenset(
-    {"HybridDeviceOptimizer", "LayerWiseDistributedOptimizer", "TensorParallelMuon"}
-)
+# They keep nothing but tensors for a parameter, and change them in place; nobody has to look after
+# each of their updates.
+_IN_PLACE = frozenset({"Adam", "AdamW", "FusedAdam", "SGD"})
 _FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
 
 
@@ -38,14 +40,29 @@ class UnsupportedOptimizer(ValueError):
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Megatron's inner optimizers that hold state (stubs of ranks without parameters left out)."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    chained = _chained(optimizer)
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
+
+
+def _chained(optimizer: Any) -> list[Any]:
+    """Those that chain no others, in turn: a chain may be in a chain (dense ones and a layer-wise
+    one, since 0.18)."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [one for link in optimizer.chained_optimizers for one in _chained(link)]
+
+
+def layer_wise(optimizer: Any) -> list[LayerWiseDistributedOptimizer]:
+    """The chains that deal out whole parameters to data-parallel ranks: each rank updates its own,
+    and gathers what the others have updated."""
+    links = [optimizer, *getattr(optimizer, "chained_optimizers", ())]
+    return [one for one in links if isinstance(one, LayerWiseDistributedOptimizer)]
 
 
 def loss_scalers(optimizer: Any) -> dict[str, Any]:
     """Those of all optimizers by name, of stubs as well: the first one's scale is that of the loss
     (optimizer.py, ``ChainedOptimizer.get_loss_scale``), be it a stub or not."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    chained = _chained(optimizer)
     inner = inner_optimizers(optimizer)
     names = [
         f"scaler{inner.index(one)}" if one in inner else f"scaler_of_stub{number}"
@@ -66,9 +83,6 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
     ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
     """
     inner = inner_optimizers(optimizer)
-    classes = {type(one).__name__ for one in (optimizer, *inner, *(i.optimizer for i in inner))}
-    if found := sorted(classes & _UNKNOWN_CLASSES):
-        raise UnsupportedOptimizer(f"{found[0]} has no inventory of its state")
     if getattr(config, "cuda_graph_impl", "none") not in ("none", None) or any(
         getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")
     ):
@@ -116,7 +130,7 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
 
 def _refused_adam(inner: Any) -> str:
     """Return why the state of this one's Adam is not known; empty when it is."""
-    fused = hasattr(inner.optimizer, "initialize_state")
+    fused = hasattr(inner.optimizer, "initialize_state") or is_hybrid(inner)
     if getattr(inner.config, "use_precision_aware_optimizer", False) and not fused:
         kind = type(inner.optimizer).__name__
         return f"the precision-aware use of {kind}: only Transformer Engine's FusedAdam is known"
@@ -137,53 +151,25 @@ def masters_in_adam(inner: Any) -> bool:
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
-def complete_state(optimizer: Any) -> None:
-    """Create the state that the optimizer would create in its first step, with the same values.
-
-    The layout of a slot must be fixed before the first step. A zero state gives the same first
-    update as no state: it is what the optimizers themselves start from.
-    """
-    for inner in inner_optimizers(optimizer):
-        adam = inner.optimizer
-        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            _complete_torch_adam(adam)
-        elif hasattr(adam, "initialize_state"):
-            _complete_fused_adam(adam)
-        elif getattr(inner, "init_state_fn", None) is None:
-            raise UnsupportedOptimizer(f"{type(adam).__name__} has no known state")
-        else:
-            # Megatron's own, which is right for Apex: two zeros, as wide as the parameter (fp32).
-            inner.init_state_fn(adam, inner.config)
+def is_hybrid(inner: Any) -> bool:
+    """True for HybridDeviceOptimizer, which has others update copies of its parameters, in fp32, on
+    the host or the device, and shows their state as its own (hybrid_optimizer.py). What it calls
+    ``master_param`` is such a copy, so nothing of its four maps is more than its state."""
+    return hasattr(inner.optimizer, "sub_optimizers")
 
 
-def _complete_torch_adam(adam: Any) -> None:
-    for group in adam.param_groups:
-        if group.get("amsgrad"):
-            raise UnsupportedOptimizer("amsgrad keeps a third moment; not supported")
-        for parameter in group["params"]:
-            state = adam.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter.detach())
-                state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+def updating(inner: Any) -> list[Any]:
+    """The optimizers that make the updates of an inner one."""
+    return list(inner.optimizer.sub_optimizers) if is_hybrid(inner) else [inner.optimizer]
 
 
-def _complete_fused_adam(adam: Any) -> None:
-    """As its ``step`` does for a parameter that it has not met.
+def _changes_in_place(inner: Any) -> bool:
+    return all(type(one).__name__ in _IN_PLACE for one in updating(inner))
 
-    Not through Megatron's ``init_state_fn``: that one leaves out the second argument, and without
-    the precision-aware optimizer it knows of no master weights.
-    """
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            if adam.state[parameter]:
-                continue
-            remainders = getattr(adam, "store_param_remainders", None)
-            if remainders is None:  # before Transformer Engine 2.1
-                adam.initialize_state(parameter)
-            else:
-                both = bool(remainders) and parameter.dtype == torch.bfloat16
-                adam.initialize_state(parameter, both)
+
+def parameters_of(inner: Any) -> list[Tensor]:
+    """The parameters that an inner optimizer updates, in the order of its groups."""
+    return [parameter for group in inner.optimizer.param_groups for parameter in group["params"]]
 
 
 # What holds the values of Transformer Engine's quantised tensors. Their transposed and column-wise
@@ -230,7 +216,7 @@ def _owners(adam: Any, parameter: Tensor) -> Iterator[tuple[str, MutableMapping[
     """Name, and the mapping and key where it is found now: a load replaces mappings as well."""
     state = adam.state[parameter]
     for key in sorted(state):
-        if not isinstance(state[key], Tensor):
+        if not isinstance(state[key], Tensor) or state[key] is parameter:
             continue
         raw = raw_tensors(state[key])
         for attribute in raw:
@@ -251,29 +237,58 @@ class ShardState:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._kept = list(_kept(optimizer))
+        self._inner = inner_optimizers(optimizer)
+        self._kept = [list(_kept(inner)) for inner in self._inner]
+        dealt_out = [one for chain in layer_wise(optimizer) for one in _chained(chain)]
         self.parts = [
-            Part(f"shard{index}", self._packed(inner), _replicas(inner))
-            for index, inner in enumerate(inner_optimizers(optimizer))
+            Part(
+                f"shard{index}",
+                self._packed(inner, self._kept[index]),
+                [dist.get_rank()] if inner in dealt_out else _replicas(inner),
+            )
+            for index, inner in enumerate(self._inner)
         ]
-        for kept in self._kept:
+        for kept in itertools.chain(*self._kept):
             kept.settle()
 
     def readopt(self) -> None:
         """Move what a load has replaced back into the packed tensors. Values do not change."""
+        for index in range(len(self._inner)):
+            self._readopt(index)
+
+    def updated(self, index: int) -> None:
+        """Inner optimizer ``index`` has updated: move back what it has replaced, unless it is known
+        to replace nothing. Raises UnsupportedOptimizer for state that was not there before."""
+        if not _changes_in_place(self._inner[index]):
+            self._readopt(index)
+
+    def _readopt(self, index: int) -> None:
+        adam = self._inner[index].optimizer
+        if is_hybrid(self._inner[index]):  # a load leaves it with masters that nobody updates
+            adam._sync_sub_optimizers_state_to_hdo()
         with torch.no_grad():
-            for kept in self._kept:
-                kept.readopt()
+            for _, group in itertools.groupby(self._kept[index], lambda one: id(one.parameter)):
+                some = list(group)
+                parameter = some[0].parameter
+                found = {name: (owner, key) for name, owner, key in _owners(adam, parameter)}
+                found[""] = {"": parameter}, ""
+                for kept in some:
+                    kept.readopt(*found.pop(kept.name))
+                if found:
+                    kind, more = type(adam).__name__, ", ".join(found)
+                    raise UnsupportedOptimizer(
+                        f"{kind} keeps {more}, which it did not at its start"
+                    )
 
     def release(self) -> None:
         """Give parameters of the model memory of their own, as before they were packed: what is
         packed for its next optimizer has to be laid out as in a role that was built again."""
-        for kept in self._kept:
+        for kept in itertools.chain(*self._kept):
             if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
                 kept.parameter.data = kept.parameter.detach().clone()
 
-    def _packed(self, inner: Any) -> list[Tensor]:
-        kept = [one for one in self._kept if one.inner is inner]
+    @staticmethod
+    def _packed(inner: Any, kept: Sequence[_Kept]) -> list[Tensor]:
         # A shard of the model's parameters is read by the forward pass and by gathers where it is.
         fixed = [one.tensor for one in kept if not one.name and masters_in_adam(inner)]
         movable = [one.tensor for one in kept if one.name or not masters_in_adam(inner)]
@@ -284,7 +299,6 @@ class ShardState:
 class _Kept:
     """One tensor of an optimizer: a parameter that it updates (``name`` empty), or its state."""
 
-    inner: Any
     parameter: Tensor
     name: str
     tensor: Tensor
@@ -293,31 +307,25 @@ class _Kept:
         """Remember the memory the tensor has now, after packing."""
         self._place = self.tensor.detach()
 
-    def readopt(self) -> None:
-        """Bring the current value into the remembered memory."""
-        owner, key = self._found()
+    def readopt(self, owner: MutableMapping[Any, Any], key: str) -> None:
+        """Bring the current value, which ``owner`` has, into the remembered memory."""
         current = owner[key]
-        if current is self.tensor and current.data_ptr() == self._place.data_ptr():
+        if current.data_ptr() == self._place.data_ptr():
             return
         self._place.copy_(current.detach())
+        if (current.dtype, current.device) == (self._place.dtype, self._place.device):
+            current.data = self._place  # whoever else has it goes on with the same
+            return
         self.tensor.data = self._place
         owner[key] = self.tensor
 
-    def _found(self) -> tuple[MutableMapping[Any, Any], str]:
-        if not self.name:
-            return {"": self.parameter}, ""
-        owners = _owners(self.inner.optimizer, self.parameter)
-        return {name: (owner, key) for name, owner, key in owners}[self.name]
 
-
-def _kept(optimizer: Any) -> Iterator[_Kept]:
+def _kept(inner: Any) -> Iterator[_Kept]:
     """Parameter, then its state, in the order of the groups: equal in equal roles."""
-    for inner in inner_optimizers(optimizer):
-        for group in inner.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield _Kept(inner, parameter, "", parameter)
-                for name, tensor in state_tensors(inner, parameter).items():
-                    yield _Kept(inner, parameter, name, tensor)
+    for parameter in parameters_of(inner):
+        yield _Kept(parameter, "", parameter)
+        for name, tensor in state_tensors(inner, parameter).items():
+            yield _Kept(parameter, name, tensor)
 
 
 def _replicas(inner: Any) -> list[int]:
@@ -348,6 +356,12 @@ def statistics_span_the_world(optimizer: Any) -> bool:
     return all(dist.get_world_size(group) == dist.get_world_size() for group in groups)
 
 
+def _groups(inner: Any) -> list[dict[str, Any]]:
+    """Its parameter groups, and those in which the device's part of an offloaded one counts."""
+    on_device = getattr(inner.optimizer, "gpu_optimizer", None)
+    return [*inner.optimizer.param_groups, *(on_device.param_groups if on_device else ())]
+
+
 def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
     """The plain values of every parameter group: what the scheduler has set (lr, weight decay), and
     what a load has taken from a checkpoint (betas).
@@ -357,7 +371,7 @@ def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
     return [
         [
             {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | tuple)}
-            for group in inner.optimizer.param_groups
+            for group in _groups(inner)
         ]
         for inner in inner_optimizers(optimizer)
     ]
@@ -368,7 +382,7 @@ def param_group_tensors(optimizer: Any) -> dict[str, Tensor]:
     return {
         f"{index}.{number}.{key}": value
         for index, inner in enumerate(inner_optimizers(optimizer))
-        for number, group in enumerate(inner.optimizer.param_groups)
+        for number, group in enumerate(_groups(inner))
         for key, value in group.items()
         if isinstance(value, Tensor)
     }
@@ -383,9 +397,7 @@ def restore_param_group_values(
     correct the bias of the moments for the wrong step.
     """
     for index, (inner, groups) in enumerate(zip(inner_optimizers(optimizer), values, strict=True)):
-        for number, (group, kept) in enumerate(
-            zip(inner.optimizer.param_groups, groups, strict=True)
-        ):
+        for number, (group, kept) in enumerate(zip(_groups(inner), groups, strict=True)):
             place = f"{index}.{number}."
             arrived = {k.removeprefix(place): v for k, v in tensors.items() if k.startswith(place)}
             for key, value in list(group.items()):
@@ -400,6 +412,38 @@ def restore_param_group_values(
                 else:
                     device = next((p.device for p in group["params"]), torch.device("cpu"))
                     group[key] = tensor.to(device, copy=True)
+
+
+def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:
+    """State of a parameter that is no tensor."""
+    return _plain(inner.optimizer.state[parameter])
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def state_numbers(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Values in the state of parameters that are no tensors, by place: counts of steps."""
+    states = _looked_after(optimizer)
+    return {place: found for place, state in states if (found := _plain(state))}
+
+
+def restore_state_numbers(optimizer: Any, kept: Mapping[str, dict[str, Any]]) -> None:
+    """Inverse of :func:`state_numbers`."""
+    for place, state in _looked_after(optimizer):
+        then = kept.get(place, {})
+        for key in _plain(state).keys() - then.keys():
+            del state[key]
+        state.update(then)
+
+
+def _looked_after(optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The states of parameters, by place, in which not all may be tensors."""
+    for index, inner in enumerate(inner_optimizers(optimizer)):
+        if not _changes_in_place(inner):
+            for number, parameter in enumerate(parameters_of(inner)):
+                yield f"{index}.{number}", inner.optimizer.state[parameter]
 
 
 class StepHooks:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks.capture.optimizer import ShardState, inner_optimizers
+from deadpool_megatron.hooks.capture.optimizer import ShardState, inner_optimizers, parameters_of
 from deadpool_megatron.hooks.capture.protection import (
     Protection,
     ReplayRefused,
@@ -37,7 +37,6 @@ from deadpool_megatron.hooks.capture.protection import (
 )
 from deadpool_megatron.hooks.capture.update_replay import (
     InnerUpdate,
-    parameters_of,
     rehearse,
     replay,
     used_values,

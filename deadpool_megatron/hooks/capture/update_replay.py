@@ -8,7 +8,7 @@ owner's checksums after each replay (layout.replaying).
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadpool_megatron.hooks.capture.first_state import same_bytes, without_hooks
 from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,
     inner_optimizers,
     param_group_tensors,
+    parameters_of,
+    plain_values,
     raw_tensors,
     state_tensors,
 )
@@ -57,7 +60,8 @@ def why_not_replayed(optimizer: Any) -> str:
     for inner in inner_optimizers(optimizer):
         kind = type(inner.optimizer).__name__
         if kind not in _KNOWN:
-            return f"nobody knows what an update of {kind} depends on"
+            known = ", ".join(sorted(_KNOWN))
+            return f"nobody knows what an update of {kind} depends on, but of {known}"
         if getattr(getattr(inner, "config", None), "use_precision_aware_optimizer", False):
             return f"the precision-aware {kind} keeps masters and gradients of its own"
         if any(
@@ -76,11 +80,6 @@ def refuse_what_cannot_be_replayed(optimizer: Any) -> None:
         raise UnsupportedOptimizer(
             f"--deadpool-protection recompute: {why}; use --deadpool-protection buddy"
         )
-
-
-def parameters_of(inner: Any) -> list[Tensor]:
-    """The parameters that an inner optimizer updates, in the order of its groups."""
-    return [parameter for group in inner.optimizer.param_groups for parameter in group["params"]]
 
 
 def used_values(inner: Any) -> list[dict[str, Any]]:
@@ -105,7 +104,7 @@ def replay(inner: Any, update: InnerUpdate, gradients: list[Tensor]) -> None:
     for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         parameter.grad = None if number in absent else gradient.to(parameter.device)
     try:
-        _step(_without_hooks(inner.optimizer))
+        _step(without_hooks(inner.optimizer))
     finally:
         for parameter in parameters:
             parameter.grad = None
@@ -135,7 +134,7 @@ def rehearse(
         update_copies(inner, update.groups, copies)
         for copy, parameter in zip(copies, chunk, strict=True):
             for name, tensor in all_tensors(inner, parameter):
-                if not _same_bytes(copy.tensors[name], shard.slice(after, tensor)):
+                if not same_bytes(copy.tensors[name], shard.slice(after, tensor)):
                     return f"{name or 'parameter'} of parameter {copy.number}"
         number += len(chunk)
     return ""
@@ -171,12 +170,6 @@ def group_numbers(inner: Any) -> list[int]:
     return [number for number, group in enumerate(groups) for _ in group["params"]]
 
 
-def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:
-    """State of a parameter that is no tensor."""
-    state = inner.optimizer.state[parameter]
-    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-
-
 def update_copies(
     inner: Any, groups: Sequence[Mapping[str, Any]], copies: Sequence[ParameterCopy]
 ) -> None:
@@ -184,7 +177,7 @@ def update_copies(
 
     ``groups``: the plain values of its parameter groups; gradients are those of the copies.
     """
-    shadow = _without_hooks(inner.optimizer)
+    shadow = without_hooks(inner.optimizer)
     shadow.state = defaultdict(dict, {copy.parameter: copy.state for copy in copies})
     shadow.param_groups = []
     for number, (group, values) in enumerate(
@@ -208,15 +201,6 @@ def _copy(
         for name, tensor in all_tensors(inner, parameter)
     }
     return ParameterCopy(number, group, tensors, plain_values(inner, parameter))
-
-
-def _without_hooks(adam: Any) -> Any:
-    """The same optimizer on the same state, whose step calls nobody."""
-    shadow = object.__new__(type(adam))
-    shadow.__dict__.update(adam.__dict__)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        shadow.__dict__[name] = OrderedDict()
-    return shadow
 
 
 def _step(adam: Any) -> None:
@@ -257,10 +241,3 @@ def chunks(inner: Any) -> Iterator[list[Tensor]]:
             found, nbytes = [], 0
     if found:
         yield found
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    def raw(tensor: Tensor) -> Tensor:
-        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-    return torch.equal(raw(one), raw(other))

@@ -7,14 +7,15 @@ checkpoints completely but does not bring everything back; each place below says
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.optimizer import (
-    complete_state,
     inner_optimizers,
     is_distributed,
 )
@@ -30,6 +31,10 @@ def exact_load(optimizer: Any) -> Iterator[None]:
     whoever refers to them sees the loaded values. Other optimizers than Adam of PyTorch are left to
     Megatron.
     """
+    for part in inner_optimizers(optimizer):
+        if getattr(part, "init_state_fn", complete_state) is None and not is_distributed(part):
+            # Megatron calls it to have what it can load into, and has none for SGD.
+            part.init_state_fn = functools.partial(_complete, part)
     inner = [
         part
         for part in inner_optimizers(optimizer)
@@ -54,6 +59,10 @@ def exact_load(optimizer: Any) -> Iterator[None]:
         yield
         for part, states in zip(inner, kept, strict=True):
             _restore_identity(part.optimizer, states)
+
+
+def _complete(part: Any, *_: Any) -> None:
+    complete_state(part)
 
 
 def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,9 @@ from deadpool_megatron.hooks.capture.megatron_extras import frozen_and_buffers, 
 from deadpool_megatron.hooks.capture.optimizer import (
     inner_optimizers,
     is_distributed,
+    layer_wise,
     model_parameters,
+    state_numbers,
 )
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.layout.records import RoleLayout
@@ -131,6 +133,8 @@ class _Maker:
         self._loop = loop
         self._layout = layout
         self._inner = inner_optimizers(loop.optimizer)
+        if layer_wise(loop.optimizer) or state_numbers(loop.optimizer):
+            raise TemplateError("ranks talk to make the state, or parameters count their own steps")
         self._origins: list[_Origin] = []
         for part in parts:
             for tensor, offset in part.places():

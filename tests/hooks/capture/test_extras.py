@@ -22,8 +22,6 @@ from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
-    UnsupportedOptimizer,
-    complete_state,
 )
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -301,14 +299,6 @@ def test_a_load_that_replaces_tensors_is_brought_back_into_the_parts(
 
 
 # Refusals (traps, A8 and C).
-
-
-@pytest.mark.parametrize("megatrons", [{}, {"init_state_fn": None}])
-def test_an_optimizer_whose_state_nobody_knows_is_refused(megatrons: dict[str, Any]) -> None:
-    """Also in a loop of one's own, whose optimizers have none of Megatron's functions."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(UnsupportedOptimizer, match="SGD has no known state"):
-        complete_state(SimpleNamespace(optimizer=optimizer, **megatrons))
 
 
 @pytest.mark.parametrize(("sizes", "spans"), [((4, 4), True), ((4, 2), False), ((2, 2), False)])

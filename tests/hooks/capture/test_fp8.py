@@ -18,11 +18,11 @@ from megatron.core import fp8_utils
 
 from deadpool_megatron.hooks import dimensions, interrupt_cleanup
 from deadpool_megatron.hooks.capture import fp8
+from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,
-    complete_state,
 )
 from deadpool_megatron.state.extras import ExtrasError
 from tests.hooks.capture import fake_te, gpu_rig

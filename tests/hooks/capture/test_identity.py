@@ -16,8 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.identity import identify, role_layout, role_meaning
-from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
+from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.loop import layer_number, model_config
 from deadpool_megatron.hooks.pretraining.stages import shift_layers
 from deadpool_megatron.layout.history import NO_LIMIT

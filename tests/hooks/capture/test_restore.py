@@ -15,8 +15,9 @@ from megatron.core.optimizer.qk_clip import clip_qk
 
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture import megatron_extras as extras
+from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.identity import state_digests
-from deadpool_megatron.hooks.capture.optimizer import ShardState, complete_state
+from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.dimensions import PeerMismatch
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.state.extras import decode, encode

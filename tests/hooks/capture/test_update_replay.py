@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron.hooks.capture import megatron_extras as extras
+from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     StepHooks,
     UnsupportedOptimizer,
-    complete_state,
     inner_optimizers,
+    parameters_of,
 )
 from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 from deadpool_megatron.hooks.capture.update_replay import (
     InnerUpdate,
-    parameters_of,
     refuse_what_cannot_be_replayed,
     rehearse,
     replay,

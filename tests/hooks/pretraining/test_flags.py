@@ -227,7 +227,7 @@ def test_several_flags_are_named_at_once() -> None:
     [
         (["--dataloader-type=external"], "--dataloader-type external"),
         (["--yaml-cfg", "x.yaml"], "--yaml-cfg"),
-        (["--optimizer", "sgd", "--lr", "1"], "--optimizer other than adam"),
+        (["--optimizer", "muon", "--lr", "1"], "--optimizer other than adam"),
         (["--error-injection-rate=2"], "--error-injection-rate above 0"),
         (["--dataloader-type", "external", "--dataloader-type", "single"], ""),
         (["--error-injection-rate", "many"], ""),
