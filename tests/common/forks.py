@@ -141,8 +141,9 @@ _started: list[ForkServer] = []
 
 
 def server(modules: Sequence[str], environment: Mapping[str, str] | None = None) -> ForkServer:
-    """The one with these imports, made in this environment."""
-    return _running(tuple(modules), tuple(sorted((environment or {}).items())))
+    """The one with these imports, made in this environment, and where they were looked for."""
+    found_in = {"PYTHONPATH": os.environ["PYTHONPATH"], **(environment or {})}
+    return _running(tuple(modules), tuple(sorted(found_in.items())))
 
 
 @functools.cache

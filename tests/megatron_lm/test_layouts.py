@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs
 
 ITERATIONS = 8
 LAYERS = "tests.megatron_lm.harness.local_layers"
-#: the folder of a stand-in for a package that Muon needs
-EMERGING = Path(__file__).parent / "harness" / "emerging"
 COMMON = [
     dies("forward", "forward", 0, 2, nth=2),
     dies("update", "optimizer.inside", 3, 4),
@@ -214,15 +212,19 @@ SETTINGS = {
     "sequence parallel, loader processes": AUDITED,
     "fp16, first updates skipped, virtual pipeline, exit interval": AUDITED,
 }
+#: where members find what Megatron-LM imports for it: our layers, a stand-in for Muon's package
+FOLDERS = {
+    "kinds of layers, segments that differ": Path(__file__).parents[2],
+    "whole matrices dealt out": Path(__file__).parent / "harness" / "emerging",
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_survives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the layers
     flags, plan = LAYOUTS[name]
-    if "muon" in str(flags.get("optimizer")):
-        folders = (str(EMERGING), os.environ["PYTHONPATH"])
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    if name in FOLDERS:
+        paths = (str(FOLDERS[name]), os.environ["PYTHONPATH"])
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     program = gpt(**{"train_iters": ITERATIONS, **flags})
     outcome = strike(tmp_path / "run", program, plan, settings=SETTINGS.get(name, ""))
     assert len(outcome.final["steps"]) == ITERATIONS
