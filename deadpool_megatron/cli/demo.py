@@ -26,9 +26,10 @@ from typing import Any, NoReturn
 from deadpool_megatron.cli import plot
 from deadpool_megatron.cli.common import CommandError, table
 from deadpool_megatron.cli.compare import Comparison, compare_results, describe
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.examples import find_shipped
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
-from deadpool_megatron.cli.watch import Display, RunFailedError, watch_run
+from deadpool_megatron.cli.watch import RunFailedError, watch_run
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.observe.story import PHASES, Interruption

@@ -175,8 +175,7 @@ def _banner(story: Story, status: Mapping[str, Any] | None, now: float) -> dict[
     spares = None
     if status is not None:
         free = {int(node) for node, known in status["nodes"].items() if known["spare"]}
-        wanted = 0 if story.started is None else int(story.started.data.get("spares", 0))
-        spares = len(free - {*status["aside"]}), wanted
+        spares = len(free - {*status["aside"]}), story.wanted[1]
     look, title = _state(story, status, spares, now)
     failures = [one for one in story.failures if not one.planned]
     return {

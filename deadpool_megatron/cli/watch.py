@@ -7,69 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
-from deadpool_megatron.observe.narration import Line, shown, tell
+from deadpool_megatron.observe.narration import Line, tell
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
-_STATUS_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 20.0
-_STYLES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
-
-
-class Display:
-    """The place where lines and a status go, which says what happens right now.
-
-    On a terminal lines have colours and the status is one line at the bottom; elsewhere it becomes
-    a line at most once a second. ``stream``: None for standard output; ``quiet``: nothing is shown.
-    """
-
-    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        self._stream, self._quiet = stream, quiet
-        there = sys.stdout if stream is None else stream
-        self._on_terminal = there.isatty() and os.environ.get("TERM") != "dumb"
-        self._status = ""
-        self._printed = 0.0
-
-    def line(self, text: str, style: str = "") -> None:
-        """Print a line that stays."""
-        status, text = self._status, shown(text)
-        if not self._on_terminal:
-            self.close()
-        elif style and "NO_COLOR" not in os.environ:
-            text = f"\x1b[{';'.join(_STYLES[word] for word in style.split())}m{text}\x1b[0m"
-        self._print(f"\r\x1b[K{text}\n" if self._on_terminal and status else f"{text}\n")
-        if self._on_terminal and status:
-            self.status(status)
-
-    def status(self, text: str) -> None:
-        """Show what happens right now, in place of the last status."""
-        self._status, now = shown(text), time.monotonic()
-        if self._on_terminal:
-            self._print(f"\r\x1b[K{self._status[: shutil.get_terminal_size().columns - 1]}")
-        elif now - self._printed >= _STATUS_SECONDS:
-            self._printed = now
-            self.close()
-
-    def close(self) -> None:
-        """Leave the last status as a line. Lines can be printed afterwards, too."""
-        if self._status:
-            self._print("\n" if self._on_terminal else f"{self._status}\n")
-        self._status = ""
-
-    def _print(self, text: str) -> None:
-        if not self._quiet:
-            print(text, end="", file=self._stream, flush=True)
 
 
 class Follower:
@@ -120,10 +71,14 @@ class Follower:
             self._day = at[:10]
             self._display.line(f"{self._day}, UTC{at[23:]}")
         text = f"{at[11:19]}  {line.text}"
-        if event.kind is Kind.STEP and (far := describe_progress(self._story, event.wall_seconds)):
+        story, part = self._story, None
+        if event.kind is Kind.STEP and (far := describe_progress(story, event.wall_seconds)):
             text += f"  ({far})"
+            part = story.iterations and story.last_iteration / story.iterations
+        if event.kind is Kind.NODE_JOINED:
+            text += f" ({len(story.account.stays)} of {sum(story.wanted)})"
         if line.passes:
-            self._display.status(text)
+            self._display.status(text, part)
         else:
             self._display.line(text, line.style)
 

@@ -186,6 +186,7 @@ class Story:
         self.ended: Event | None = None
         self.exit_status: int | None = None
         self.started_at: float | None = None  # the last time
+        self.wanted = 0, 0  # nodes with roles, spares
         self.term = 1
         self.epoch = 0
         self.last_iteration = 0  # the newest finished one
@@ -241,6 +242,7 @@ class Story:
             self.bytes_by_kind[event.kind] = total
         match event.kind:
             case Kind.RUN_STARTED:
+                self.wanted = int(data.get("nodes", 0)), int(data.get("spares", 0))
                 self.started = self.started or event
                 self.started_at = event.wall_seconds
             case Kind.RUN_ENDED:

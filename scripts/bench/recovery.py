@@ -20,7 +20,7 @@ from common.command import at_least, in_turns, parser_of, run_bench
 from common.trainings import BenchError
 
 from deadpool_megatron.cli.demo import DemoError, Outcome, judge, kill_in_backward, run_once
-from deadpool_megatron.cli.watch import Display
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.observe.story import summary
 
 KINDS = {"node killed": "node", "process killed": "self"}

@@ -12,7 +12,8 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli import demo
-from deadpool_megatron.cli.watch import Display, RunFailedError, watch_run
+from deadpool_megatron.cli.display import Display
+from deadpool_megatron.cli.watch import RunFailedError, watch_run
 from tests.cli.told import CarryOut, Complain
 from tests.common.synthetic_run import write_run
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from deadpool_megatron.cli.watch import Display, Follower
+from deadpool_megatron.cli.display import Display
+from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, date, to_line
 from tests.common.synthetic_run import events_of
@@ -27,7 +28,7 @@ class Heard(Display):
         self.lines += [line] if gap else []
         self.days += [] if gap else [at]
 
-    def status(self, text: str) -> None:
+    def status(self, text: str, part: float | None = None) -> None:
         self.statuses.append(text.split("  ", 1)[1])
 
 
@@ -92,10 +93,10 @@ def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
 
 def test_a_terminal_has_lines_above_one_status() -> None:
     program = (
-        "from deadpool_megatron.cli.watch import Display\n"
+        "from deadpool_megatron.cli.display import Display\n"
         "display = Display()\n"
         "for run in (1, 2):\n"
-        "    display.status(f'step {run}' + 200 * '.')\n"
+        "    display.status(f'step {run}' + 200 * '.', run / 4)\n"
         "    display.line('a line', 'bold red')\n"
         "    display.close()\n"
         "    display.line('behind it')\n"
@@ -113,5 +114,7 @@ def test_a_terminal_has_lines_above_one_status() -> None:
     lines = shown.decode().replace("\r\n", "\n").split("\n")
     seen = [line.rpartition("\x1b[K")[2] for line in lines]
     red = "\x1b[1;31"
-    assert [line[:6] for line in seen] == [red, "step 1", "behind", red, "step 2", "behind", ""]
+    bars = [f"[{'#' * full:.<20}] step {run}" for full, run in ((5, 1), (10, 2))]
+    expected = [red, bars[0], "behind", red, bars[1], "behind", ""]
+    assert [line[: len(begin)] for line, begin in zip(seen, expected, strict=True)] == expected
     assert max(map(len, seen)) < 80, "a status is one line, or it could not be taken back"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import deadpool_megatron
-from deadpool_megatron.cli.watch import Display
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.process import member_main
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.observe.narration import shown

@@ -153,7 +153,7 @@ def request(
     patience = began + _TAKEOVER_SECONDS if args.wait is None else limit
     message = {"command": str(verb), "token": secrets.token_hex(8), **what}
     known: Request | None = None
-    is_told = False
+    is_told, told = False, ""
     while True:
         if within is not None:
             message["seconds"] = max(0.0, within - (time.monotonic() - began))
@@ -180,6 +180,10 @@ def request(
                 return _refused(verb, known.why)
             print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
             return 0
+        if known is not None and sys.stderr.isatty():
+            why = f": {known.why}" if known.why else ""
+            if told != (told := f"{known.in_words()}, {known.stage}{why}"):
+                print(shown(told), file=sys.stderr, flush=True)
         again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
         until = patience if known is None else limit
         while time.monotonic() < min(again, until) and not run.final.exists():

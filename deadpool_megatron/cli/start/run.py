@@ -20,13 +20,14 @@ from deadpool_megatron.cli.common import (
     refusing_system_errors,
     warn_of_danger_above,
 )
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start import checks, deriving, scripts
 from deadpool_megatron.cli.start.checks import decided, gpus_to_share
 from deadpool_megatron.cli.start.launch import Launcher
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD
-from deadpool_megatron.cli.watch import Display, Follower
+from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
@@ -164,6 +165,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     named = args.deadpool_persist_interval != "auto"
     if settings.persist_interval in NEVER and (named or chosen):
         display.line("checkpoints in the background are off: a power cut costs what is in memory")
+    display.status(f"starting {len(numbers)} nodes; the logs are in {directory.logs}")
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
     else:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, size, table
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
@@ -83,9 +84,16 @@ def run(args: argparse.Namespace) -> int:
     """Verify and say what was found."""
     subjects = find_subjects(args.directory)
     found: list[tuple[Subject, Finding]] = []
-    meter = Meter(_show if sys.stderr.isatty() and not args.json else lambda _: None)
+    display = Display(sys.stderr, quiet=args.json)
+    total = sum(_bytes_in(subject.path) for subject in subjects)
+
+    def show(done: int) -> None:
+        display.status(f"{size(done)} of at most {size(total)}", done / max(1, total))
+
+    meter = Meter(show)
     for subject in subjects:
         found += [(subject, finding) for finding in subject.verify(subject.path, meter)]
+    display.close()
     verdicts = {finding.verdict for _, finding in found}
     status = EXIT_NOT_VERIFIED if Verdict.UNKNOWN in verdicts else 0
     status = EXIT_BAD if Verdict.BAD in verdicts else status
@@ -347,5 +355,9 @@ def _row(subject: Subject, generation: Any, findings: list[Finding]) -> list[str
     ]
 
 
-def _show(done_bytes: int) -> None:
-    print(f"\r{size(done_bytes)}\r", end="", file=sys.stderr, flush=True)
+def _bytes_in(path: Path) -> int:
+    """Bytes of a file or of the files below a folder, some of which need not be verified."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    with contextlib.suppress(OSError):  # a run that is alive removes some
+        return sum(file.stat().st_size for file in files if file.is_file())
+    return 0
