@@ -208,15 +208,23 @@ def test_modules_are_short_documented_and_careful(path: Path) -> None:
             assert owner not in ("pickle", "cloudpickle", "dill"), f"line {node.lineno}: unpickling"
 
 
-def test_each_of_ten_things_is_decided_in_the_one_place_that_the_design_names() -> None:
-    page = (PACKAGE.parent / "docs" / "design.md").read_text()
-    rows = re.findall(r"^\| .* \| `(\w+)`.* \| `(\S+\.py)` \|$", page, re.MULTILINE)
-    assert len(rows) == 10
+def symbols_of(page: str) -> list[tuple[str, str]]:
+    """Return symbol and file of each row of the tables of a page that name both."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^\| .* \| `(\w+)`.* \| `(\S+\.py)` \|$", text, re.MULTILINE)
+
+
+def test_pages_name_symbols_where_they_are() -> None:
+    """The ten of the design are defined nowhere else, those of the walk at least there."""
     defined = [
         (node.name, str(path.relative_to(PACKAGE)))
         for path in modules()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
-    for symbol, file in rows:
+    assert len(symbols_of("design.md")) == 10
+    for symbol, file in symbols_of("design.md"):
         assert [place for name, place in defined if name == symbol] == [file]
+    walked = symbols_of("walkthrough.md")
+    assert len(walked) > 30
+    assert set(walked) <= set(defined)

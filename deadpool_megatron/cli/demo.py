@@ -1,7 +1,7 @@
 """Trains a small GPT with tensor, pipeline and data parallelism (2 x 2 x 2) twice, on 4 nodes of 2
-processes and 1 spare. In the second run the node that holds role 0 is killed in the middle of a
-step, with SIGKILL in a backward pass, by the process itself, so that the moment is exact. All of it
-on CPUs with gloo, also where there are GPUs.
+processes and 1 spare. In the second run the process of role 0 kills its whole node with SIGKILL
+in the middle of a backward pass, so that the moment is exact. Both runs use CPUs and gloo, even on
+a machine with GPUs.
 
 Exit status: 0 bit-identical, 1 not, 2 something needed is missing.
 """
