@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,8 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs
 
 ITERATIONS = 8
 LAYERS = "tests.megatron_lm.harness.local_layers"
+#: the folder of a stand-in for a package that Muon needs
+EMERGING = Path(__file__).parent / "harness" / "emerging"
 COMMON = [
     dies("forward", "forward", 0, 2, nth=2),
     dies("update", "optimizer.inside", 3, 4),
@@ -173,12 +176,22 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         },
         COMMON,
     ),
+    "whole matrices, experts": (
+        {
+            **SEGMENTS,
+            **MOE,
+            "bf16": True,
+            "pipeline_model_parallel_size": 2,
+            "optimizer": "muon",
+            "muon_extra_scale_factor": 0.2,
+        },
+        COMMON,
+    ),
     "whole matrices dealt out": (
         {
             **SEGMENTS,
             "bf16": True,
             "optimizer": "dist_muon",
-            "deadpool_allow": "optimizer",
             "tensor_model_parallel_size": 2,
             "muon_tp_mode": "distributed",
             "untie_embeddings_and_output_weights": True,
@@ -197,6 +210,25 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         [COMMON[0], *COMMON[2:]],
     ),
 }
+# Since 0.18 buffers are cut so that each shard has whole parameters, unless it is said otherwise.
+if TAG not in ("core_v0.16.1", "core_v0.17.1"):
+    muon = {"bf16": True, "optimizer": "muon", "use_distributed_optimizer": True}
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    LAYOUTS["whole matrices dealt out by buffers"] = (
+        {
+            **SEGMENTS,
+            **muon,
+            **overlap,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "calculate_per_token_loss": True,
+        },
+        COMMON,
+    )
+    LAYOUTS["whole matrices dealt out, experts"] = (
+        {**SEGMENTS, **muon, **overlap, **MOE, "no_use_layer_wise_param_layout": True},
+        COMMON,
+    )
 #: flags and values that this tag does not have
 if TAG not in ("core_v0.16.1", "core_v0.17.1"):
     LAYOUTS["bf16, two optimizer instances, full recompute"][0].update(
@@ -212,19 +244,20 @@ SETTINGS = {
     "sequence parallel, loader processes": AUDITED,
     "fp16, first updates skipped, virtual pipeline, exit interval": AUDITED,
 }
-#: where members find what Megatron-LM imports for it: our layers, a stand-in for Muon's package
-FOLDERS = {
-    "kinds of layers, segments that differ": Path(__file__).parents[2],
-    "whole matrices dealt out": Path(__file__).parent / "harness" / "emerging",
-}
+
+
+def import_path(before: str) -> str:
+    """With what the layers are in, and the stand-in where its package is not there."""
+    folders = [before, str(Path(__file__).parents[2])]
+    if not importlib.util.find_spec("emerging_optimizers"):
+        folders.append(str(EMERGING))
+    return os.pathsep.join(folders)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_survives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", import_path(os.environ["PYTHONPATH"]))
     flags, plan = LAYOUTS[name]
-    if name in FOLDERS:
-        paths = (str(FOLDERS[name]), os.environ["PYTHONPATH"])
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     program = gpt(**{"train_iters": ITERATIONS, **flags})
     outcome = strike(tmp_path / "run", program, plan, settings=SETTINGS.get(name, ""))
     assert len(outcome.final["steps"]) == ITERATIONS

@@ -44,7 +44,7 @@ def refused(folder: Path, program: Program) -> str:
 
 
 def test_a_flag_that_cannot_be_protected(tmp_path: Path) -> None:
-    assert "--optimizer other than adam" in refused(tmp_path, gpt(optimizer="muon"))
+    assert "--optimizer other than adam" in refused(tmp_path, gpt(optimizer="soap"))
 
 
 @pytest.mark.full

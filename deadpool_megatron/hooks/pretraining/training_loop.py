@@ -203,7 +203,7 @@ class PretrainLoop(ProtectedLoop):
 
     def state_hash(self) -> str:
         """See :class:`ProtectedLoop`."""
-        if self._args.use_distributed_optimizer and self._args.overlap_param_gather:
+        if self._args.overlap_param_gather:
             for chunk in self.model_chunks:
                 chunk.start_param_sync(force_sync=True)
         return hashing.state_hash(self)

@@ -43,7 +43,8 @@ EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
     "--non-persistent-ckpt-type": "local",
     "--save": "msc://profile/checkpoints",
     "--ckpt-format": "torch_dcp",
-    "--optimizer": "dist_muon",
+    "--optimizer": "lion",
+    "--muon-scalar-optimizer": "lion",
     "--fp4-format": "e2m1",
     "--fp8-recipe": "custom",
     "--te-precision-config-file": "precision.yaml",
@@ -227,7 +228,7 @@ def test_several_flags_are_named_at_once() -> None:
     [
         (["--dataloader-type=external"], "--dataloader-type external"),
         (["--yaml-cfg", "x.yaml"], "--yaml-cfg"),
-        (["--optimizer", "muon", "--lr", "1"], "--optimizer other than adam"),
+        (["--optimizer", "soap", "--lr", "1"], "--optimizer other than adam"),
         (["--error-injection-rate=2"], "--error-injection-rate above 0"),
         (["--dataloader-type", "external", "--dataloader-type", "single"], ""),
         (["--error-injection-rate", "many"], ""),
