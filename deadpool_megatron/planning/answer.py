@@ -24,6 +24,10 @@ from deadpool_megatron.planning.sizes import (
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Placement, Timing
 from deadpool_megatron.settings import SettingsError
 
+# What this repository has measured, on two cores with gloo (docs/figures.md): the part by which
+# copies on other nodes lengthen a step, and the seconds that a lost node costs, median of the soak.
+OVERHEAD_SHARE = 0.09
+SWAP_SECONDS = 2.0
 # Each is placed: more would take minutes, and are a slip.
 _MOST_ROLES = 1_000_000
 
@@ -86,6 +90,7 @@ class Assessment:
             "nodes": nodes,
             "timing": times,
             "most_lost_steps": self.lost_steps,
+            "overhead_share": OVERHEAD_SHARE,
             "verdict": self.verdict(),
         }
 

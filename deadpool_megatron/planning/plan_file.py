@@ -171,14 +171,24 @@ class Plan:
 SECTIONS: dict[str, type[Any]] = get_type_hints(Plan)
 
 
-def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
-    """The plan in a file, with ``section.key=value`` put over it. Raises PlanError."""
+def read_plan(
+    path: Path | None,
+    overrides: Iterable[str] = (),
+    given: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Plan:
+    """The plan in a file, with ``section.key=value`` put over it, and all of it over what is
+    ``given``. ``path``: None where all is. Raises PlanError."""
+    values: Any = {}
     try:
-        values = _parse(path.read_text("utf-8"))
+        values = {} if path is None else _parse(path.read_text("utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise PlanError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(values, dict):
         raise PlanError(f"{path}: expected sections ({', '.join(SECTIONS)})")
+    for section, known in (given or {}).items():
+        own = values.get(section)
+        if own is None or isinstance(own, dict):
+            values[section] = {**known, **(own or {})}
     for override in overrides:
         name, equals, text = override.partition("=")
         section, dot, key = name.partition(".")
@@ -191,7 +201,7 @@ def read_plan(path: Path, overrides: Iterable[str] = ()) -> Plan:
     try:
         return make_plan(values)
     except PlanError as error:
-        raise PlanError(f"{path}: {error}") from error
+        raise PlanError(f"{path or 'plan'}: {error}") from error
 
 
 def make_plan(values: Mapping[Any, Any]) -> Plan:

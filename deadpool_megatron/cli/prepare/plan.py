@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, size, table
+from deadpool_megatron.cli.run_result import ResultError, read_story
 from deadpool_megatron.observe.narration import count
-from deadpool_megatron.planning.answer import Assessment, assess
+from deadpool_megatron.observe.story import Story
+from deadpool_megatron.planning.answer import OVERHEAD_SHARE, SWAP_SECONDS, Assessment, assess
+from deadpool_megatron.planning.megatron_args import ASSUMED, sections_of
 from deadpool_megatron.planning.plan_file import SECTIONS, PlanError, read_plan
 from deadpool_megatron.planning.sizes import total_parameters
 
@@ -22,18 +26,14 @@ placed by the code that places them in a run. Nothing is started or measured.
 A plan that cannot hold is refused with one line: the number to change.
 """
 _EPILOGUE = """\
-formulas (docs/planning.md explains each, and what is left out):
-  unique state    12 bytes per parameter of a role's shard, and the extras
-  memory          (2 or 3, + max_lag) slots per role, and as many for each copy held
-  window          forward and backward + (cadence x (1 + max_lag) - 1) x step;
-                  copy + checksum + ship must fit in it
-  step            6 x parameters x tokens / (GPUs x tflops x efficiency), if it is not given
+docs/planning.md explains each number, and what is left out.
 
 keys of FILE (those without a default have to be there):
 {keys}
 
 examples:
-  deadpool plan configs/65b.yaml
+  deadpool plan --args configs/megatron-lm/gpt-7b.args --nodes 8
+  deadpool plan configs/65b.yaml --run runs/first
   deadpool plan configs/65b.yaml --set protection.replicas=2 --set cluster.spares=4
   deadpool plan configs/65b.yaml --set protection.scheme=parity
   deadpool plan configs/65b.yaml --json
@@ -58,7 +58,18 @@ def add_parser(subparsers: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOGUE.format(keys="\n".join(_keys())),
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the plan, YAML")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the plan, YAML")
+    parser.add_argument(
+        "--args",
+        type=Path,
+        metavar="ARGS",
+        help="file of arguments of a Megatron-LM script: model, split and batch, unless FILE has"
+        " them; without FILE the cluster is assumed, which is said",
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="with --args: nodes that train")
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="a run that has measured steps and recoveries"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -71,24 +82,62 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer; with ``--json`` a refusal is an object as well."""
+    name = str(args.file or args.args)
     try:
-        plan = read_plan(args.file, args.set)
+        story = None if args.run is None else read_story(args.run)
+        plan = read_plan(args.file, [*args.set, *_measured(story)], _given(args))
         try:
             found = assess(plan)
         except PlanError as error:
-            raise PlanError(f"{args.file}: {error}") from error
-    except PlanError as error:
+            raise PlanError(f"{name}: {error}") from error
+    except (PlanError, ResultError) as error:
         if args.json:
             print(json.dumps({"ok": False, "error": str(error)}))
         raise CommandError(str(error)) from error
+    swap, where = _swap(story)
     if args.json:
-        print(json.dumps({"ok": True, "file": str(args.file), **found.to_dict()}, allow_nan=False))
-    else:
-        print("\n".join(_describe(str(args.file), found)))
+        answer = {"ok": True, "file": name, **found.to_dict(), "swap_seconds": swap}
+        print(json.dumps(answer, allow_nan=False))
+        return 0
+    print("\n".join(_describe(name, found, f"{swap:.1f} s{where}")))
+    if args.file is None:
+        assumed = ", ".join(f"{key} {value}" for key, value in ASSUMED.items())
+        print(f"assumed of the cluster (--set cluster.KEY=VALUE): {assumed}")
     return 0
 
 
-def _describe(name: str, found: Assessment) -> list[str]:
+def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Raises PlanError where there is neither a file nor arguments."""
+    if args.args is not None and args.nodes is not None:
+        try:
+            return sections_of(args.args.read_text("utf-8").split(), args.nodes)
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{args.args}: {getattr(error, 'strerror', None) or error}") from error
+    if args.file is None or args.args is not None:
+        raise PlanError("give FILE, or --args ARGS with --nodes N, or all of them")
+    return {}
+
+
+def _measured(story: Story | None) -> list[str]:
+    """Raises PlanError where the run has no steps to measure by."""
+    if story is None:
+        return []
+    if not (steps := story.step_seconds()):
+        raise PlanError("the run of --run has no two steps one after the other")
+    speeds = ("tflops_per_gpu", "efficiency", "tokens_per_step")
+    median = statistics.median(steps)
+    return [*(f"cluster.{key}=null" for key in speeds), f"cluster.step_seconds={median}"]
+
+
+def _swap(story: Story | None) -> tuple[float, str]:
+    """Return the seconds that a lost node costs, and where they were measured if not here."""
+    failures = () if story is None else story.failures
+    if seconds := [each.seconds for each in failures if each.seconds and not each.planned]:
+        return statistics.median(seconds), " in the run"
+    return SWAP_SECONDS, ""
+
+
+def _describe(name: str, found: Assessment, swap: str) -> list[str]:
     memory = [(title, *map(size, found.busiest(field))) for title, field in _NODE_ROWS]
     return [
         *_headline(name, found),
@@ -98,6 +147,8 @@ def _describe(name: str, found: Assessment) -> list[str]:
         "",
         "One step",
         *_time_table(found),
+        f"  measured with gloo on CPUs (docs/figures.md): a step takes {OVERHEAD_SHARE:.0%} more, a"
+        f" lost node {swap}",
         "",
         f"verdict: {found.verdict()}",
     ]

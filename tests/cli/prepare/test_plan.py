@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deadpool_megatron.cli.prepare import plan as plan_command
+from deadpool_megatron.planning.answer import SWAP_SECONDS
 from tests.cli.told import CarryOut
 
 ROOT = Path(__file__).parents[3]
@@ -41,11 +44,64 @@ def test_json_has_every_number(name: str, carry_out: CarryOut) -> None:
     found = values(carry_out, name)
     assert found.keys() == {
         "ok", "file", "plan", "parameters", "roles", "slots", "largest_shard_bytes", "domains",
-        "nodes", "timing", "most_lost_steps", "verdict",
+        "nodes", "timing", "most_lost_steps", "verdict", "overhead_share", "swap_seconds",
     }  # fmt: skip
     assert found["plan"].keys() == {"model", "parallel", "protection", "cluster"}
     assert all(entry.keys() == {"mean", "largest"} for entry in found["nodes"].values())
     assert found["timing"]["stall_seconds"] == 0
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("7b", 8), ("65b", 64), ("175b", 128)])
+def test_megatrons_arguments_say_what_the_shipped_plan_says(
+    model: str, nodes: int, carry_out: CarryOut
+) -> None:
+    plan = f"configs/{model}.yaml"
+    arguments = ("--args", f"configs/megatron-lm/gpt-{model}.args", "--nodes", str(nodes))
+    found, shipped = values(carry_out, *arguments), values(carry_out, plan)
+    for key in ("parameters", "roles", "slots", "largest_shard_bytes"):
+        assert found[key] == shipped[key]
+    assert found["timing"]["step_seconds"] == shipped["timing"]["step_seconds"]
+    assert found["plan"]["parallel"] == shipped["plan"]["parallel"]
+    assert values(carry_out, plan, *arguments)["plan"]["cluster"] == shipped["plan"]["cluster"]
+    _, text, _ = carry_out("plan", *arguments)
+    assert "nic_gb_s 12.5" in text.splitlines()[-1], "what is assumed is named"
+
+
+def test_experts_and_what_a_file_of_arguments_lacks(tmp_path: Path, carry_out: CarryOut) -> None:
+    file, more = (
+        tmp_path / "moe.args",
+        ("--set", "model.vocab=1000", "--set", "cluster.efficiency=1e-5"),
+    )
+    file.write_text(
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --swiglu --seq-length 8"
+        " --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4 --num-query-groups 2"
+        " --global-batch-size 512"
+    )
+    status, _, error = carry_out("plan", "--args", file, "--nodes", 1)
+    assert (status, "model.vocab: missing" in error) == (2, True)
+    found = values(carry_out, "--args", str(file), "--nodes", "4", *more)["plan"]
+    assert (found["model"]["ffn"], found["model"]["kv_heads"]) == (128, 2)
+    assert (found["parallel"]["ep"], found["parallel"]["dp"]) == (4, 32)
+
+
+@pytest.mark.parametrize("given", ["", "--args a.args", "--nodes 8", "--args no --nodes 8"])
+def test_neither_a_file_nor_arguments(given: str, carry_out: CarryOut) -> None:
+    status, text, error = carry_out("plan", *given.split())
+    assert (status, text, error.count("\n")) == (2, "", 1)
+
+
+def test_a_run_says_what_it_has_measured(
+    carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [SimpleNamespace(seconds=each, planned=each == 9) for each in (4.0, 5.0, 9.0, None)]
+    steps = [20.0, 40.0, 30.0]
+    story = SimpleNamespace(step_seconds=lambda: steps, failures=failures)
+    monkeypatch.setattr(plan_command, "read_story", lambda _: story)
+    assert values(carry_out, CONFIGS[1])["swap_seconds"] == SWAP_SECONDS
+    found = values(carry_out, CONFIGS[1], "--run", "runs/x")
+    assert (found["timing"]["step_seconds"], found["swap_seconds"]) == (30.0, 4.5)
+    steps.clear()
+    assert carry_out("plan", CONFIGS[1], "--run", "runs/x")[0] == 2
 
 
 def test_what_if(carry_out: CarryOut) -> None:

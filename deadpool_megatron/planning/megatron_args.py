@@ -1,0 +1,82 @@
+"""Sections of a plan that follow from the arguments of a Megatron-LM script: model, split, batch.
+
+A key that no argument speaks of is left out, so that a plan's own default or refusal holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deadpool_megatron.support import flags
+
+#: section -> key -> argument
+_ARGUMENTS = {
+    "model": {
+        "layers": "num_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_query_groups",
+        "ffn": "ffn_hidden_size",
+        "vocab": "vocab_size",
+        "swiglu": "swiglu",
+        "untied": "untie_embeddings_and_output_weights",
+        "experts": "num_experts",
+        "experts_per_token": "moe_router_topk",
+    },
+    "parallel": {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "optimizer_instances": "num_distributed_optimizer_instances",
+    },
+    "protection": {
+        "scheme": "deadpool_protection",
+        "replicas": "deadpool_replicas",
+        "max_lag": "deadpool_max_lag",
+    },
+}
+_VOCABULARIES = {"Llama2Tokenizer": 32_000, "GPT2BPETokenizer": 50_257}
+#: of hosts with eight H100; none is measured here
+ASSUMED: dict[str, Any] = {
+    "gpus_per_node": 8,
+    "spares": 1,
+    "host_memory_gb": 1000,
+    "host_memory_reserved_gb": 300,
+    "nic_gb_s": 12.5,
+    "nic_fraction": 0.5,
+    "pcie_gb_s": 25,
+    "checksum_gb_s": 5,
+    "tflops_per_gpu": 989,
+    "efficiency": 0.4,
+    "forward_backward_fraction": 0.9,
+}
+
+
+def sections_of(words: Sequence[str], nodes: int) -> dict[str, dict[str, Any]]:
+    """Return them, for a cluster of so many nodes that train; of it all else is assumed."""
+    found = vars(flags.said(words))
+    sections = {
+        section: {key: found[name] for key, name in names.items() if name in found}
+        for section, names in _ARGUMENTS.items()
+    }
+    model, parallel = sections["model"], sections["parallel"]
+    hidden = model.get("hidden", 0)
+    # As Megatron-LM's validation makes it.
+    usual = int(hidden * 8 / 3 / 64) * 64 if "swiglu" in model else 4 * hidden
+    model["ffn"] = found.get("moe_ffn_hidden_size", model.get("ffn", usual))
+    model["biases"] = "disable_bias_linear" not in found
+    model["rmsnorm"] = found.get("normalization") == "RMSNorm"
+    if found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        model["positions"] = found.get("max_position_embeddings", 0)
+    if tokens := _VOCABULARIES.get(str(found.get("tokenizer_type"))):
+        model.setdefault("vocab", tokens)
+    parallel["distributed_optimizer"] = "use_distributed_optimizer" in found
+    tp, pp = parallel.setdefault("tp", 1), parallel.setdefault("pp", 1)
+    replica = tp * pp * parallel.get("cp", 1)
+    parallel["dp"] = max(1, nodes * int(ASSUMED["gpus_per_node"]) // replica)
+    cluster = {**ASSUMED, "nodes": nodes}
+    cluster["tokens_per_step"] = found.get("global_batch_size", 0) * found.get("seq_length", 0)
+    return {**sections, "cluster": cluster}
