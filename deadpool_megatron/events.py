@@ -267,6 +267,18 @@ class EventTail:
         self._path, self._complain = path, complain
         self._offsets: dict[Path, int] = {}
 
+    def leave_out(self, all_but_bytes: int) -> None:
+        """Leave out what is there already, but for whole lines in so many newest bytes. Raises
+        OSError."""
+        for path in reversed(event_files(self._path)):
+            with os.fdopen(ownership.open_regular(path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > all_but_bytes:
+                    file.seek(size - all_but_bytes)
+                    file.readline()  # the rest of a line
+                    self._offsets[path] = file.tell()
+            all_but_bytes = max(0, all_but_bytes - size)
+
     def poll(self) -> list[Event]:
         """New events in order, without waiting; a line that is not finished is left for later. Of
         long files one piece is read, the next one is for the next time. Raises OSError where a file

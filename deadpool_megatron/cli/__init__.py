@@ -37,6 +37,7 @@ from deadpool_megatron.wire.auth import AuthenticationError
 COMMANDS = {
     "run": "start.run",
     "status": "control.status",
+    "watch": "watch",
     "drain": "control.asking",
     "protect": "control.asking",
     "kill": "control.asking",
@@ -44,6 +45,7 @@ COMMANDS = {
     "persist": "control.asking",
     "follow-slurm": "slurm",
     "report": "report",
+    "explain": "explain",
     "metrics": "metrics",
     "serve": "serve",
     "compare": "compare",

@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import seconds, size, table
-from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result, read_story
+from deadpool_megatron.cli.run_result import (
+    ResultError,
+    RunResult,
+    failure_to_dict,
+    read_result,
+    read_story,
+)
+from deadpool_megatron.cluster.failures import MEANINGS
 from deadpool_megatron.cluster.run_directory.cleanup import is_here
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
-    ADVICE,
-    Advice,
     count,
-    describe_cause,
     describe_coordinator,
     describe_loss,
     describe_protection,
@@ -29,6 +33,8 @@ from deadpool_megatron.observe.narration import (
     describe_slowness,
     describe_stack,
     shown,
+    title,
+    to_do,
 )
 from deadpool_megatron.observe.story import PHASES, Interruption, Story, decimal, summary
 
@@ -91,16 +97,18 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
 def describe_failure(failure: Interruption, story: Story) -> list[str]:
     """About a dozen lines about one failure."""
     began = story.started.wall_seconds if story.started is not None else failure.began
-    advice = ADVICE.get(failure.kind, Advice(""))
+    meaning = MEANINGS.get(failure.kind)
+    # The title has the cause; what is ended on purpose loses nothing.
+    others = [one for one in failure.losses if one.data.get("cause") != failure.cause]
+    losses = [one for one in others if "kind" in one.data]
     facts: list[tuple[str, str]] = [
         (
             "when",
             f"{date(failure.began)}, {failure.began - began:.1f} s after the start,"
             f" after iteration {failure.last_iteration}, epoch {failure.closed_epoch} closed",
         ),
-        ("why", advice.noticed),
-        # What is ended on purpose loses nothing.
-        ("ended" if failure.planned else "lost", _joined(map(describe_loss, failure.losses))),
+        ("why", "" if meaning is None else f"{meaning.called}: {meaning.noticed}"),
+        ("lost", _joined(map(describe_loss, losses))),
         *(("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
     ]
     if failure.closes > 1:
@@ -119,13 +127,10 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         ]
     else:
         facts.append(("now", _describe_progress(failure, story)))
-    facts.append(("to do", advice.to_do))
-    cause, what = failure.cause, "Planned swap"
-    if not failure.planned:
-        cause, what = describe_cause({"kind": failure.kind, "cause": cause}), "Failure"
+    facts.append(("to do", to_do(failure.kind)))
     lines = [f"  {name:<8} {value}" for name, value in facts if value]
     hangs = [line for event in failure.hangs for line in describe_hang(event)]
-    return [f"{what} {failure.number}: {cause}", *lines, *hangs]
+    return [title(failure, story.hosts), *lines, *hangs]
 
 
 def _describe_progress(failure: Interruption, story: Story) -> str:
@@ -134,7 +139,7 @@ def _describe_progress(failure: Interruption, story: Story) -> str:
     reached = "the new epoch is decided" if failure.is_decided else "leaving the epoch"
     if failure.parts:
         reached = f"last phase heard of: {failure.parts[-1].phase}"
-    return f"recovering since {story.last_wall - failure.began:.1f} s, {reached}"
+    return f"recovering for {story.last_wall - failure.began:.1f} s, {reached}"
 
 
 def describe_hang(event: Event) -> list[str]:
@@ -189,10 +194,10 @@ def _phase_table(failures: list[Interruption]) -> list[str]:
         titled = [f"{'swap' if f.planned else 'failure'} {f.number}" for f in failures]
         return table(["phase", *titled], [[t, *map(seconds, row)] for t, row in rows.items()])
     cells = []
-    for title, row in rows.items():
+    for name, row in rows.items():
         values = [value for value in row if value is not None]
         found = [statistics.fmean(values), max(values)] if values else [None, None]
-        cells.append([title, str(len(values)), *map(seconds, found)])
+        cells.append([name, str(len(values)), *map(seconds, found)])
     return table(["phase", "failures", "mean", "longest"], cells)
 
 
@@ -255,7 +260,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "steps": len(story.steps),
         "last_iteration": story.last_iteration,
         "seconds_per_step": summary(story.step_seconds()),
-        "failures": [_failure_to_dict(failure) for failure in story.failures],
+        "failures": [failure_to_dict(failure, story) for failure in story.failures],
         "gate": {
             "waits": len(story.gate_waits),
             "seconds": sum(story.gate_waits.values()),
@@ -267,24 +272,6 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "durable": [event.data.get("path") for event in story.durable],
         "node_seconds": {use.value: spent for use, spent in story.account.uses().items()},
         "goodput": story.account.goodput(),
-    }
-
-
-def _failure_to_dict(failure: Interruption) -> dict[str, Any]:
-    plain = ("number", "cause", "kind", "planned", "closed_epoch", "last_iteration", "closes")
-    stacks = [{"role": e.role, "node": e.node, **e.data} for e in failure.stacks]
-    return {
-        **{name: getattr(failure, name) for name in plain},
-        "at": date(failure.began),
-        "hangs": [dict(event.data) for event in failure.hangs],
-        "stacks": stacks,
-        "losses": [describe_loss(loss) for loss in failure.losses],
-        "generation": failure.generation,
-        "recovered": failure.is_over,
-        "phases": dict(failure.phases),
-        "seconds": failure.seconds,
-        "steps_recomputed": failure.steps_recomputed,
-        "exposed_seconds": failure.exposed_seconds,
     }
 
 

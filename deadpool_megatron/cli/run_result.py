@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,12 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectoryError,
     read_json,
 )
-from deadpool_megatron.events import EventTail, complain, event_files
-from deadpool_megatron.observe.story import Interruption, Story
+from deadpool_megatron.events import EventTail, complain, date, event_files
+from deadpool_megatron.observe.narration import describe_loss
+from deadpool_megatron.observe.story import RECENT_STEPS, Interruption, Story
+from deadpool_megatron.ownership import OwnershipError
+
+_RECENT_BYTES = 16 << 20
 
 
 class ResultError(Exception):
@@ -62,6 +67,38 @@ def read_story(directory: Path, *, hashes: bool = False) -> Story:
     except OSError as error:
         raise ResultError(f"{path} cannot be read: {error}") from error
     return story
+
+
+def read_recent(directory: Path) -> Story:
+    """The story that the newest events tell, whatever the length of the run; an empty one where
+    they cannot be read."""
+    tail, story = EventTail(RunDirectory(directory).events), Story(RECENT_STEPS + 1)
+    with contextlib.suppress(OSError, OwnershipError):
+        tail.leave_out(_RECENT_BYTES)
+        tail.feed(story.take)
+    return story
+
+
+def failure_to_dict(failure: Interruption, story: Story) -> dict[str, Any]:
+    """All facts about one failure as JSON values; ``kind`` is its code."""
+    node = failure.best.node
+    plain = ("number", "cause", "kind", "planned", "closed_epoch", "last_iteration", "closes")
+    stacks = [{"role": e.role, "node": e.node, **e.data} for e in failure.stacks]
+    return {
+        **{name: getattr(failure, name) for name in plain},
+        "at": date(failure.began),
+        "node": node,
+        "host": None if node is None else story.hosts.get(node),
+        "hangs": [dict(event.data) for event in failure.hangs],
+        "stacks": stacks,
+        "losses": [describe_loss(loss) for loss in failure.losses],
+        "generation": failure.generation,
+        "recovered": failure.is_over,
+        "phases": dict(failure.phases),
+        "seconds": failure.seconds,
+        "steps_recomputed": failure.steps_recomputed,
+        "exposed_seconds": failure.exposed_seconds,
+    }
 
 
 def read_result(directory: Path) -> RunResult:

@@ -41,7 +41,7 @@ from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail
-from deadpool_megatron.observe.narration import ADVICE, count, describe_cause, tell
+from deadpool_megatron.observe.narration import Narrator, count, describe_cause, to_do
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Interruption, Story, decimal
 
 _ROOM = Path(observe.__file__).parent
@@ -95,6 +95,7 @@ class WatchedPage:
     def __init__(self, run_id: str, asker: Asker, tail: EventTail) -> None:
         self._run_id, self._asker, self._tail = run_id, asker, tail
         self._story = Story()
+        self._narrator = Narrator(self._story)
         self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
         self._lock = threading.Lock()
         self._made = b""
@@ -112,12 +113,9 @@ class WatchedPage:
 
     def take(self, event: Event) -> None:
         """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
-        self._story.take(event)
-        line = tell(event)
-        # Agents that leave after the end are no failures.
-        is_over = self._story.ended not in (None, event)
-        if line is not None and not line.passes and not is_over:
-            self._lines.append((event.wall_seconds, line.text, line.style))
+        for line in self._narrator.take(event):
+            if not line.passes:
+                self._lines.append((event.wall_seconds, line.text, line.style))
 
     def to_dict(self, status: Mapping[str, Any] | None, now: float) -> dict[str, Any]:
         """Return everything. ``status``: as of ``deadpool status --json``, None if nobody answers;
@@ -250,11 +248,10 @@ def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _failure(failure: Interruption) -> dict[str, Any]:
     told = {"kind": failure.kind, "cause": failure.cause}
-    advice = ADVICE.get(failure.kind)
     return {
         "at": failure.began,
         "cause": failure.cause if failure.planned else describe_cause(told),
-        "to_do": "" if advice is None else advice.to_do,
+        "to_do": to_do(failure.kind),
         "seconds": failure.seconds,
     }
 

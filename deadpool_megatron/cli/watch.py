@@ -1,42 +1,81 @@
-"""Following a run while it continues: its new events, told on a terminal or as plain lines.
+"""Follows a run from any host that sees its run directory: the lines that `deadpool run` prints, on
+a terminal or as plain text, until the run is over. No part of the run waits for it.
 
-``deadpool run`` follows the run that it is; the demo and benches follow one that they start.
+exit status: 0 the run is over, 2 no such run, 130 interrupted
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deadpool_megatron.cli.common import add_run_directory
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
-from deadpool_megatron.observe.narration import Line, tell
+from deadpool_megatron.observe.narration import Line, Narrator, describe_progress
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 0.5
+# Of what is there already so much is read, for its newest lines.
+_RECENT_BYTES = 4 << 20
 _STOP_SECONDS = 20.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``watch`` to the commands."""
+    text = "the lines of a run, from any host"
+    parser = subparsers.add_parser("watch", help=text, description=__doc__)
+    add_run_directory(parser)
+    text = "begin with so many newest lines (default: %(default)s)"
+    parser.add_argument("--lines", type=int, default=20, metavar="N", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool watch``. Raises CommandError or RunDirectoryError."""
+    directory = RunDirectory(args.run_dir)
+    directory.read_run(only_to_show=True)
+    follower = Follower(directory, Display())
+    follower.skip(max(0, args.lines))
+    while not follower.is_over:
+        if not follower.look():
+            time.sleep(_LOOK_SECONDS)
+    follower.close()
+    return 0
 
 
 class Follower:
     """Tells a display what the events of a run say. ``look`` may be called at any time."""
 
     def __init__(self, run: RunDirectory, display: Display) -> None:
-        self._tail, self._display = EventTail(run.events), display
+        self._run, self._tail, self._display = run, EventTail(run.events), display
         self._story = Story(RECENT_STEPS + 1)
+        self._narrator = Narrator(self._story)
         self._day = ""
-        self._is_over = False
-        self._told: set[tuple[Kind, int]] = set()
 
-    def skip(self) -> None:
-        """Leave out what has been told so far: it was shown by an earlier start of the run."""
-        while self._tail.poll():
-            continue
+    def skip(self, all_but_lines: int = 0) -> None:
+        """Leave out what has been told so far, but for so many newest lines: it was shown by an
+        earlier start of the run, or is old. Raises OSError."""
+        self._tail.leave_out(_RECENT_BYTES)
+        kept = deque[tuple[Event, Line]](maxlen=all_but_lines)
+        while events := self._tail.poll():
+            for event in events:
+                kept.extend((event, line) for line in self._lines(event) if not line.passes)
+        for event, line in kept:
+            self._show(event, line)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the run has told its end."""
+        return self._story.ended is not None
 
     def look(self) -> bool:
         """Tell what is new; return whether there was anything."""
@@ -45,27 +84,25 @@ class Follower:
         except OSError:  # a run must not end because nobody can be told of it for a moment
             return False
         for event in events:
-            with contextlib.suppress(*DAMAGE):  # it costs itself alone
-                self._story.take(event)
-            # Agents that leave are no losses any more.
-            self._is_over |= event.kind is Kind.RUN_ENDED
-            if not self._is_over:
-                self._show(event)
+            for line in self._lines(event):
+                self._show(event, line)
         return bool(events)
 
     def close(self) -> None:
-        """Tell the rest."""
+        """Tell the rest, and where the report is."""
         self.look()
+        if self.is_over:
+            self._display.line(f"report: deadpool report {self._run.path}")
         self._display.close()
 
-    def _show(self, event: Event) -> None:
+    def _lines(self, event: Event) -> list[Line]:
         try:
-            line = tell(event)
+            return self._narrator.take(event)
         except DAMAGE as error:
             # Of an agent that has lost its mind; whoever watches must not end the run.
-            line = Line(f"event {event.kind} cannot be shown: {error!r}", "red")
-        if line is None or self._is_known(event):
-            return
+            return [Line(f"event {event.kind} cannot be shown: {error!r}", "red")]
+
+    def _show(self, event: Event, line: Line) -> None:
         at = date(event.wall_seconds)
         if at[:10] != self._day:
             self._day = at[:10]
@@ -81,50 +118,6 @@ class Follower:
             self._display.status(text, part)
         else:
             self._display.line(text, line.style)
-
-    def _is_known(self, event: Event) -> bool:
-        """Return whether another one has said the same: a coordinator that took over says again
-        which epoch is open, and what one role finds out about its updates others do, too."""
-        keys = {Kind.EPOCH_OPENED: event.epoch, Kind.REHEARSED: 0}
-        if event.kind not in keys:
-            return False
-        key = (event.kind, keys[event.kind])
-        known = key in self._told
-        self._told.add(key)
-        return known
-
-
-def describe_progress(story: Story, now: float) -> str:
-    """``of 100, 12.4 samples/s, 793 tokens/s, goodput 97.1 %, 4.2 min left``, as far as it is known
-    at this time (wall clock, seconds)."""
-    found = story.progress()
-    goodput = story.account.goodput(now)
-    parts = {
-        "of {}": found["iterations"],
-        "{} samples/s": _short(found["samples_per_second"]),
-        "{} tokens/s": _short(found["tokens_per_second"]),
-        "goodput {:.1f} %": None if goodput is None else 100 * goodput,
-        "{} left": _duration(found["seconds_left"]),
-    }
-    return ", ".join(text.format(value) for text, value in parts.items() if value is not None)
-
-
-def _duration(value: float | None) -> str | None:
-    if value is None:
-        return None
-    if value >= 5400:
-        return f"{value / 3600:.1f} h"
-    return f"{value / 60:.1f} min" if value >= 90 else f"{value:.0f} s"
-
-
-def _short(number: float | None) -> str | None:
-    if number is None:
-        return None
-    for unit in ("", "k", "M"):
-        if number < 999.5:  # what is more has four digits
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}G"
 
 
 class RunFailedError(Exception):

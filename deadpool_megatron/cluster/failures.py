@@ -6,8 +6,11 @@ Pure. The texts that mark a device or a communicator are those of CUDA, NCCL, to
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from pathlib import Path
 
 from deadpool_megatron.preflight import health
 
@@ -47,6 +50,7 @@ class FailureKind(StrEnum):
     NONFINITE_LOSS = "nonfinite-loss"  # the loss, or what else is judged, is NaN or infinite
     SLOW_NODE = "slow-node"  # much slower than its peers
     SILENT_CORRUPTION = "silent-corruption"  # it computed, or held, other numbers than its peers
+    OTHER_PROGRAM = "other-program"  # the state is laid out for another model, or other flags
     CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
     BUG = "bug"  # the same failure again at the same step: the program's own
     # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.
@@ -55,26 +59,31 @@ class FailureKind(StrEnum):
     RESTART = "restart"  # all processes had ended, and were started again
 
 
-IN_WORDS: dict[FailureKind, str] = {
-    FailureKind.PROCESS_CRASH: "a process crashed",
-    FailureKind.DEVICE_ERROR: "a device failed",
-    FailureKind.NO_ROOM: "a node had no memory left",
-    FailureKind.COMMUNICATOR_ERROR: "communication failed",
-    FailureKind.NODE_LOST: "a node was lost",
-    FailureKind.NODE_CUT: "a node was cut off",
-    FailureKind.NODE_FROZEN: "a node was frozen",
-    FailureKind.LEFT_OUT: "a node was left out",
-    FailureKind.MEMBER_FROZEN: "a process was frozen",
-    FailureKind.HANG: "nothing moved",
-    FailureKind.NONFINITE_LOSS: "a number was not finite",
-    FailureKind.SLOW_NODE: "a node was slow",
-    FailureKind.SILENT_CORRUPTION: "a node computed wrong numbers",
-    FailureKind.CORRUPT_STATE: "state was damaged",
-    FailureKind.BUG: "the same failure twice at one step",
-    FailureKind.DRAINED: "planned",
-    FailureKind.COORDINATOR: "the coordinator was replaced",
-    FailureKind.RESTART: "all processes were started again",
+@dataclass(frozen=True)
+class Meaning:
+    """The meaning of a kind of failure; failures.toml says more. ``to_do``: empty for nothing."""
+
+    rank: int
+    called: str
+    noticed: str
+    to_do: str = ""
+
+
+_TABLE = Path(__file__).with_name("failures.toml")
+MEANINGS: Mapping[str, Meaning] = {
+    kind: Meaning(**row) for kind, row in tomllib.loads(_TABLE.read_text()).items()
 }
+
+
+def rank(kind: str) -> int:
+    """The place of a kind among the causes of one epoch's end: the least is the likeliest. A kind
+    of a newer version is the last."""
+    return MEANINGS[kind].rank if kind in MEANINGS else len(MEANINGS)
+
+
+def process_name(node: int, slot: int, incarnation: int) -> str:
+    """``process 1 of node 2``, ``process 1 of node 2 (start 3)``."""
+    return f"process {slot} of node {node}" + (f" (start {incarnation + 1})" if incarnation else "")
 
 
 # Ends of a process that its host is most likely to blame for: on another one it may go on.
@@ -83,10 +92,7 @@ OF_THE_HOST = frozenset({FailureKind.DEVICE_ERROR, FailureKind.NO_ROOM})
 
 def in_words(kind: str) -> str:
     """A kind for people; one that is not known (of a newer version) as it is."""
-    try:
-        return IN_WORDS[FailureKind(kind)]
-    except ValueError:
-        return kind
+    return MEANINGS[kind].called if kind in MEANINGS else kind
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Words for each event, the same ones live and in the report; and what each kind of failure means
-to the people of a run: how it was noticed, and what to do. Pure."""
+"""Words for each event and for each failure, the same ones live, on the page and in the report.
+Pure."""
 
 from __future__ import annotations
 
@@ -7,55 +7,122 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind, in_words
+from deadpool_megatron.cluster.failures import MEANINGS, FailureKind, in_words, process_name
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.observe.story import decimal
+from deadpool_megatron.observe.story import Interruption, Story, decimal
 
 # Enough to see which call it is, and who made it.
 _SHOWN_FRAMES = 4
-_HOST = "find out what the host does; it may come back as a new node when it is sound"
-_LOG = "if it repeats, read the end of the log of that process (logs/ in the run directory)"
 
 
 @dataclass(frozen=True)
 class Line:
-    """``style`` as rich names it; ``passes``: the next such line takes its place."""
+    """``style``: words of bold, red, yellow, green; ``passes``: the next such line takes its place;
+    ``code``: the kind of the failure that it tells of."""
 
     text: str
     style: str = ""
     passes: bool = False
+    code: str = ""
+
+
+class Narrator:
+    """Tells each event in turn. One failure is one block: a line when it is noticed, and when it is
+    over what it cost and what to do. What is planned is not red; the end of a run is one line.
+
+    ``story``: folded from the same events. Fed in the order of the files.
+    """
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self._losses = list[Line]()  # perhaps of the failure that is told next
+        self._told: set[tuple[Kind, int]] = set()
+        self._code = ""  # the kind as which the last failure was told
+
+    def take(self, event: Event) -> list[Line]:
+        """Fold one event; return what is to be read now. Raises one of :data:`events.DAMAGE` for a
+        damaged event."""
+        story, was_over, current = self.story, self.story.ended is not None, self.story.current
+        story.take(event)
+        if was_over and story.ended is not None:
+            return []  # agents leave
+        match event.kind:
+            case Kind.NODE_LOST | Kind.MEMBER_LOST:
+                return self._lost(event, is_recovering=current is not None)
+            case Kind.EPOCH_CLOSED if current is None:
+                self._losses.clear()
+                failure = story.failures[-1]
+                self._code = failure.kind
+                lines = [_title_line(failure, story)]
+            case Kind.RECOVERED if story.failures:
+                lines = self._recovered(story.failures[-1])
+            case Kind.RUN_ENDED:
+                lines = [_ending(story)]
+            case Kind.EPOCH_OPENED if current is not None or self._is_known(event, event.epoch):
+                lines = []
+            case Kind.NODE_JOINED if not story.epoch:
+                lines = [Line(f"{count(len(story.hosts), 'node')} joined", passes=True)]
+            case Kind.REHEARSED if self._is_known(event, 0):
+                lines = []
+            case _:
+                line = tell(event)
+                lines = [] if line is None else [line]
+        lines, self._losses = [*self._losses, *lines], []
+        return lines
+
+    def _lost(self, event: Event, *, is_recovering: bool) -> list[Line]:
+        if "kind" not in event.data:
+            return []  # it was ended on purpose
+        line = Line(describe_loss(event), "red", code=str(event.data["kind"]))
+        if is_recovering:
+            return [line]
+        self._losses.append(line)
+        return []
+
+    def _recovered(self, failure: Interruption) -> list[Line]:
+        # A better cause may be known by now.
+        lines = [] if failure.kind == self._code else [_title_line(failure, self.story)]
+        verb, style = ("swapped", "green") if failure.planned else ("recovered", "bold green")
+        again = count(failure.steps_recomputed, "iteration")
+        text = f"{verb} in {failure.seconds or 0.0:.2f} s{_phases(failure.phases)}"
+        lines.append(Line(f"{text}; {again} computed again", style, code=failure.kind))
+        if advice := to_do(failure.kind):
+            lines.append(Line(f"to do: {advice}", code=failure.kind))
+        return lines
+
+    def _is_known(self, event: Event, number: int) -> bool:
+        """Return whether another one has said the same: a coordinator that took over says again
+        which epoch is open, and what one role finds out about its updates others do, too."""
+        known = (event.kind, number) in self._told
+        self._told.add((event.kind, number))
+        return known
 
 
 def tell(event: Event) -> Line | None:
-    """Return what whoever watches the run is told of an event; None for nothing.
+    """Return what one event says by itself; None for nothing.
 
     Raises LookupError, TypeError, ValueError or AttributeError for data of another form.
     """
     data = event.data
     match event.kind:
         case Kind.NODE_JOINED:
-            return Line(f"node {event.node} joined", passes=True)
+            return Line(f"node {event.node} joined")
         case Kind.STEP:
             return Line(f"step {event.iteration}{_numbers(data)}", passes=True)
         case Kind.EVALUATION:
             return Line(f"evaluation at step {event.iteration}{_numbers(data)}")
-        case Kind.NODE_LOST | Kind.MEMBER_LOST:
-            return Line(f"lost {data.get('cause', '')}", "bold red")
         case Kind.VAULT_LOST:
             return Line(f"vault of node {event.node} lost: {data.get('cause')}", "red")
         case Kind.STACK:
             return Line(f"stack of {describe_stack(event)}", "yellow")
         case Kind.EPOCH_CLOSED:
-            return Line(f"epoch {event.epoch} closed: {describe_cause(data)}", "yellow")
+            return Line(f"epoch {event.epoch} failed, too: {describe_cause(data)}", "yellow")
         case Kind.EPOCH_DECIDED if event.epoch > 1:
             lineage, iteration = data.get("generation", (0, 0))
-            return Line(f"epoch {event.epoch} goes on from iteration {iteration} ({lineage})")
+            text = f"epoch {event.epoch} continues from iteration {iteration} ({lineage})"
+            return Line(text, passes=True)
         case Kind.EPOCH_OPENED:
-            return Line(f"epoch {event.epoch} open{_phases(data.get('phases', {}))}", "green")
-        case Kind.RECOVERED:
-            text = f"recovered in {float(data['seconds']):.2f} s{_phases(data['phases'])}"
-            again = count(data["steps_recomputed"], "iteration")
-            return Line(f"{text}; {again} computed again", "bold green")
+            return Line(f"epoch {event.epoch} open", "green")
         case Kind.COORDINATOR if int(data.get("term", 1)) > 1:
             return Line(f"coordinator: {describe_coordinator(event)}", "yellow")
         case Kind.NODE_ASIDE:
@@ -80,7 +147,7 @@ def tell(event: Event) -> Line | None:
             return Line(f"protection: {describe_protection(event)}", "yellow")
         case Kind.GATE_WAIT if not data.get("over"):
             waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
-            return Line(f"{waited} since {float(data['seconds']):.0f} s", "yellow")
+            return Line(f"{waited} for {float(data['seconds']):.0f} s", "yellow")
         case Kind.CORRUPTION:
             return Line(f"damaged bytes found and not used: {dict(data)}", "bold red")
         case Kind.DECODED:
@@ -118,22 +185,56 @@ def describe_cause(data: Mapping[str, Any]) -> str:
 
 
 def describe_loss(event: Event) -> str:
-    """``node 0 (agent gone)``, ``node 2 slot 1 (signal 9)``: what was lost and how."""
+    """``node 0: connection closed``, ``process 1 of node 2 ended: SIGKILL (role 3)``."""
     data, what = event.data, f"node {event.node}"
     if event.kind is Kind.VAULT_LOST:
         what = f"vault of {what}"
     elif event.kind is Kind.MEMBER_LOST:
-        role = "" if event.role is None else f" with role {event.role}"
-        what += f" slot {data.get('slot', '?')}{role}"
-    how = [str(data["cause"])] if data.get("cause") else []
-    ends = {"signal": data.get("signal"), "exit status": data.get("exit_code")}
-    how += [f"{name} {number}" for name, number in ends.items() if number is not None][:1]
-    return f"{what} ({', '.join(how)})" if how else what
+        what = process_name(event.node or 0, data.get("slot", 0), data.get("incarnation", 0))
+    cause = str(data.get("cause") or "lost")
+    role = "" if event.role is None else f" (role {event.role})"
+    return (cause if what in cause else f"{what}: {cause}") + role
+
+
+def title(failure: Interruption, hosts: Mapping[int, str]) -> str:
+    """``failure 2 [node-lost] on b7: node 1: connection closed``."""
+    what = "planned swap" if failure.planned else "failure"
+    return f"{what} {failure.number} {label(failure, hosts)}"
+
+
+def label(failure: Interruption, hosts: Mapping[int, str]) -> str:
+    """``[node-lost] on b7: node 1: connection closed``: code, host and likeliest cause."""
+    best = failure.best
+    cause = failure.cause if best.kind is Kind.EPOCH_CLOSED else describe_loss(best)
+    host = "" if best.node is None or failure.planned else f" on {hosts.get(best.node, '?')}"
+    return f"[{failure.kind or 'unknown'}]{host}: {cause}"
+
+
+def to_do(kind: str) -> str:
+    """Return the advice for a failure of this kind, with where more is said; empty for none."""
+    known = MEANINGS.get(kind)
+    return f"{known.to_do} (deadpool explain {kind})" if known and known.to_do else ""
+
+
+def _title_line(failure: Interruption, story: Story) -> Line:
+    calm = (FailureKind.COORDINATOR, FailureKind.RESTART)
+    style = "" if failure.planned else "yellow" if failure.kind in calm else "bold red"
+    return Line(title(failure, story.hosts), style, code=failure.kind)
+
+
+def _ending(story: Story) -> Line:
+    survived = count(sum(one.is_over and not one.planned for one in story.failures), "failure")
+    done = f"iteration {story.last_iteration}, {survived} survived"
+    if story.ended is None or story.exit_status == 0:
+        return Line(f"done: {done}", "bold green")
+    why, code = (str(story.ended.data.get(name) or "") for name in ("reason", "kind"))
+    text = f"ended with status {story.exit_status}: {done}: {why or 'no reason known'}"
+    return Line(text, "bold red", code=code)
 
 
 def describe_stack(event: Event) -> str:
-    """``role 3 (node 1 slot 0): step (loop.py:12) < train (loop.py:80) ... in LOG``."""
-    who = f"node {event.node} slot {event.data.get('slot', '?')}"
+    """``role 3 (process 0 of node 1): step (loop.py:12) < train (loop.py:80) ... in LOG``."""
+    who = f"process {event.data.get('slot', '?')} of node {event.node}"
     who = who if event.role is None else f"role {event.role} ({who})"
     if event.data.get("missing"):
         return f"{who}: none, {event.data['missing']}"
@@ -165,87 +266,48 @@ def describe_coordinator(event: Event) -> str:
 
 
 def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:
-    """``role 0: node 0 slot 0 -> node 4 slot 0; ...`` for ``seats_changed`` of a recovery."""
+    """``role 0: process 0 of node 0 -> process 0 of node 4; ...`` for ``seats_changed``."""
     return "; ".join(
         f"role {role}: {_seat(old)} -> {_seat(new)}" for role, (old, new) in sorted(changes.items())
     )
 
 
-@dataclass(frozen=True)
-class Advice:
-    """``noticed``: the evidence, as a sentence that continues after "why". ``to_do``: empty where
-    nothing is to be done."""
+def describe_progress(story: Story, now: float) -> str:
+    """``of 100, 12.4 samples/s, 793 tokens/s, goodput 97.1 %, 4.2 min left``, as far as it is known
+    at this time (wall clock, seconds)."""
+    found = story.progress()
+    goodput = story.account.goodput(now)
+    parts = {
+        "of {}": found["iterations"],
+        "{} samples/s": _short(found["samples_per_second"]),
+        "{} tokens/s": _short(found["tokens_per_second"]),
+        "goodput {:.1f} %": None if goodput is None else 100 * goodput,
+        "{} left": _duration(found["seconds_left"]),
+    }
+    return ", ".join(text.format(value) for text, value in parts.items() if value is not None)
 
-    noticed: str
-    to_do: str = ""
+
+def _duration(value: float | None) -> str | None:
+    if value is None:
+        return None
+    if value >= 5400:
+        return f"{value / 3600:.1f} h"
+    return f"{value / 60:.1f} min" if value >= 90 else f"{value:.0f} s"
 
 
-# By kind of failure; one of a newer version has none.
-ADVICE: Mapping[str, Advice] = {
-    FailureKind.PROCESS_CRASH: Advice("its agent saw it end, and read its log", _LOG),
-    FailureKind.DEVICE_ERROR: Advice(
-        "its process ended with an error of the device",
-        "look at the host: deadpool gpu-health, nvidia-smi -q, dmesg",
-    ),
-    FailureKind.NO_ROOM: Advice(
-        "its process found no room for its slots and ended with status 2",
-        "look what fills /dev/shm there (deadpool clean, ls -l /dev/shm), or enlarge it",
-    ),
-    FailureKind.COMMUNICATOR_ERROR: Advice(
-        "an operation between roles failed, and nothing better was heard within half a second",
-        "if it repeats between the same hosts, look at their network",
-    ),
-    FailureKind.NODE_LOST: Advice(
-        "the connection to its agent ended",
-        "look whether the host is up and why its agent ended; start another node as a spare",
-    ),
-    FailureKind.NODE_CUT: Advice(
-        "its agent was silent, and its host did not receive what was sent",
-        f"look at its network; {_HOST}",
-    ),
-    FailureKind.NODE_FROZEN: Advice(
-        "its agent was silent, though its host received what was sent", _HOST
-    ),
-    FailureKind.LEFT_OUT: Advice(
-        "what was found about the host is not fit for the run", "mend what the cause names"
-    ),
-    FailureKind.MEMBER_FROZEN: Advice(
-        "it gave no sign of life, took no processor time and did not wait for any",
-        "somebody stopped it, or its host hangs: look at storage and dmesg there",
-    ),
-    FailureKind.HANG: Advice(
-        "all lived and nothing moved; the culprit is who had not entered what others were in",
-        "look at the innermost frames of the stacks",
-    ),
-    FailureKind.NONFINITE_LOSS: Advice(
-        "a role saw it and went no further", "look at the data and the learning rate"
-    ),
-    FailureKind.SLOW_NODE: Advice(
-        "its own work took longer than that of its data-parallel peers",
-        "look for throttling, other users and errors that the host corrects",
-    ),
-    FailureKind.SILENT_CORRUPTION: Advice(
-        "an audit computed the same again on its peers, or compared what all of them hold",
-        "test processor, memory and GPU of that host before it trains again",
-    ),
-    FailureKind.CORRUPT_STATE: Advice(
-        "a checksum, or the comparison of peers, did not hold",
-        "test the memory of the node that is named before it trains again",
-    ),
-    FailureKind.BUG: Advice(
-        "the same failure came again at the same step",
-        "mend the program: another node would fail in the same way",
-    ),
-    FailureKind.DRAINED: Advice("it was asked for"),
-    FailureKind.COORDINATOR: Advice("the new one found the epoch closed"),
-    FailureKind.RESTART: Advice("no process of the run was left"),
-}
+def _short(number: float | None) -> str | None:
+    if number is None:
+        return None
+    for unit in ("", "k", "M"):
+        if number < 999.5:  # what is more has four digits
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
 
 
 def _seat(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
-        node, slot, incarnation = value
-        return f"node {node} slot {slot}" + (f" #{incarnation}" if incarnation else "")
+        return process_name(*value)
     return str(value)
 
 

@@ -111,7 +111,8 @@ def notice_text(event: Event) -> str:
     data = event.data
     match event.kind:
         case Kind.EPOCH_CLOSED if data.get("kind") not in _PLANNED:
-            return f"{in_words(str(data.get('kind')))}: {data.get('cause')}"
+            kind = str(data.get("kind"))
+            return f"{in_words(kind)}: {data.get('cause')} (deadpool explain {kind})"
         case Kind.RECOVERED if data.get("kind") not in _PLANNED:
             again = f"{count(int(data['steps_recomputed']), 'iteration')} computed again"
             return f"recovered in {float(data['seconds']):.1f} s, {again} ({data.get('cause')})"

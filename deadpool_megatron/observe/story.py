@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import FailureKind, rank
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.observe.account import Account
 
@@ -130,15 +130,14 @@ class Interruption:
     ``closes`` counts how often an epoch was closed before the run continued: above 1 when something
     else failed meanwhile. ``generation``: (lineage, iteration) of the state the run continued from,
     once decided. ``exposed_seconds``: until every state had its copies again, as far as reported.
+    ``closed``: the event that told of it; its causes, as known by now, are those of :attr:`best`.
     Times are wall clock, seconds; what stands below ``is_over`` is known then.
     """
 
     number: int
     began: float
-    closed_epoch: int
-    cause: str
+    closed: Event
     last_iteration: int
-    kind: str
     losses: list[Event]
     stacks: list[Event]
     hangs: list[Event]
@@ -154,6 +153,26 @@ class Interruption:
     seconds: float | None = None
     steps_recomputed: int | None = None
     seats_changed: Mapping[int, tuple[object, object]] = field(default_factory=dict)
+
+    @property
+    def closed_epoch(self) -> int:
+        """The epoch that it ended first."""
+        return self.closed.epoch
+
+    @property
+    def best(self) -> Event:
+        """The event that tells the likeliest cause."""
+        return best_cause([self.closed, *self.losses])
+
+    @property
+    def kind(self) -> str:
+        """The kind of the likeliest cause."""
+        return str(self.best.data.get("kind", ""))
+
+    @property
+    def cause(self) -> str:
+        """The likeliest cause."""
+        return str(self.best.data.get("cause", ""))
 
     @property
     def planned(self) -> bool:
@@ -217,6 +236,7 @@ class Story:
         self.coordinators: list[Event] = []
         # Losses that closed no epoch: a spare, a vault that was started again.
         self.ignored_losses: list[Event] = []
+        self.hosts: dict[int, str] = {}  # by node
         self.iterations: int | None = None  # to train in all
         self.sequence_length: int | None = None
         self._pace_after = 0  # steps behind this iteration tell the pace
@@ -240,6 +260,8 @@ class Story:
         if "bytes" in data:
             total = self.bytes_by_kind.get(event.kind, 0) + int(data["bytes"])
             self.bytes_by_kind[event.kind] = total
+        if event.kind is Kind.NODE_JOINED and event.node is not None:
+            self.hosts[event.node] = str(data.get("hostname") or data.get("host", ""))
         match event.kind:
             case Kind.RUN_STARTED:
                 self.wanted = int(data.get("nodes", 0)), int(data.get("spares", 0))
@@ -394,8 +416,7 @@ class Story:
 
     def _close(self, event: Event) -> None:
         self._pace_after = self.last_iteration  # the next step takes as long as the recovery
-        kind = str(event.data.get("kind", ""))
-        if kind == FailureKind.RESTART:
+        if event.data.get("kind") == FailureKind.RESTART:
             self.started_at = event.wall_seconds
         if self.current is not None:
             self.current.closes += 1
@@ -410,10 +431,8 @@ class Story:
             Interruption(
                 number=len(self.failures) + 1,
                 began=min(entry.wall_seconds for entry in (event, *related)),
-                closed_epoch=event.epoch,
-                cause=str(event.data.get("cause", "")),
+                closed=event,
                 last_iteration=self.last_iteration,
-                kind=kind,
                 losses=related,
                 stacks=self._stacks,
                 hangs=self._hangs,
@@ -449,6 +468,22 @@ class Story:
                     failure.began = min(failure.began, event.wall_seconds - failure.seconds)
             case _:
                 pass
+
+
+def best_cause(failures: Sequence[Event]) -> Event:
+    """The likeliest cause of an epoch's end. ``failures``: the event that closed the epoch, then
+    losses. What was ended on purpose, which has no kind, is no cause, nor is what came later, or
+    a process without a role.
+    """
+    closed = failures[0]
+    same = [
+        one
+        for one in failures
+        if one.epoch == closed.epoch
+        and "kind" in one.data
+        and (one.kind is not Kind.MEMBER_LOST or one.role is not None)
+    ]
+    return min(same, key=lambda one: rank(str(one.data["kind"])), default=closed)
 
 
 def _end_untold(failure: Interruption, opened: Event, ended: float) -> None:

@@ -54,7 +54,7 @@ def ask(command: str, limit_seconds: float) -> Answer:
     end = run_by_shell(command, limit_seconds)
     if end.status is None:
         return Answer(Health.SPARE_ONLY, f"no answer within {limit_seconds:g} s")
-    last = end.last_line or "it printed nothing"
+    last = end.last_line or "no output"
     if end.status in _NOT_FOUND:
         return Answer(Health.GOOD, f"not asked: {last}")
     if end.status not in set(Health):

@@ -30,6 +30,7 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.replaying import key
+from deadpool_megatron.layout.words import OTHER_LAYOUT
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.sources import dumped_parts, recomputed_from, slots_of
@@ -319,7 +320,7 @@ class Restorer:
         turn out to be damaged."""
         if dumped.layout.role == layout.role:
             if dumped.layout.layout_hash != layout.layout_hash:
-                return None, "other layout"
+                return None, OTHER_LAYOUT
         elif not any(dumped.layout.has(p) for p in layout.parts if p.name == wanted.name):
             return None, "other parameters"
         for slot, generation in slots_of(dumped, self._record.restore.generation):

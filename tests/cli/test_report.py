@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli import report
-from deadpool_megatron.events import Event, Kind, to_line
+from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.observe.story import Story
 from tests.cli.told import CarryOut, Complain
 from tests.common.event_schema import check_event
@@ -30,10 +30,15 @@ def test_a_failure_is_told_in_ten_lines_at_most(tmp_path: Path, carry_out: Carry
     run = write_run(tmp_path / "run", strike=6)
     status, text, _ = carry_out("report", run)
     assert status == 0
-    told = text.split("Failure 1: ")[1].split("\n\n")[0].splitlines()
+    told = text.split("failure 1 ")[1].split("\n\n")[0].splitlines()
     assert len(told) <= 10
-    assert {line.split()[0] for line in told[1:-1]} >= {"when", "why", "lost", "state", "cost"}
-    for part in ("node 0 slot 0 -> node 4 slot 0", "rebuild 0.212", "0.899 s", "0.247 s"):
+    assert {line.split()[0] for line in told[1:]} >= {"when", "why", "state", "cost", "to"}
+    for part in (
+        "process 0 of node 0 -> process 0 of node 4",
+        "rebuild 0.212",
+        "0.899 s",
+        "0.247 s",
+    ):
         assert any(part in line for line in told), part
     status, text, _ = carry_out("report", run, "--json")
     facts = json.loads(text)
@@ -42,6 +47,8 @@ def test_a_failure_is_told_in_ten_lines_at_most(tmp_path: Path, carry_out: Carry
     (failure,) = facts["failures"]
     assert failure["phases"]["rebuild"] == pytest.approx(0.212)
     assert (failure["generation"], failure["steps_recomputed"]) == ([1, 5], 1)
+    told = {name: failure[name] for name in ("kind", "node", "host", "at")}
+    assert told == {"kind": "node-lost", "node": 0, "host": "h", "at": date(1005.2)}
 
 
 def test_a_run_in_the_middle_of_a_recovery(tmp_path: Path, carry_out: CarryOut) -> None:

@@ -180,7 +180,7 @@ def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_n
         page.take(event)
     found = page.to_dict(None, 9.0)
     assert found["lost"] == []
-    assert len(found["lines"]) == 1
+    assert [style for _, _, style in found["lines"]] == ["", "bold green"]
 
 
 def states() -> dict[str, dict[str, Any]]:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.watch import Follower
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, date, to_line
-from tests.common.synthetic_run import events_of
+from deadpool_megatron.settings import Settings
+from tests.cli.told import CarryOut, Complain
+from tests.common.synthetic_run import events_of, write_run
 
 
 class Heard(Display):
@@ -24,6 +26,8 @@ class Heard(Display):
         self.lines, self.statuses, self.days = list[str](), list[str](), list[str]()
 
     def line(self, text: str, style: str = "") -> None:
+        if text.startswith("report: "):
+            return
         at, gap, line = text.partition("  ")
         self.lines += [line] if gap else []
         self.days += [] if gap else [at]
@@ -56,13 +60,10 @@ def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path: Path)
         Event(Kind.REHEARSED, epoch=1, role=1, data=found),
         Event(Kind.EPOCH_OPENED, epoch=2),
         Event(Kind.RUN_ENDED, epoch=2),
-        Event(Kind.NODE_LOST, epoch=2, node=0, data={"cause": "it left"}),
+        Event(Kind.NODE_LOST, epoch=2, node=0, data={"cause": "it left", "kind": "node-lost"}),
     ]
-    assert [line.split()[0] for line in followed(tmp_path, events).lines] == [
-        "epoch",
-        "an",
-        "epoch",
-    ]
+    lines = followed(tmp_path, events).lines
+    assert [line.split()[0] for line in lines] == ["epoch", "an", "epoch", "done:"]
 
 
 def test_the_date_is_told_once_a_day(tmp_path: Path) -> None:
@@ -74,6 +75,20 @@ def test_the_date_is_told_once_a_day(tmp_path: Path) -> None:
         date(told[2].wall_seconds)[:10],
     ]
     assert len(heard.lines) == 3
+
+
+def test_a_run_is_watched_from_its_newest_lines_to_its_end(
+    tmp_path: Path, carry_out: CarryOut, complain: Complain
+) -> None:
+    complain("watch", tmp_path)
+    run = write_run(tmp_path / "run", strike=6)
+    (run / "run.json").unlink()
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none")
+    RunDirectory(run).create(info)
+    status, text, _ = carry_out("watch", "--lines", "2", run)
+    _, *lines, report = text.splitlines()
+    assert (status, len(lines), lines[-1].split()[1]) == (0, 2, "done:")
+    assert str(run) in report
 
 
 def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from deadpool_megatron.cluster.failures import (
-    IN_WORDS,
+    MEANINGS,
     ExitStatus,
     FailureKind,
     in_words,
     is_broken_for_good,
     kind_of_end,
+    rank,
     same_text,
 )
 from deadpool_megatron.cluster.process.logs import fatal_words, last_words
@@ -134,7 +135,10 @@ def test_numbers_do_not_make_another_cause() -> None:
 
 
 def test_every_kind_has_words() -> None:
-    assert set(IN_WORDS) == set(FailureKind)
+    planned = {FailureKind.DRAINED, FailureKind.COORDINATOR, FailureKind.RESTART}
+    assert set(MEANINGS) == set(FailureKind)
+    assert {kind for kind, meaning in MEANINGS.items() if not meaning.to_do} == planned
+    assert max(map(rank, FailureKind)) < rank("of the future")
     assert in_words("node-lost") == "a node was lost"
     assert in_words("of the future") == "of the future"
 

@@ -79,10 +79,9 @@ def recovery_events(iteration: int, killed: float) -> Iterator[Event]:
     def event(kind: Kind, epoch: int, phase: str, data: dict[str, Any], node: Any = None) -> Event:
         return Event(kind, epoch, node, data=data, wall_seconds=ends[phase])
 
-    cause = {"cause": "connection of its agent closed"}
-    yield event(Kind.NODE_LOST, 1, "detect", cause, node=0)
     cause = {"cause": "node 0: connection closed", "kind": FailureKind.NODE_LOST}
-    yield event(Kind.EPOCH_CLOSED, 1, "detect", {**cause, "culprits": [0]})
+    yield event(Kind.NODE_LOST, 1, "detect", cause, node=0)
+    yield event(Kind.EPOCH_CLOSED, 1, "detect", {**cause, "culprits": [0]}, node=0)
     yield event(Kind.EPOCH_DECIDED, 2, "decide", {"generation": [1, iteration - 1]})
     for phase in MEMBER_PHASES:
         for role in range(WORLD_SIZE if phase != "adopt" else 2):

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import events
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import DAMAGE, Event, EventLog, EventTail, Kind, to_line
-from deadpool_megatron.observe.narration import ADVICE
 from deadpool_megatron.observe.story import Story
 from tests.common.synthetic_run import events_of
 
@@ -120,12 +118,6 @@ def test_a_recovery_of_which_nobody_tells_the_end_is_over_all_the_same() -> None
     assert failure.steps_recomputed == 0
     story.take(closed(1100.0))
     assert [one.closes for one in story.failures] == [1, 1]
-
-
-def test_every_kind_of_failure_has_a_reason_and_what_to_do() -> None:
-    planned = {FailureKind.DRAINED, FailureKind.COORDINATOR, FailureKind.RESTART}
-    assert ADVICE.keys() == set(FailureKind)
-    assert {kind for kind, advice in ADVICE.items() if not advice.to_do} == planned
 
 
 def test_files_longer_than_a_piece_are_followed_one_after_the_other(

@@ -28,9 +28,9 @@ _DEVICE = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', GPU has fallen off t
         ("echo fine", Answer(Health.GOOD, "fine")),
         ("echo first; echo 'slow link'; exit 1", Answer(Health.SPARE_ONLY, "slow link")),
         ("echo ECC >&2; exit 2", Answer(Health.OUT, "ECC")),
-        ("exit 2", Answer(Health.OUT, "it printed nothing")),
-        ("exit 3", Answer(Health.SPARE_ONLY, "ended with status 3: it printed nothing")),
-        ("kill -9 $$", Answer(Health.SPARE_ONLY, "ended with status -9: it printed nothing")),
+        ("exit 2", Answer(Health.OUT, "no output")),
+        ("exit 3", Answer(Health.SPARE_ONLY, "ended with status 3: no output")),
+        ("kill -9 $$", Answer(Health.SPARE_ONLY, "ended with status -9: no output")),
         (r"printf 'a\033[31mb\n'; exit 1", Answer(Health.SPARE_ONLY, "a?[31mb")),
     ],
 )

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, RunNotReachable, add_run_directory, ask
 from deadpool_megatron.cli.control.asking import final_line
-from deadpool_megatron.cluster.failures import in_words
+from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
+from deadpool_megatron.cluster.failures import process_name
 from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import DAMAGE
-from deadpool_megatron.observe.narration import count, shown
+from deadpool_megatron.events import DAMAGE, date
+from deadpool_megatron.layout.words import in_short
+from deadpool_megatron.observe.narration import count, describe_progress, label, shown
+from deadpool_megatron.observe.story import Interruption, Story
+
+_SHOWN_FAILURES = 3
+# More kinds of what roles do are not told apart.
+_SHOWN_GROUPS = 8
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     status = subparsers.add_parser("status", help="what a run does right now")
     add_run_directory(status)
+    status.add_argument("--all", action="store_true", help="every role and node as well")
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     form.add_argument(
@@ -47,11 +57,15 @@ def run(args: argparse.Namespace) -> int:
             raise
         final = directory.read_final()
         status = {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
+    story = read_recent(directory.path)
+    # Of all coordinators, where the present one knows of those alone that it has seen.
+    newest = story.failures[-_SHOWN_FAILURES:]
     if args.json:
-        print(json.dumps(status))
+        told = [failure_to_dict(failure, story) for failure in newest]
+        print(json.dumps({**status, "failures": told}))
         return 0
     try:
-        lines = _lines(status)
+        lines = _lines(status, story, every=args.all)
     except DAMAGE as error:
         raise CommandError(
             f"the coordinator is of another version of deadpool, and its status has another form"
@@ -61,46 +75,47 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(status: dict[str, Any]) -> list[str]:
+def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[str]:
+    failures = [
+        f"  {date(failure.began)[:19]} {label(failure, story.hosts)}{_cost(failure)}"
+        for failure in story.failures[-_SHOWN_FAILURES:]
+    ]
     if status["phase"] == "over":
-        return [final_line(status)]
+        return [final_line(status), *failures]
     term, rpo = status["coordinator"], status["rpo"]
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
-    beside = "" if term["node"] is None else f", beside node {term['node']}"
+    beside = "" if term["node"] is None else f", next to node {term['node']}"
     seconds = rpo["most_lost_seconds"]
-    about = "" if seconds is None else f", about {seconds:.3g} s"
+    about = "" if seconds is None else f", about {seconds:.1f} s"
     wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
+    pace = describe_progress(story, time.time())
     lines = [
-        f"epoch {status['epoch']}, {status['phase']}{waits}; iteration {status['iteration']};"
-        f" {status['recoveries']} recoveries; spares: {status['spares'] or 'none'}",
+        f"{status['phase']}{waits}; iteration {status['iteration']}{f' ({pace})' if pace else ''};"
+        f" epoch {status['epoch']}",
+        f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
+        f" spares: {status['spares'] or 'none'}; {status['recoveries']} recoveries",
         f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}",
         f"  protection: {status['protection'] or 'not yet decided'}",
         f"  RPO: at most {count(rpo['most_lost'], 'iteration')}{about}{wanted}",
     ]
-    for role, known in status["roles"].items():
-        node, slot, incarnation = known["seat"]
-        entered = known["waiting"]
-        wait = f", waits in {entered[1]} of {entered[0]} ({entered[2]})" if entered else ""
-        lines.append(
-            f"  role {role:>3}: node {node} slot {slot} process {incarnation},"
-            f" {known['section']} {known['iteration'] if known['iteration'] is not None else ''}"
-            f"{wait}"
-        )
+    for role, known in status["roles"].items() if every else ():
+        lines.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")
+    lines += [] if every else _summary_of_roles(status["roles"])
     for node, known in status["nodes"].items():
-        kind = "spare" if known["spare"] else "node "
-        protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
-        lines.append(f"  {kind} {node}: {known['host']}, {known['restarts']} restarts {protection}")
+        if every:
+            kind = "spare" if known["spare"] else "node "
+            protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
+            lines.append(f"  {kind} {node}: {known['host']} {protection}")
+        if known["restarts"]:
+            lines.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
         lines += [f"  node {node} is {known['standing']}: {why}" for why in known["reasons"]]
     events = status["events"]
     if events["trouble"] or events["dropped"]:
         trouble = events["trouble"] or "events can be written again"
         lines.append(f"  {trouble}; {events['waiting']} wait, {events['dropped']} were dropped")
-    for failure in status["failures"]:
-        kind = in_words(failure["kind"])
-        lines.append(f"  before epoch {failure['epoch']} {kind}: {failure['cause']}")
+    lines += failures
     if status["failing"]:
-        kind, cause = in_words(status["failing"]["kind"]), status["failing"]["cause"]
-        lines.append(f"  recovering now, {kind}: {cause}")
+        lines.append(f"  recovering: [{status['failing']['kind']}] {status['failing']['cause']}")
     for node, slow in status["slow"].items():
         lines.append(
             f"  node {node} is slow: {slow['seconds']:.3f} s of its own per iteration, its peers"
@@ -115,6 +130,34 @@ def _lines(status: dict[str, Any]) -> list[str]:
     if status["diverged"]:
         lines.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
     return lines
+
+
+def _doing(known: Mapping[str, Any]) -> str:
+    entered, iteration = known["waiting"], known["iteration"]
+    wait = f", waits in {entered[1]} of {entered[0]} ({entered[2]})" if entered else ""
+    return f"{known['section']}{'' if iteration is None else f' {iteration}'}{wait}"
+
+
+def _summary_of_roles(roles: Mapping[str, Any]) -> list[str]:
+    """Return a line for all roles that do the same; those that are behind stand first."""
+    alike: dict[tuple[int, str], list[int]] = {}
+    for role, known in roles.items():
+        key = (-1 if known["iteration"] is None else known["iteration"], _doing(known))
+        alike.setdefault(key, []).append(int(role))
+    lines = []
+    for (iteration, doing), found in sorted(alike.items()):
+        behind = "  behind: " if iteration < max(alike)[0] else "  "
+        nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in found}))
+        lines.append(f"{behind}roles {in_short(found)} (nodes {nodes}): {doing}")
+    left = len(lines) - _SHOWN_GROUPS
+    return lines[:_SHOWN_GROUPS] + ([f"  and {left} more kinds: --all"] if left > 0 else [])
+
+
+def _cost(failure: Interruption) -> str:
+    if not failure.is_over:
+        return ""
+    again = count(failure.steps_recomputed, "iteration")
+    return f"; {failure.seconds or 0.0:.1f} s, {again} computed again"
 
 
 def _request_line(values: dict[str, Any]) -> str:

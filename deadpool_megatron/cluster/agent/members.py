@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from deadpool_megatron.cluster.failures import process_name
 from deadpool_megatron.cluster.link.protocol import NUMBERS
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ProcessEnd
@@ -356,7 +357,7 @@ class NodeMembers:
     def report_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report that a member shows no sign of life since then."""
         seat = {"slot": member.slot, "incarnation": member.incarnation}
-        cause = f"member {self._node}.{member.slot}.{member.incarnation} is frozen"
+        cause = f"{process_name(self._node, member.slot, member.incarnation)} is frozen"
         how = {"cause": cause, "silent_seconds": silent_seconds}
         self._send({"t": "member-suspected", **seat, **how})
 

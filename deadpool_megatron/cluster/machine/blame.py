@@ -105,7 +105,7 @@ class Blame:
         if not repeated and len(every) <= allowed:
             return None
         shown = same if repeated else every
-        told = [known.with_evidence() for known in shown[-SHOWN_FAILURES:]]
+        told = [*dict.fromkeys(known.with_evidence() for known in shown[-SHOWN_FAILURES:])]
         if failure.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
             told += self.stacks
         count = f"{len(shown)} times the same failure, so trying again is no use: "

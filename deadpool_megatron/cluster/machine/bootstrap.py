@@ -69,7 +69,8 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     if event.found is not None:
         state.memory.found[node] = event.found
     spare = node not in state.seats.nodes
-    core.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
+    name = joined.host_name
+    core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=name, spare=spare)
     core.act(Welcome(node, state.record))
     to_start: dict[int, int] = {}
     for slot in range(core.config.nproc):

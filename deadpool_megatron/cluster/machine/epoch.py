@@ -62,7 +62,7 @@ def close(core: Core, failure: Failure, *, silent_seconds: float = 0.0) -> None:
         case Opening() | Running() | Pausing() if state.record is not None:
             _close_open(core, state.record, failure, silent_seconds)
         case Closing():
-            state.recoveries.add_cause(failure.cause)
+            state.recoveries.add_cause(failure)
             check_closed(core)
         case Deciding() as deciding:
             deciding.redecide = failure
@@ -91,7 +91,7 @@ def _close_open(core: Core, record: EpochRecord, failure: Failure, silent_second
     state, suspicion = core.state, core.state.blame.suspicion
     signs = min(core.now - silent_seconds, suspicion.at if suspicion else core.now)
     core.act(CloseEpoch(record.epoch, failure.cause))
-    core.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
+    core.emit(Kind.EPOCH_CLOSED, node=failure.node, cause=failure.cause, kind=failure.kind)
     live = {node for node in record.nodes if node in state.fleet.nodes}
     state.doing = Closing(core.now + core.config.settings.gather_seconds, live)
     state.recoveries.close(failure, signs, core.now, state.lineage.newest, record)
@@ -308,8 +308,8 @@ def journal_written(core: Core, event: ev.JournalWritten) -> None:
     match state.doing:
         case Deciding(pending=pending, redecide=None) if epoch == state.epoch:
             _announce(core, pending)
-        case Deciding(redecide=Failure(cause=cause)) if epoch == state.epoch:
-            state.recoveries.add_cause(cause)
+        case Deciding(redecide=Failure() as failure) if epoch == state.epoch:
+            state.recoveries.add_cause(failure)
             decide(core)
         case _:
             core.refuse("journal", f"epoch {epoch} is not being decided")

@@ -10,6 +10,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
+from deadpool_megatron.cluster.machine.ending import finish
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
 from deadpool_megatron.cluster.machine.membership import drop_node, put_aside, quarantine
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
@@ -17,6 +18,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import recomputes, without_recompute
+from deadpool_megatron.layout.words import OTHER_LAYOUT
 
 
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
@@ -67,6 +69,10 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     if role is None or record is None:
         return
     restore, generation = record.restore, record.restore.generation
+    if restore.kind == "dump" and OTHER_LAYOUT in event.text and not core.state.lineage.ever_ran:
+        why = f"{restore.path} is of another model or other flags: role {role}: {event.text}"
+        finish(core, ExitStatus.BAD_INPUT, why, kind=FailureKind.OTHER_PROGRAM)
+        return
     tried = [*restore.sources.get(role, {}).get(event.part, ())]
     recipe = restore.recipes.get(role)
     decoding = recipe.decodings.get(event.part) if recipe is not None else None

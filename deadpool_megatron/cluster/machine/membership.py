@@ -17,6 +17,7 @@ from deadpool_megatron.cluster.failures import (
     FailureKind,
     is_broken_for_good,
     kind_of_end,
+    process_name,
     same_text,
 )
 from deadpool_megatron.cluster.machine import chosen_plan
@@ -327,7 +328,7 @@ def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> No
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
         " the state ('deadpool clean RUN') and start anew with another --run-dir"
     )
-    finish(core, ExitStatus.BAD_INPUT, reason, keeps_slots=True)
+    finish(core, 2, reason, kind=FailureKind.OTHER_PROGRAM, keeps_slots=True)
 
 
 def lost(core: Core, event: ev.MemberLost) -> None:
@@ -336,7 +337,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     ordered = state.fleet.members[place].status is MemberStatus.KILLED
     role = _role(core, event)
     how = f"exit {event.exit_code}" if event.signal is None else _signal_name(event.signal)
-    cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
+    cause = f"{process_name(event.node, event.slot, event.incarnation)} ended: {how}"
     cause += f" ({event.last_line})" if event.last_line else ""
     failure = _failure_of(event, cause, role)
     on_purpose = ordered or event.ordered
@@ -417,7 +418,8 @@ def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
     gone = event.exit_code == ExitStatus.NO_DEVICE
     kind = FailureKind.DEVICE_ERROR if gone else kind_of_end(event.last_line)
     log = member_log_name(event.node, event.slot, event.incarnation)
-    evidence = f"role {role} on node {event.node}, log logs/{log}.log"
+    who = "" if role is None else f"role {role} on node {event.node}, "
+    evidence = f"{who}log logs/{log}.log"
     signature: tuple[str, ...] = ("signal", str(event.signal), str(role))
     if _is_broken(event):
         # However often devices break, the program is not to blame: each takes a node from the run.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deadpool_megatron.cluster.failures import rank
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.wire.forms import Coded
@@ -52,7 +53,7 @@ class RecoveryReport(Coded):
 class Recovery:
     """A recovery in progress. ``mark``: when its present phase of the machine began.
 
-    ``kind``: of the first failure, a value of FailureKind.
+    ``kind``: of the likeliest cause of the first epoch's end, which is the first of ``causes``.
     """
 
     causes: list[str]
@@ -131,10 +132,17 @@ class Recoveries:
         detect, kind = {"detect": now - started}, str(failure.kind)
         self.current = Recovery([failure.cause], started, now, newest, record.seats, kind, detect)
 
-    def add_cause(self, cause: str) -> None:
-        """The one in progress has one more cause."""
-        if self.current is not None:
-            self.current.causes.append(cause)
+    def add_cause(self, failure: Failure) -> None:
+        """The one in progress has one more cause: the first one, if what is known already followed
+        from it."""
+        if (found := self.current) is None:
+            return
+        is_later = "abandoned" in found.phases
+        if not is_later and rank(failure.kind) < rank(found.kind):
+            found.causes.insert(0, failure.cause)
+            found.kind = str(failure.kind)
+        else:
+            found.causes.append(failure.cause)
 
     def spend(self, phase: str, now: float) -> None:
         """A phase of the one in progress is over."""

@@ -138,7 +138,8 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
         return Failure(cause, FailureKind.LEFT_OUT, ("node", str(node)), node=node)
     for node in sorted(set(record.nodes) - set(state.fleet.nodes)):
         if matters(state, record, node):
-            cause = f"node {node}: {state.fleet.removed.get(node, 'gone')}"
+            why = state.fleet.removed.get(node, "gone")
+            cause = why if why.startswith(f"node {node}") else f"node {node}: {why}"
             return Failure(cause, FailureKind.NODE_LOST, ("node", str(node)), node=node)
     if ended:
         cause = f"members of roles {ended} ended while there was no coordinator"

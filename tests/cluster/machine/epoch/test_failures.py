@@ -6,7 +6,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.layout.records import BadPart
+from deadpool_megatron.layout.records import BadPart, Restore
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of
 
 
@@ -55,6 +55,34 @@ def test_failed_communication_waits_for_a_better_cause() -> None:
     rig.reopened(g(7))
     rig.steps(8)
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
+
+
+def test_a_better_cause_that_comes_late_is_the_cause() -> None:
+    """Of the same epoch's end; what fails in the next epoch has nothing to do with it."""
+    rig = Rig(spares=2).run()
+    rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
+    rig.tick(0.6)
+    rig.feed(ev.NodeLost(1, "agent gone"))
+    rig.reopened(g(7))
+    rig.lose(rig.seat(0)[0], g(7))
+    rig.opened()
+    rig.steps(8)
+    (report,) = rig.state.recoveries.finished
+    assert report.kind == "node-lost"
+    assert [cause.split(":")[0] for cause in report.cause.split("; then ")] == [
+        "node 1",
+        "role 0",
+        "node 0",
+    ]
+
+
+def test_a_dump_of_another_program_is_bad_input_and_no_damage() -> None:
+    rig = Rig(start=Restore("dump", g(7), "step", path="/dump/1-7"))
+    rig.opening()
+    text = "part main cannot be restored: role 1 on node 1: other layout"
+    rig.feed(ev.NotRestored(*rig.seat(1), 1, "main", text))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.kind) == (2, "other-program")
 
 
 def test_failed_communication_without_better_cause_closes_without_seat_change() -> None:

@@ -51,7 +51,7 @@ def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
     (failure,) = rig.record.history.failures
     assert failure == {
         "kind": "process-crash",
-        "cause": "member 1.0.0 ended: exit 1 (ValueError: sample 17)",
+        "cause": "process 0 of node 1 ended: exit 1 (ValueError: sample 17)",
         "evidence": "role 1 on node 1, log logs/node1-slot0-0.log",
         "signature": ["exit", "1", "ValueError: sample #"],
         "exited": True,

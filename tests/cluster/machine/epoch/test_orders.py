@@ -251,8 +251,8 @@ def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
     assert report.epoch == 3
     assert report.phases["abandoned"] == 3.0
     assert report.seconds == 3.0
-    assert "1.0.0" in report.cause
-    assert "0.0.0" in report.cause
+    assert "process 0 of node 1" in report.cause
+    assert "process 0 of node 0" in report.cause
     assert report.seats_changed == {
         0: (Seat(0, 0, 0), Seat(0, 0, 1)),
         1: (Seat(1, 0, 0), Seat(1, 0, 1)),

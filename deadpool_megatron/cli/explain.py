@@ -1,0 +1,46 @@
+"""Explains the code of a failure, as it stands in lines, reports and notices: how it was noticed,
+and what to do. Without a code all of them, as docs/codes.md has them.
+
+examples:
+  deadpool explain node-lost
+
+exit status: 0 explained, 2 no such code
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.failures import MEANINGS
+
+_HEAD = """\
+# Codes of failures
+
+What `deadpool explain CODE` answers. What a run does about each: [failures.md](failures.md).
+
+| code | meaning | evidence | what to do |
+| --- | --- | --- | --- |"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``explain`` to the commands."""
+    text = "what the code of a failure means, and what to do"
+    parser = subparsers.add_parser("explain", help=text, description=__doc__)
+    parser.add_argument("code", nargs="?", metavar="CODE", help="such as node-lost (default: all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool explain``. Raises CommandError."""
+    if args.code is None:
+        rows = [
+            f"| `{code}` | {one.called} | {one.noticed} | {one.to_do or 'nothing'} |"
+            for code, one in MEANINGS.items()
+        ]
+        print("\n".join([_HEAD, *rows]))
+    elif (found := MEANINGS.get(args.code)) is None:
+        raise CommandError(f"no code {args.code!r}; there are: {', '.join(MEANINGS)}")
+    else:
+        print(f"{args.code}: {found.called}")
+        print(f"  evidence    {found.noticed}\n  what to do  {found.to_do or 'nothing'}")
+    return 0

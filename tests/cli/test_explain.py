@@ -1,0 +1,27 @@
+"""``deadpool explain``: each code, and the page that is made of the same table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.failures import MEANINGS
+from tests.cli.told import CarryOut, Complain
+
+PAGE = Path(__file__).parents[2] / "docs" / "codes.md"
+
+
+def test_the_page_of_codes_is_made_from_the_table(carry_out: CarryOut) -> None:
+    assert carry_out("explain") == (0, PAGE.read_text(), ""), "deadpool explain > docs/codes.md"
+
+
+@pytest.mark.parametrize("code", MEANINGS)
+def test_each_code_is_explained(code: str, carry_out: CarryOut) -> None:
+    status, text, _ = carry_out("explain", code)
+    assert (status, text.split(":")[0]) == (0, code)
+    assert MEANINGS[code].noticed in text
+
+
+def test_what_is_no_code(complain: Complain) -> None:
+    assert "node-lost" in complain("explain", "node-lots")
