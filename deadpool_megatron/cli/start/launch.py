@@ -116,6 +116,7 @@ class Launcher:
                 self.directory.create(self.info)
                 auth.create_secret(self.directory.path)
                 self._held = claim_segments(self.directory, self.info.run_id)
+            self.say(f"starting {len(self.numbers)} nodes; their logs: {self.directory.logs}")
             ignore_notices()
             self._server = preload_modules(self.info.settings, self.modules)
             for node in sorted(self.numbers, reverse=True):

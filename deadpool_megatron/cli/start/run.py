@@ -165,7 +165,6 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     named = args.deadpool_persist_interval != "auto"
     if settings.persist_interval in NEVER and (named or chosen):
         display.line("checkpoints in the background are off: a power cut costs what is in memory")
-    display.status(f"starting {len(numbers)} nodes; the logs are in {directory.logs}")
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
     else:
