@@ -53,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None 
         action="append",
         default=[],
         metavar="FLAG",
-        help="let a flag of Megatron-LM through, named without its dashes, of which nobody has"
-        " said that a recovery gets over it, or a value of one, as FLAG=VALUE; may be given"
-        " several times (default: none)",
+        help="accept a flag of Megatron-LM that has not been reviewed, named without its dashes,"
+        " or a value of one, as FLAG=VALUE; may be given several times (default: none)",
     )
     group.add_argument(
         SET_FLAG,
