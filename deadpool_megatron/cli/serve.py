@@ -145,7 +145,12 @@ class WatchedPage:
             "recoveries": [_recovery(failure) for failure in story.failures[-_SHOWN_RECOVERIES:]],
             "survived": sum(one.is_over and not one.planned for one in story.failures),
             "lost": [
-                {"node": node, "at": event.wall_seconds, "cause": str(event.data.get("cause", ""))}
+                {
+                    "node": node,
+                    "host": story.hosts.get(node, ""),
+                    "at": event.wall_seconds,
+                    "cause": str(event.data.get("cause", "")),
+                }
                 for node, event in [*story.lost_nodes.items()][-_SHOWN_NODES:]
             ],
             "phases": dict(PHASES),
@@ -240,10 +245,8 @@ def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("coordinator", f"{term['host']}:{term['port']}{node}, number {term['term']}"),
         ("membership", f"{status['epoch']} (each change of the nodes makes a new one)"),
     ]
-    for request in map(Request.from_dict, status["requests"]):
-        why = f": {request.why}" if request.why else ""
-        found.append((f"request {request.number}", f"{request.in_words()}, {request.stage}{why}"))
-    return found
+    requests = map(Request.from_dict, status["requests"])
+    return found + [(f"request {one.number}", one.told()) for one in requests]
 
 
 def _failure(failure: Interruption) -> dict[str, Any]:

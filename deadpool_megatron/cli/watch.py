@@ -112,8 +112,6 @@ class Follower:
         if event.kind is Kind.STEP and (far := describe_progress(story, event.wall_seconds)):
             text += f"  ({far})"
             part = story.iterations and story.last_iteration / story.iterations
-        if event.kind is Kind.NODE_JOINED:
-            text += f" ({len(story.account.stays)} of {sum(story.wanted)})"
         if line.passes:
             self._display.status(text, part)
         else:

@@ -61,7 +61,9 @@ class Narrator:
             case Kind.EPOCH_OPENED if current is not None or self._is_known(event, event.epoch):
                 lines = []
             case Kind.NODE_JOINED if not story.epoch:
-                lines = [Line(f"{count(len(story.hosts), 'node')} joined", passes=True)]
+                lines = [
+                    Line(f"{len(story.hosts)} of {sum(story.wanted)} nodes joined", passes=True)
+                ]
             case Kind.REHEARSED if self._is_known(event, 0):
                 lines = []
             case _:

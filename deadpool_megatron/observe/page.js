@@ -109,7 +109,7 @@ function troublesOf(status, node, roles) {
 }
 
 function drawNodes({ status, lost }) {
-  const cards = lost.map((one) => html("div", { class: "node trouble lost" }, `node ${one.node}, gone`, html("small", {}, `${clock(one.at)}: ${one.cause}`)));
+  const cards = lost.map((one) => html("div", { class: "node trouble lost" }, `node ${one.node}, gone`, html("small", {}, `${one.host} ${clock(one.at)}: ${one.cause}`)));
   const byNode = new Map(Object.keys(status?.nodes ?? {}).map((node) => [node, []])), isLarge = byNode.size > 40;
   for (const entry of Object.entries(status?.roles ?? {})) byNode.get(String(entry[1].seat[0]))?.push(entry);
   const ranked = [...byNode].map(([node, roles]) => ({ node, roles, troubles: troublesOf(status, node, roles) }));

@@ -180,10 +180,8 @@ def request(
                 return _refused(verb, known.why)
             print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
             return 0
-        if known is not None and sys.stderr.isatty():
-            why = f": {known.why}" if known.why else ""
-            if told != (told := f"{known.in_words()}, {known.stage}{why}"):
-                print(shown(told), file=sys.stderr, flush=True)
+        if known is not None and sys.stderr.isatty() and told != (told := known.told()):
+            print(shown(told), file=sys.stderr, flush=True)
         again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
         until = patience if known is None else limit
         while time.monotonic() < min(again, until) and not run.final.exists():

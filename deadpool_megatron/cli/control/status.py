@@ -121,7 +121,8 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[str]:
             f"  node {node} is slow: {slow['seconds']:.3f} s of its own per iteration, its peers"
             f" {slow['peer_seconds']:.3f} s"
         )
-    lines += [_request_line(values) for values in status["requests"]]
+    requests = map(Request.from_dict, status["requests"])
+    lines += [f"  request {one.number}, {one.told()}" for one in requests]
     lines += _export_lines(status["export"])
     if status["aside"]:
         lines.append(f"  put aside, used only when no other spare is left: {status['aside']}")
@@ -158,12 +159,6 @@ def _cost(failure: Interruption) -> str:
         return ""
     again = count(failure.steps_recomputed, "iteration")
     return f"; {failure.seconds or 0.0:.1f} s, {again} computed again"
-
-
-def _request_line(values: dict[str, Any]) -> str:
-    known = Request.from_dict(values)
-    why = f": {known.why}" if known.why else ""
-    return f"  request {known.number}, {known.in_words()}: {known.stage}{why}"
 
 
 def _export_lines(export: dict[str, Any]) -> list[str]:

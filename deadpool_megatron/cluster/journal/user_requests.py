@@ -78,6 +78,10 @@ class Request:
             case Verb.STOP:
                 return "stop with a dump" if self.what["dump"] else "stop"
 
+    def told(self) -> str:
+        """``drain of node 1, under way: waits for a spare``."""
+        return f"{self.in_words()}, {self.stage}{f': {self.why}' if self.why else ''}"
+
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as the journal and users have it."""
         return {name: value for name, value in write(self).items() if name != "until"}
