@@ -83,7 +83,7 @@ UMASK_VARIABLE = "DEADPOOL_UMASK"
 _EXAMPLES = """\
 examples:
   deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
-      -- -m deadpool_megatron.trainer @configs/tiny.args --train-iters 50
+      -- -m deadpool_megatron.trainer @configs/tiny.args --train-iters 500
   deadpool status runs/first            what every role does right now
   deadpool kill runs/first --node 1     as if its power cord was pulled
   deadpool drain runs/first --node 0    move its roles to a spare, without losing a step

@@ -8,6 +8,7 @@ take it, 3 not done within the seconds of ``--wait``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import secrets
 import socket
@@ -273,10 +274,12 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no number of seconds above 0; DIR stands in front of --wait"
+    )
 
 
 def _may_be_alive(run: RunDirectory) -> bool:
