@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )
-    add_size(parser, "what the visible GPUs allow; without GPUs 2, or what the script needs")
+    add_size(parser, "as many as the visible GPUs allow; without GPUs 2, or as the script needs")
     parser.add_argument(
         "--run-dir",
         type=Path,
