@@ -121,8 +121,8 @@ def test_a_node_is_killed_as_readme_says(here: Path) -> None:
     assert clone.startswith(f"git clone --depth 1 --branch {TAGS[-1]} https://")
     assert clone.endswith("/Megatron-LM")
     text = "\n".join(commands)
-    assert text.count("--train-iters 500 ") == 1
-    text = text.replace("--train-iters 500 ", f"--train-iters {ITERATIONS} ")
+    assert text.count("--train-iters 500") == 1
+    text = text.replace("--train-iters 500", f"--train-iters {ITERATIONS}")
     kill = re.search(r"in another terminal: `(\S+deadpool kill [^`]+)`", README)
     assert kill is not None
 
