@@ -89,10 +89,8 @@ class Follower:
         return bool(events)
 
     def close(self) -> None:
-        """Tell the rest, and where the report is."""
+        """Tell the rest."""
         self.look()
-        if self.is_over:
-            self._display.line(f"report: deadpool report {self._run.path}")
         self._display.close()
 
     def _lines(self, event: Event) -> list[Line]:
@@ -116,6 +114,8 @@ class Follower:
             self._display.status(text, part)
         else:
             self._display.line(text, line.style)
+        if event.kind is Kind.RUN_ENDED:
+            self._display.line(f"report: deadpool report {self._run.path}")
 
 
 class RunFailedError(Exception):

@@ -423,9 +423,11 @@ def test_exec_start_method_uses_parked_processes(tmp_path: Path) -> None:
 def test_status_of_a_live_and_of_a_finished_run(tmp_path: Path) -> None:
     with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(3)
-        shown = deadpool("status", str(run.run.path))
-        assert "epoch 1, running" in shown.stdout
-        assert "role   3: node 1 slot 1" in shown.stdout
+        shown = deadpool("status", str(run.run.path)).stdout.splitlines()
+        assert shown[0].startswith("running; ")
+        assert not any(line.startswith("  role ") for line in shown)
+        every = deadpool("status", str(run.run.path), "--all").stdout
+        assert "role   3: process 1 of node 1" in every
         assert deadpool("stop", str(run.run.path)).returncode == 0
         run.wait_end(130)
     shown = deadpool("status", str(run.run.path))

@@ -147,7 +147,8 @@ def _summary_of_roles(roles: Mapping[str, Any]) -> list[str]:
         alike.setdefault(key, []).append(int(role))
     lines = []
     for (iteration, doing), found in sorted(alike.items()):
-        behind = "  behind: " if iteration < max(alike)[0] else "  "
+        # Beats of roles that step together are not of one moment.
+        behind = "  behind: " if iteration + 1 < max(alike)[0] else "  "
         nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in found}))
         lines.append(f"{behind}roles {in_short(found)} (nodes {nodes}): {doing}")
     left = len(lines) - _SHOWN_GROUPS
