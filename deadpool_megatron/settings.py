@@ -71,7 +71,7 @@ class Settings:
         "protect every N-th iteration only; auto: every one, and fewer for as long as training"
         " would have to wait for the network (what a failure costs then is reported)",
     )
-    max_lag: int = _setting(0, "iterations that commits may trail behind training (more slots)")
+    max_lag: int = _setting(0, "iterations by which commits may trail training (more slots)")
     memory_gb: float = _setting(
         0.0,
         "most host memory for generations on each node: own slots, copies and parity blocks"
@@ -134,7 +134,7 @@ class Settings:
     nonfinite: str = _setting(
         "stop",
         "a loss or gradient norm that is NaN or infinite, where the update is not skipped: stop"
-        " (status 4), rollback (compute the iteration once more from the state before it; a second"
+        " (status 4), rollback (compute the iteration again from the state before it; a second"
         " time from the checkpoint before that, or stop), ignore",
     )
     persist_interval: str = _setting(

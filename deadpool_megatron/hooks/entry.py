@@ -175,7 +175,7 @@ class EpochEntry:
         elif not self.is_built or (self.role != role and not self._renumber(role)):
             self.build_detached(role, world_size)
             if built_for >= 0:
-                print(f"built for role {built_for}, built anew for role {role}", flush=True)
+                print(f"built for role {built_for}, rebuilt for role {role}", flush=True)
         elif built_for != role:
             print(f"built for role {built_for}, takes role {role} in place", flush=True)
 

@@ -140,9 +140,9 @@ class Vault:
                 gone = [s for s in self._state.table.segments.values() if s.keep_name()]
                 if not self._links.keep_name() and not gone:
                     return
-            trouble = "made anew; what is held in memory goes with this node's vault, from here on"
+            trouble = "created again; from here on its memory goes with this node's vault"
         except (OSError, ownership.OwnershipError) as error:
-            trouble = f"and cannot be made anew: {error}"
+            trouble = f"and cannot be created again: {error}"
         text = f"names in {self._directory} were removed, {LIKELY_CLEANERS}: {trouble}"
         if text != self._said_of_names:
             self._said_of_names = text

@@ -385,7 +385,7 @@ class VaultClient:
             if reply is not None and (message is None or reply["t"] != "registered"):
                 return reply
             if self._nameless_tries * _RETRY_SECONDS > _NAMELESS_SECONDS:
-                text = f"{self._path} was removed, {LIKELY_CLEANERS}, and not made anew in time"
+                text = f"{self._path} was removed, {LIKELY_CLEANERS}, and not created again in time"
                 raise VaultError(f"vault: {what}: {text}")
             left = deadline - time.monotonic()
             if left <= 0:

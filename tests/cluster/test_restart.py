@@ -110,7 +110,7 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
             final = run.finish()
     events = run.events()
     assert decided(events) == ["initial", "memory"]
-    assert "restarted: goes on from generation 1:" in texts(events)
+    assert "restarted: continues from generation 1:" in texts(events)
     lost = [str(event.data["cause"]) for event in events if event.kind is Kind.NODE_LOST]
     assert not [cause for cause in lost if "join again" in cause]
     generation = next(e.data["generation"] for e in events if decided([e]) == ["memory"])

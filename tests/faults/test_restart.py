@@ -74,7 +74,7 @@ def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
     assert set(restart_kinds(again)[1:]) == {"memory"}, again.story()
     assert_unnoticed(again, reference(LAYOUT, ITERATIONS), [])
     assert "all" in first.fired
-    assert "restarted: goes on from generation" in again.output
+    assert "restarted: continues from generation" in again.output
 
 
 def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> None:

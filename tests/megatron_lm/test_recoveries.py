@@ -66,7 +66,7 @@ def test_numbers_of_layers_shift_on_real_text(
     outcome = strike(tmp_path / "run", program, plan, wanted, spares=2)
     assert list((outcome.directory / "index").rglob("*GPTDataset*.npy"))
     assert "built for role 1, takes role 2 in place" in output_of_members(outcome)
-    assert "built for role 2, built anew for role 0" in output_of_members(outcome)
+    assert "built for role 2, rebuilt for role 0" in output_of_members(outcome)
     assert all("adopt" in entry["phases"] for entry in outcome.final["recoveries"][-2:])
 
 

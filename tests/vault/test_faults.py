@@ -41,7 +41,7 @@ def test_names_that_are_cleaned_away_lead_to_what_is_held_again(tmp_path: Path) 
         shutil.rmtree(node.directory)
         told = node.told(Kind.LOG, level="warning")
         assert "were removed, by RemoveIPC" in told[0].data["text"]
-        assert "made anew" in told[0].data["text"]
+        assert "created again" in told[0].data["text"]
         newest = Generation(1, 1)
         train(members, newest)
         # One member has lived, another one comes in its place on the node that was cleaned.

@@ -120,5 +120,5 @@ def _bad_nodes(args: argparse.Namespace) -> int:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.wall_seconds))
         print(f"{when}  {one.host}  {one.kind}  run {one.run}: {one.evidence}")
     if not shown:
-        print(f"no node was put aside in the last {args.hours:g} h")
+        print(f"no node was quarantined in the last {args.hours:g} h")
     return 0

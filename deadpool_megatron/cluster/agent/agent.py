@@ -295,7 +295,7 @@ class Agent:
             self._standby.place(partial(claim_order, *run))
         if self._node not in record.nodes:
             if self._record is not None:
-                self._fence(f"epoch {record.epoch} goes on without this node")
+                self._fence(f"epoch {record.epoch} continues without this node")
                 return
             self._shown = record  # joined after this decision: a spare of the next one
             self._members.send_all({"t": "record", "record": record.to_dict()})

@@ -65,7 +65,7 @@ _SHARE_OF_EXPORT = 0.5
 _SHARE_OF_REMOVAL = 0.1
 # A dump that is on the disk waits no longer to be named in latest.json before it is exported.
 _POINT_SECONDS = 10.0
-_LAST = "the run is about to end, and exports once more itself"
+_LAST = "the run is about to end, and exports a last time itself"
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ class Checkpoints:
             return f"epoch {export.epoch} was closed" if is_closed else ""
         # Rule 5: it may belong to a line of this run that was left.
         kept = is_kept(state.lineage.kept, export.generation)
-        return "" if kept else "training has gone on from before it"
+        return "" if kept else "training has continued from an earlier state"
 
     def _begin_if_due(self, state: State) -> None:
         if state.phase in LAST_PHASES:

@@ -202,7 +202,7 @@ class NewCheckpoint:
         with _in_a_line(final):
             _take(temporary)
             if not self.counts():
-                raise DurableError("training has gone on from before it")
+                raise DurableError("training has continued from an earlier state")
             if str(final) in self.struck and self._has_named():
                 self._set_aside()
             if not final.exists():

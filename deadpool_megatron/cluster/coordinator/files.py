@@ -57,8 +57,8 @@ _SYNC_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
 # A write that takes longer is told of, like one that fails.
 _LONG_SECONDS = 5.0
-# Losses that say something about the host; a node that was put aside, as a slow one, does so, too,
-# but for want of memory: the next run looks how much there is then. A
+# Losses that say something about the host; a node that was quarantined, as a slow one, does, too,
+# but for lack of memory: the next run looks how much there is then. A
 # connection that ends does not: that is also what a cancelled job looks like, and then every node
 # of it would be left out of the next one.
 _HOST_IS_TO_BLAME = (
@@ -158,7 +158,7 @@ class RunFiles:
             try:
                 if await asyncio.to_thread(name.look):
                     self._warn(
-                        f"{RUN_FILE} was removed, by a cleaner of files, it seems: made anew"
+                        f"{RUN_FILE} was removed, by a cleaner of files, it seems: created again"
                     )
             except (OSError, OwnershipError):
                 pass  # away with its directory, or full; the event writer tells what is wrong

@@ -206,6 +206,6 @@ def _slow_event(epoch: int, verdict: Slowness) -> Event:
 def _aside_event(epoch: int, verdict: Slowness) -> Event:
     """The event that its roles go to a spare: the host is not for the next run either."""
     text = f"{verdict.seconds:.3f} s of its own per iteration, its peers {verdict.peer_seconds:.3f}"
-    cause = f"node {verdict.node} is put aside, it is slow: {text} s"
+    cause = f"node {verdict.node} is quarantined, it is slow: {text} s"
     data = {"cause": cause, "kind": str(FailureKind.SLOW_NODE)}
     return Event(Kind.NODE_ASIDE, epoch, verdict.node, data=data)

@@ -56,7 +56,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
     is_wrong = joined.host_name in fleet.quarantined_hosts
     if is_wrong and _is_new(event):
-        why = f"left out: {joined.host_name} was put aside for the rest of this run"
+        why = f"left out: {joined.host_name} was quarantined for the rest of this run"
         core.refuse(f"join of node {node}", why, node)
         core.act(DropNode(node, why, left_out=True))
         return
@@ -219,7 +219,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
     """
     text = facts.health_text
     if facts.health is Health.OUT:
-        cause = f"node {node} is put aside, its health command says: {text}"
+        cause = f"node {node} is quarantined, its health command says: {text}"
         core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
     else:
         if before is not facts.health:

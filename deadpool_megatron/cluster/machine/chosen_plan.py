@@ -169,5 +169,5 @@ def _choose(core: Core, scene: Scene | None) -> str:
         )
     if choice.plan != state.protection.plan:
         state.protection.plan = choice.plan
-        state.protection.why = f"for want of memory: {choice.why}"
+        state.protection.why = f"for lack of memory: {choice.why}"
     return ""

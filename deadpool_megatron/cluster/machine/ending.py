@@ -135,7 +135,7 @@ def end_as_found(core: Core, words: LastWords) -> None:
     run = PurePath(core.config.dump_directory).parent
     reason = (
         f"{words.reason}; what the run holds in memory stays: the command that it had, with"
-        f" --run-dir {run}, goes on from it, 'deadpool clean {run}' removes it"
+        f" --run-dir {run}, continues from it, 'deadpool clean {run}' removes it"
     )
     finish(core, words.status, reason, kind=str(words.kind or ""), keeps_slots=True)
 
@@ -333,7 +333,7 @@ def stop(core: Core, event: ev.UserStop) -> None:
             run = PurePath(core.config.dump_directory).parent
             reason += (
                 f" before all was written ({words.reason}): the state stays in memory, 'deadpool"
-                f" run --resume {run} --run-dir NEW' goes on from it,"
+                f" run --resume {run} --run-dir NEW' continues from it,"
                 f" 'deadpool clean {run}' removes it"
             )
             finish(core, ExitStatus.STOPPED, reason, keeps_slots=True)

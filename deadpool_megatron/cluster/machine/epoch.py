@@ -383,7 +383,7 @@ def _tell_restart(core: Core, restore: Restore) -> None:
         where = f"{restore.kind} state {restore.path}".rstrip()
         what = f"{where}, iteration {generation.iteration}"
         why = found.reason if isinstance(found, NoRestore) else "memory has nothing newer"
-    core.log("notice", f"restarted: goes on from {what}: {why}")
+    core.log("notice", f"restarted: continues from {what}: {why}")
 
 
 def opening_seconds(core: Core, record: EpochRecord) -> float:

@@ -119,7 +119,7 @@ def audit_failed(core: Core, event: ev.AuditFailed) -> None:
     core.act(EmitEvent(Kind.AUDIT_FAILED, *place, facts))
     cause = f"{event.what} in iteration {event.iteration}: {named}"
     if not event.certain and len(nodes) > 1:
-        text = f"{cause} differ, and who is wrong cannot be told: go on without one, then the other"
+        text = f"{cause} differ; the wrong one is unknown: continue without one, then the other"
         words = LastWords(ExitStatus.DIVERGENCE, text, FailureKind.SILENT_CORRUPTION)
         save_and_end(core, words, FailureKind.SILENT_CORRUPTION)
         return
@@ -160,7 +160,7 @@ def not_finite(core: Core, event: ev.NotFinite) -> None:
         return  # told by another role already, or it follows from what was told
     # Nothing computes iteration 0: it is what was built or loaded.
     if k < 1 or state.phase in LAST_PHASES or not state.lineage.keeps(computed):
-        why = f"nothing goes on from it in epoch {event.epoch}"
+        why = f"nothing continues from it in epoch {event.epoch}"
         core.refuse(f"{event.number} of step {k}", why)
         return
     again = k in blame.nonfinite

@@ -194,7 +194,7 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
     if not _has_better(core, node):
         return False
     core.state.fleet.draining |= {node}
-    core.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is put aside {why}", kind=kind)
+    core.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is quarantined {why}", kind=kind)
     return True
 
 
@@ -230,7 +230,7 @@ def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
     fleet.members.drop((node, event.slot))
     if node in fleet.quarantined:
         return
-    cause = f"node {node} is put aside for the rest of the run: {failure.cause}"
+    cause = f"node {node} is quarantined for the rest of the run: {failure.cause}"
     fleet.draining |= {node}
     quarantine(core, node, cause)
     core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
@@ -326,7 +326,7 @@ def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> No
     reason = (
         f"the state in memory is of another model or other flags: role {layout.role}:"
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
-        " the state ('deadpool clean RUN') and start anew with another --run-dir"
+        " the state ('deadpool clean RUN') and start with another --run-dir"
     )
     finish(core, 2, reason, kind=FailureKind.OTHER_PROGRAM, keeps_slots=True)
 

@@ -25,7 +25,7 @@ def left_behind(core: Core, event: ev.NodeJoined) -> str:
     record = core.state.record
     if record is None or event.node in record.nodes or not event.epoch:
         return ""
-    return f"epoch {record.epoch} went on without this node"
+    return f"epoch {record.epoch} continued without this node"
 
 
 def note_join(core: Core, event: ev.NodeJoined) -> None:
@@ -134,7 +134,7 @@ def _happened(core: Core, record: EpochRecord) -> Failure | None:
         )
     if wrong := sorted(state.fleet.draining & set(state.fleet.nodes)):
         node = wrong[0]
-        cause = f"node {node} was put aside for the rest of the run"
+        cause = f"node {node} was quarantined for the rest of the run"
         return Failure(cause, FailureKind.LEFT_OUT, ("node", str(node)), node=node)
     for node in sorted(set(record.nodes) - set(state.fleet.nodes)):
         if matters(state, record, node):

@@ -253,7 +253,7 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
     size = f"{sum(map(_bytes_in, held)) / 2**20:.1f} MiB"
     return (
         f"run {run_id} holds {size} in memory: the same command"
-        f" (--run-dir {run.path}) goes on from it, 'deadpool clean {run.path}' removes it"
+        f" (--run-dir {run.path}) continues from it, 'deadpool clean {run.path}' removes it"
     )
 
 

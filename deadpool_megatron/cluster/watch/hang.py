@@ -206,7 +206,7 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
         fewest = min(s.progress for s in busy.values())
         behind = {r for r, s in busy.items() if s.progress == fewest}
         if len(behind) == len(busy):
-            return (), "every role waits in a communication, none is behind the others"
+            return (), "every role waits in a communication, and none has begun fewer operations"
         missed = "what the others have entered"
     roles = tuple(sorted(behind))
     inside = busy[roles[0]].waiting
@@ -238,7 +238,7 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
     stuck = tuple(sorted(role for role, found in inside.items() if found == {False}))
     if stuck and any(True in found for found in inside.values()):
         return stuck, f"the device of {_name(stuck)} does not start what others are in"
-    return (), "every device waits in a communication, none is behind the others"
+    return (), "every device waits in a communication, and none has begun fewer operations"
 
 
 def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...], str]:

@@ -39,7 +39,7 @@ class Left(Exception):
     """The caller left a call that continues in its thread; ``deadline`` tells why."""
 
     def __init__(self, waiter: Waiter, deadline: bool) -> None:
-        super().__init__("a blocking call was left behind")
+        super().__init__("a blocking call was abandoned")
         self.waiter = waiter
         self.deadline = deadline
 

@@ -171,7 +171,7 @@ def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) 
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if raw_tensors(parameter) and not parameter.requires_grad:
-                raise UnsupportedOptimizer(f"{name} is frozen and in FP8: it cannot be cast anew")
+                raise UnsupportedOptimizer(f"{name} is frozen and in FP8: it cannot be cast again")
         for name, module in chunk.named_modules():
             if hasattr(module, "_fused_impl"):  # Megatron's TEFusedMLP
                 raise UnsupportedOptimizer(f"{name}: fused operations keep FP8 state of their own")

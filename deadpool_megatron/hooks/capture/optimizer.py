@@ -91,8 +91,8 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
         )
     if getattr(config, "qk_clip", False):
         raise UnsupportedOptimizer(
-            "QK-clip multiplies weights and their masters apart; weights that a recovery casts anew"
-            " from the masters would differ in their last bits"
+            "QK-clip multiplies weights and their masters apart; weights that a recovery casts"
+            " again from the masters would differ in their last bits"
         )
     for reason in (_refused_low_precision(config, inner), *map(_refused_adam, inner)):
         if reason:
@@ -111,15 +111,15 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
         return f"fp8 recipe {name}: its quantizers may keep state that nobody knows of"
     if not getattr(config, "fp8_param", False):
         return ""
-    # FP8 weights are derived: cast anew from the master weights, with amaxes reduced over the
+    # FP8 weights are derived: cast again from the master weights, with amaxes reduced over the
     # data-parallel group (distrib_optimizer.py, _copy_main_params_to_model_params; Transformer
     # Engine, pytorch/tensor/utils.py). That gives the same bytes if the scale is the same.
     if recipe == "mxfp8":
         return "weights in MXFP8 are gathered in the buffer of gradients, which a recovery empties"
     if not all(is_distributed(one) for one in inner):
-        return "weights in FP8 can be cast anew by the distributed optimizer only"
+        return "weights in FP8 can be cast again by the distributed optimizer only"
     if any(masters_in_adam(one) for one in inner):
-        return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast anew"
+        return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast again"
     if recipe == "delayed" and any(getattr(one, "grad_scaler", None) for one in inner):
         return (
             "weights in FP8, delayed scaling and a loss scaler: after a skipped update nobody knows"

@@ -361,7 +361,7 @@ class ParityBlock:
         buffer = memoryview(bytearray(min(nbytes, self._piece_bytes)))
         with state.lock:
             if self._makings.get(offer.generation) is not making:
-                raise ConnectionClosed("the block is begun anew")
+                raise ConnectionClosed("the block is begun again")
             found = making.sums.get(name)
             if found is None or role in found.given:  # on its way already, or other bytes
                 found = making.begin(name)
@@ -372,7 +372,7 @@ class ParityBlock:
                 piece = buffer[: nbytes - start]
                 channel.receive_bulk(piece, digest.update)
                 if not found.combination.add(number, start, piece):
-                    raise ConnectionClosed("the part is begun anew")
+                    raise ConnectionClosed("the part is begun again")
                 state.reports.counters["bytes combined"] += len(piece)
                 about = {"role": role, "iteration": offer.generation.iteration, "part": name}
                 failpoints.hit("vault.combine", **about)

@@ -194,7 +194,7 @@ class World(Agents):
         # A node that does not write in time keeps the state in memory, and the run says so.
         if finish.keeps_slots:
             assert "in memory" in finish.reason
-            assert "goes on from it" in finish.reason or "writes it first" in finish.reason
+            assert "continues from it" in finish.reason or "writes it first" in finish.reason
             return
         if self.protected and finish.exit_status == 75:
             assert finish.resume is not None

@@ -79,7 +79,7 @@ _TP9, _DP4 = ("tp", "all_reduce", 9), ("dp", "barrier", 4)
             *((1,), "did not enter what the others have entered"),
             id="in different groups the count of operations",
         ),
-        pytest.param([status(_DP4)] * 3, (), "none is behind the others", id="no evidence"),
+        pytest.param([status(_DP4)] * 3, (), "none has begun fewer operations", id="no evidence"),
         pytest.param(
             [status(None, section="paused"), status(None, section="done"), status(None)],
             *((2,), "role 2 in section train"),

@@ -289,7 +289,7 @@ def test_whatever_order_and_faults_the_block_is_what_the_code_says(
             members = making.made_of()
             assert members.contributions == coded.members(number).contributions
             assert (members.number, members.parities) == (number, parities)
-            # Where two are damaged at once the part is begun anew before the other is found out.
+            # Where two are damaged at once the part is begun again before the other is found out.
             reported = {*making.corruptions()}
             assert reported <= {f"from node {r}" for r in victims}
             assert bool(reported) == bool(victims)
@@ -430,7 +430,7 @@ def test_other_bytes_take_the_place_of_those_before(begin: Begin) -> None:
 
 @pytest.mark.parametrize("breaks", [True, False], ids=["breaks", "stalls"])
 def test_half_a_part_is_in_no_block(begin: Begin, breaks: bool) -> None:
-    """The connection breaks, or another one comes in its place: the part is begun anew, and what
+    """The connection breaks, or another one comes in its place: the part is begun again, and what
     the old connection still brings is not added."""
     making = begin()
     first, other = Owner(making, 0), Owner(making, 1)

@@ -22,7 +22,7 @@ from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 GONE = "deadpool: no GPU for this process: AssertionError: Torch not compiled with CUDA enabled"
 R = TypeVar("R", bound=Rig)
-LEFT_OUT = "left out: host1 was put aside for the rest of this run"
+LEFT_OUT = "left out: host1 was quarantined for the rest of this run"
 
 
 def fallen_back(*saved: int, gone: tuple[int, ...] = ()) -> Rig:
@@ -211,7 +211,7 @@ def test_a_coordinator_that_takes_over_knows_of_a_wrong_node(closed: bool, tmp_p
     rig.anew()
     begin(rig.machine, journal, RecoveredState(), pytest.fail)
     rejoin(rig, old, 0, 1, 2, 3, closed=int(closed))
-    cause = "node 1 was put aside for the rest of the run"
+    cause = "node 1 was quarantined for the rest of the run"
     assert rig.one(act.CloseEpoch).cause == (CLOSED_BEFORE if closed else cause)
     rig.lose(3, g(3))
     assert rig.state.phase is Phase.WAITING_SPARE

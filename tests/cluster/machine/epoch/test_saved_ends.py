@@ -93,7 +93,7 @@ def test_who_interrupts_it_does_not_lose_it(cause: Callable[[Rig], None], status
     rig.feed(ev.UserStop("interrupted"))
     end = rig.one(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (130, True)
-    assert "'deadpool run --resume / --run-dir NEW' goes on from it" in end.reason
+    assert "'deadpool run --resume / --run-dir NEW' continues from it" in end.reason
 
 
 # Bytes that turn out to be damaged when they are written.
