@@ -152,12 +152,12 @@ def on_device(
         # A collective after nine messages, in a group of both: its number is the lower one.
         ([(("pp", 1, 1, 9),), (("pp", 9, 9, 9),)], (1,), "role 1 has nothing to do"),
         # As torch tells by default, nothing is known of what was started: no evidence.
-        ([(("dp", 5, None, 4),), (("dp", 5, None, 4),)], (), "none is behind"),
-        ([(("dp", 5, 5, 4),), (("dp", 5, None, 4),)], (), "none is behind"),
-        ([(("dp", 5, None, 4),), (("dp", 5, 4, 4),)], (), "none is behind"),
+        ([(("dp", 5, None, 4),), (("dp", 5, None, 4),)], (), "none has begun fewer"),
+        ([(("dp", 5, 5, 4),), (("dp", 5, None, 4),)], (), "none has begun fewer"),
+        ([(("dp", 5, None, 4),), (("dp", 5, 4, 4),)], (), "none has begun fewer"),
         ([(("dp", 5, None, 4),), (("dp", 4, None, 4),)], (1,), "role 1 has nothing to do"),
         # All are in it: no evidence.
-        ([(("dp", 5, 5, 4),), (("dp", 6, 5, 4),)], (), "none is behind"),
+        ([(("dp", 5, 5, 4),), (("dp", 6, 5, 4),)], (), "none has begun fewer"),
         ([(("dp", 5, 5, 5),), (("dp", 5, 5, 5),)], (), "no device has anything to do"),
     ],
 )
