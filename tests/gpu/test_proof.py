@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "scripts" / "gpu"
-PARTS = ["smoke", "seam", "trainer", "rebuild", "copies", "overhead", "kernels", "losses"]
+PARTS = ["smoke", "seam", "trainer", "rebuild", "copies", "overhead", "kernels", "losses", "rows"]
 #: torch, numpy, and what they need themselves
 NEEDED = ["torch", "numpy", "typing_extensions", "sympy", "mpmath", "networkx", "Jinja2"]
 NEEDED += ["MarkupSafe", "fsspec", "filelock", "setuptools"]
@@ -97,6 +97,9 @@ def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit: Kit, tmp_path:
     assert len(facts["trainer"]["pipeline"]["recoveries"]) == 1
     assert facts["trainer"]["bit-identical to the undisturbed run"]
     assert facts["overhead"]["protected"]["shipped_bytes"] > 0
+    assert facts["rows"]["fine-grained-activation-offloading"] == "same bits"
+    job = facts["rows"]["rows-trainer-fine-grained-activation-offloading"]
+    assert job["bit-identical to the undisturbed run"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from proof import copies, kernels, overhead, seam, smoke, trainings
 from proof.result import Task
+from tests.gpu import read_rows
 
 
 @dataclass(frozen=True)
@@ -28,5 +29,11 @@ PARTS = (
     Part("overhead", 90, "steps of a training with and without protection", overhead.measure),
     Part("kernels", 30, "optimizers: state put back, the same bits", kernels.capture),
     Part("losses", 30, "a kill in a batch, in a rebuild; a stop; an assert", seam.special_losses),
+    Part(
+        "rows",
+        30,
+        "flags that are taken by name: classes, and jobs that lose a node",
+        read_rows.look,
+    ),
     Part("pretrain", 120, "pretrain_gpt.py loses a node", trainings.megatron_lm),
 )

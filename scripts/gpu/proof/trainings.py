@@ -54,8 +54,8 @@ def embedded(task: Task) -> None:
     _take(task, "pipeline", Job(task.device, task.device.communicator, nodes, pipeline), 0)
 
 
-def megatron_lm(task: Task) -> None:
-    """Part pretrain, with the flags that what is installed asks for."""
+def megatron_lm(task: Task, *more: str) -> None:
+    """Part pretrain, with the flags that what is installed asks for, and ``more``."""
     assert task.checkout is not None
     folder = ROOT / "configs" / "megatron-lm"
     words = (folder / "small.args").read_text().split() + ["--bf16"] * task.is_on_gpu
@@ -65,7 +65,7 @@ def megatron_lm(task: Task) -> None:
         fuses = find_spec("fused_weight_gradient_mlp_cuda") is not None
         plain = [] if fuses else ["--no-gradient-accumulation-fusion"]
     program = [str(task.checkout / "pretrain_gpt.py"), *words, *plain, "--deadpool"]
-    program += ["--train-iters", str(task.size.iterations), "--lr-warmup-iters", "2"]
+    program += ["--train-iters", str(task.size.iterations), "--lr-warmup-iters", "2", *more]
     _strike(task, "nccl" if task.is_on_gpu else "gloo", program)
 
 
