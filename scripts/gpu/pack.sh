@@ -27,7 +27,7 @@ trap 'rm -rf "$work"' EXIT
 tree=$work/deadpool-proof
 mkdir "$tree"
 git -C "$root" ls-files -z --cached --others --exclude-standard -- \
-    ':!tests/[!fg_]*' ':!tests/faults' ':!docs/*.png' ':!scripts/bench/results' ':!*.tgz' |
+    ':!tests/[!fg]*' ':!tests/faults' ':!docs/*.png' ':!scripts/bench/results' ':!*.tgz' |
     (cd "$root" && xargs -0 ls -d 2>/dev/null | tar cf - -T -) | tar xf - -C "$tree"
 changes=$(git -C "$root" status --porcelain --untracked-files=all -- ':!*.tgz')
 printf '%s%s\n' "$(git -C "$root" rev-parse HEAD)" "${changes:+ with changes}" \

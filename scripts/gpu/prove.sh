@@ -21,5 +21,5 @@ python=${PYTHON:-python3}
 [ -n "${PYTHON:-}" ] || [ ! -x "$root/.venv/bin/python" ] || python=$root/.venv/bin/python
 site=
 [ ! -d "$here/site" ] || site=$here/site:
-export PYTHONPATH=$site$root:$here:$root/tests/fakes${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export PYTHONPATH=$site$root:$here:$root/tests/fakes:$root/tests/gpu${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 exec "$python" -m proof "$@"

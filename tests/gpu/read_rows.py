@@ -6,48 +6,28 @@ passes; what it left is forgotten, the state put back, and the next steps must g
 Then whole jobs that lose a node: the trainer with such a model, and pretrain_gpt.py with each flag,
 where the kit was given a checkout. What lacks a package, or a second GPU, is left out by its name.
 
-As a program (``-m tests.gpu.read_rows ROW ARGUMENTS``) it is the trainer with the model of a row.
+As a program (``-m read_rows ROW ARGUMENTS``) it is the trainer with the model of a row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import itertools
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from proof import trainings
-from proof.result import Task
+from proof.device import take_world
+from proof.result import Task, first_line
 
-_TINY = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
-    " --global-batch-size 4 --train-iters 8 --lr 1e-2 --min-lr 1e-4 --lr-decay-style cosine"
-    " --lr-warmup-iters 2 --seed 7 --bf16 --use-distributed-optimizer"
-)
-_STEPS = 2
-#: what the two runs of a whole job take at the least
-_JOB_SECONDS = {True: 45.0, False: 10.0}
-_ENGINE = "transformer_engine"
-_LINKED = "GPUs that are linked, one for each rank"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A flag. ``needs``: a package, or in words what one GPU is not. ``model``, ``optimizer``: what
-    it sets in Megatron's configs; ``words``: how pretrain_gpt.py is told, empty where it is not;
-    ``probe``: something else that is tried, and answers whether the bits were the same."""
-
-    needs: str = ""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    words: str = ""
-    probe: Callable[[Task], bool] | None = None
-    is_rehearsed: bool = False
+_ENGINE, _FINE = "transformer_engine", "fine-grained-activation-offloading"
 
 
 def delayed_gradients(task: Task) -> bool:
@@ -57,152 +37,75 @@ def delayed_gradients(task: Task) -> bool:
 
     from deadpool_megatron.hooks import interrupt_cleanup
 
-    layer = Linear(64, 64, bias=False, delay_wgrad_compute=True, device=task.device.value)
-    first, second = (torch.randn(32, 64, device=task.device.value) for _ in range(2))
-    for inputs in (first, second):
-        layer(inputs).square().sum().backward()
+    where = task.device.value
+    layer = Linear(64, 64, bias=False, delay_wgrad_compute=True, device=where)
+    left: Any = SimpleNamespace(modules=layer.modules)
+    inputs, found = torch.randn(2, 32, 64, device=where), []
+    for is_interrupted in (False, True):
+        if is_interrupted:
+            layer(inputs[0]).square().sum().backward()
+            interrupt_cleanup.delayed_gradients(left)
+        layer(inputs[1]).square().sum().backward()
         layer.backward_dw()
-    wanted = layer.weight.grad.clone()
-    layer(first).square().sum().backward()
-    left: Any = types.SimpleNamespace(modules=layer.modules)
-    interrupt_cleanup.delayed_gradients(left)
-    layer(second).square().sum().backward()
-    layer.backward_dw()
-    return bool(torch.equal(layer.weight.grad, wanted))
+        found.append(layer.weight.grad)
+    return bool(torch.equal(*found))
 
 
 def user_buffers(task: Task) -> bool:
-    """Made three times, in groups of one rank."""
+    """Made three times, in groups of one rank: the same ones each time."""
     import torch.distributed as dist
     from transformer_engine.pytorch.module import base
 
     from deadpool_megatron.hooks.pretraining.user_buffers import UserBuffers
 
-    def make() -> None:
-        base.initialize_ub([256, 64], 1, bootstrap_backend="nccl")
-
-    initialize = types.SimpleNamespace(_initialize_tp_communicators=make)
-    args = types.SimpleNamespace(tensor_model_parallel_size=1)
-    package: Any = types.SimpleNamespace(get_args=lambda: args, initialize=initialize)
-    sys.modules["megatron.training"] = package
-    buffers = UserBuffers()
-    with buffers.put_off():
+    make = functools.partial(base.initialize_ub, [256, 64], 1, bootstrap_backend="nccl")
+    initialize = SimpleNamespace(_initialize_tp_communicators=make)
+    args = SimpleNamespace(tensor_model_parallel_size=1)
+    package: Any = SimpleNamespace(get_args=lambda: args, initialize=initialize)
+    buffers, counts = UserBuffers(), set()
+    with patch.dict(sys.modules, {"megatron.training": package}), buffers.put_off():
         initialize._initialize_tp_communicators()
-    groups = len(dist.distributed_c10d._world.pg_map)
     for _ in range(3):
         buffers.renew()
+        counts.add(len(dist.distributed_c10d._world.pg_map))
         task.expect(bool(base._ub_communicators), "there are no user buffers")
-    return len(dist.distributed_c10d._world.pg_map) == groups
+    return len(counts) == 1
 
 
-_FINE = {"offload_modules": ["core_attn", "attn_proj", "mlp_norm"], "min_offloaded_tensor_size": 1}
-_HALF = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-ROWS = {
-    "fine-grained-activation-offloading": Row(
-        model={"fine_grained_activation_offloading": True, **_FINE}, is_rehearsed=True
-    ),
-    "optimizer-cpu-offload": Row(optimizer=_HALF),
-    "cpu-offloading-num-layers": Row(
-        _ENGINE,
-        {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
-        words="--cpu-offloading-num-layers 1 --pipeline-model-parallel-size 1",
-    ),
-    "log-straggler": Row(words="--log-straggler"),
-    "delay-wgrad-compute": Row(_ENGINE, probe=delayed_gradients),
-    "tp-comm-overlap": Row(_ENGINE, probe=user_buffers),
-    "cuda-graph-impl=transformer_engine": Row(
-        _ENGINE,
-        words="--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1 --te-rng-tracker",
-    ),
-    "defer-embedding-wgrad-compute": Row(
-        "fused_weight_gradient_mlp_cuda",
-        words="--defer-embedding-wgrad-compute --untie-embeddings-and-output-weights",
-    ),
-    "optimizer": Row("emerging_optimizers", words="--optimizer dist_muon"),
-    "hybrid-layer-pattern": Row("mamba_ssm"),
-    "moe-token-dispatcher-type=flex": Row(_LINKED),
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_NOTHING = {"needs": "", "model": {}, "optimizer": {}, "words": "", "probe": ""}
+ROWS = {name: SimpleNamespace(**_NOTHING | row) for name, row in _TABLE.items()}
 
 
 def look(task: Task) -> None:
     """Each row by itself, then whole jobs for as long as there is time."""
-    _without_peers(task)
-    there = [name for name, row in ROWS.items() if _lacks(task, row, name) == ""]
-    for name in there:
-        row = ROWS[name]
-        if row.probe or row.model or row.optimizer:
+    take_world(task.device)
+    there = {"a GPU"} if task.is_on_gpu else {""}
+    for name, row in ROWS.items():
+        if row.needs not in {"", *there} and (" " in row.needs or not find_spec(row.needs)):
+            task.facts[name] = f"left out: it needs {row.needs}"
+        elif row.probe or row.model or row.optimizer:
             try:
                 task.facts[name] = "same bits" if _is_exact(task, row) else "other bits"
             except Exception as error:
-                task.facts[name] = f"raised {type(error).__name__}: {error}"
+                task.facts[name] = first_line(error)
             task.expect(task.facts[name] == "same bits", f"{name}: {task.facts[name]}")
             task.save()
-    _in_a_job(task, "fine-grained-activation-offloading", _trainer)
-    for name in there if task.checkout else ():
-        if ROWS[name].words:
-            _in_a_job(task, name, _pretrain_gpt)
-
-
-def _lacks(task: Task, row: Row, name: str) -> str:
-    """Why a row is left out; empty where it is not."""
-    why = ""
-    if row.needs and (" " in row.needs or find_spec(row.needs) is None):
-        why = f"left out: it needs {row.needs}"
-    elif not (task.is_on_gpu or row.is_rehearsed):
-        why = "left out: it needs a GPU"
-    if why:
-        task.facts[name] = why
-    return why
-
-
-def _in_a_job(task: Task, name: str, run: Callable[[Task, str], None]) -> None:
-    part = f"{task.part}-{run.__name__.strip('_')}-{name.partition('=')[0]}"
-    one = dataclasses.replace(task, part=part, facts={}, problems=[], findings=[])
-    if task.left_seconds < _JOB_SECONDS[task.is_on_gpu]:
-        task.facts[part] = "left out: there was no time left"
-        return
-    try:
-        run(one, name)
-    finally:
-        task.facts[part] = one.facts
-        task.problems += [f"{name}: {problem}" for problem in one.problems]
-        task.findings += [f"{name}: {finding}" for finding in one.findings]
-        task.save()
-
-
-def _trainer(task: Task, name: str) -> None:
-    program = ["-m", "tests.gpu.read_rows", name, *trainings.model(task, {"--hidden-size": "128"})]
-    trainings._strike(task, task.device.communicator, [*program, "--train-iters", "6"])
-
-
-def _pretrain_gpt(task: Task, name: str) -> None:
-    trainings.megatron_lm(task, *ROWS[name].words.split(), "--deadpool-allow", name)
-
-
-def _without_peers(task: Task) -> None:
-    """A world of one rank, as far as torch can tell."""
-    import os
-
-    import torch.distributed as dist
-
-    from deadpool_megatron.platform import select_platform
-
-    select_platform().install()
-    from deadpool_megatron.comms import Communicators
-    from deadpool_megatron.hooks.session import take_device
-
-    take_device(task.device.communicator if task.is_on_gpu else "auto", 0)
-    os.environ.update(RANK="0", WORLD_SIZE="1")
-    Communicators("nccl" if task.is_on_gpu else "gloo").install()
-    dist.init_process_group()
+    size = trainings.model(task, {"--hidden-size": "128"})
+    program = ["-m", "read_rows", _FINE, *size, "--train-iters", "6"]
+    trainings.beside(task, _FINE, trainings.strike, task.device.communicator, program)
+    for name, row in ROWS.items():
+        if task.checkout and row.words and "left out" not in task.facts.get(name, ""):
+            more = (*row.words.split(), "--deadpool-allow", name)
+            trainings.beside(task, name, trainings.megatron_lm, *more)
 
 
 @contextlib.contextmanager
-def _changed(row: Row) -> Iterator[None]:
+def _changed(row: Any) -> Iterator[None]:
     """While the block runs, the trainer builds the model of the row."""
     import torch
     from megatron.core import optimizer
-    from megatron.core.extensions import transformer_engine
+    from megatron.core.extensions import transformer_engine as engine
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
     from deadpool_megatron.trainer import model
@@ -217,19 +120,14 @@ def _changed(row: Row) -> Iterator[None]:
         (model, "TransformerConfig", functools.partial(model.TransformerConfig, **row.model)),
         (model, "OptimizerConfig", functools.partial(model.OptimizerConfig, **row.optimizer)),
     ]
-    if find_spec(_ENGINE) is None:
-        # A flag of its modules, which are not there.
-        flag = types.SimpleNamespace(CPUOffloadEnabled=False)
-        changes += [(transformer_engine, "cpu_offload", flag)]
-        changes += [(optimizer, "HybridDeviceOptimizer", of_torch)]
+    if find_spec(_ENGINE) is None:  # nor the modules whose flag that is
+        changes.append((engine, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False)))
+        changes.append((optimizer, "HybridDeviceOptimizer", of_torch))
     if not torch.cuda.is_available():
-        plain = lambda device="cuda", pin_memory=False: pool(device)  # noqa: E731
-        changes += [(offload, "GPUTensorPool", plain)]
+        changes.append((offload, "GPUTensorPool", lambda device, **_: pool(device)))
     with contextlib.ExitStack() as stack:
-        for holder, name, value in changes:
-            old = getattr(holder, name, None)
-            stack.callback(setattr, holder, name, old)
-            setattr(holder, name, value)
+        for change in changes:
+            stack.enter_context(patch.object(*change, create=True))
         yield
 
 
@@ -237,74 +135,39 @@ class Interrupted(Exception):
     """A step is left by it."""
 
 
-def _is_exact(task: Task, row: Row) -> bool:
+def _is_exact(task: Task, row: Any) -> bool:
     """Whether steps give the same bits again, after steps that were interrupted."""
     if row.probe:
-        return row.probe(task)
-    from deadpool_megatron.hooks import dimensions
-    from deadpool_megatron.hooks.capture import megatron_extras as extras
-    from deadpool_megatron.hooks.capture.identity import state_digests
-    from deadpool_megatron.hooks.capture.optimizer import ShardState
-    from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup, forget_frames
-    from deadpool_megatron.state.extras import decode, encode
-    from deadpool_megatron.trainer.config import parse_args
-    from deadpool_megatron.trainer.training import TrainingLoop
-
-    with _changed(row):
-        loop = TrainingLoop(parse_args(_TINY.split()), lambda kind, facts: None)
-        parts, cleanup = ShardState(loop.optimizer).parts, InterruptCleanup(loop)
-        for _ in range(_STEPS):
-            loop.train_step()
-        kept = [[tensor.clone() for tensor in part.tensors] for part in parts]
-        others = encode(extras.capture(loop))
-
-        def train_again() -> Mapping[str, str]:
-            cleanup.forget()
-            for part, tensors in zip(parts, kept, strict=True):
-                for tensor, value in zip(part.tensors, tensors, strict=True):
-                    tensor.copy_(value)
-            values = decode(others)
-            extras.restore(loop, values)
-            dimensions.rebuild_from_peers(loop)
-            loop.reset_after_interrupt()
-            extras.restore_last(values)
-            for _ in range(_STEPS):
-                loop.train_step()
-            loop.synchronize_parameters()
-            return state_digests(loop)
-
-        wanted = train_again()
-        for passes in ("forward", "full_backward"):
-            try:
-                with _interrupted(loop, passes):
-                    loop.train_step()
-            except Interrupted as error:
-                forget_frames(error)
-                if train_again() != wanted:
-                    return False
-            else:
-                raise AssertionError(f"no {passes} pass was interrupted")
-    return True
-
-
-@contextlib.contextmanager
-def _interrupted(loop: Any, passes: str) -> Iterator[None]:
-    """The second micro-batch does not get through the last layer."""
+        return bool(globals()[row.probe](task))
+    from going_back import GoingBack
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    seen: list[object] = []
+    from deadpool_megatron.hooks.interrupt_cleanup import forget_frames
+    from deadpool_megatron.trainer import config, training
 
     def interrupt(*_: object) -> None:
-        seen.append(None)
-        if len(seen) == 2:
+        if next(calls) == 2:
             raise Interrupted
 
-    layers = [one for one in loop.models[0].modules() if isinstance(one, TransformerLayer)]
-    handle = getattr(layers[-1], f"register_{passes}_pre_hook")(interrupt)
-    try:
-        yield
-    finally:
-        handle.remove()
+    with _changed(row):
+        given = config.parse_args([*trainings.model(task, {}), "--train-iters", "8"])
+        loop = training.TrainingLoop(given, lambda kind, facts: None)
+        going = GoingBack(loop, 2)
+        going.back()
+        wanted = going.train()
+        last = [one for one in loop.models[0].modules() if isinstance(one, TransformerLayer)][-1]
+        for hook in (last.register_forward_pre_hook, last.register_full_backward_pre_hook):
+            calls, handle = itertools.count(1), hook(interrupt)
+            try:
+                loop.train_step()
+                raise AssertionError("no step was interrupted")
+            except Interrupted as error:
+                forget_frames(error)
+            handle.remove()
+            going.back()
+            if going.train() != wanted:
+                return False
+    return True
 
 
 if __name__ == "__main__":

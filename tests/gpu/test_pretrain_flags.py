@@ -17,7 +17,8 @@ PLAIN = (KIT.parents[1] / "configs" / "megatron-lm" / "gpu-plain.args").read_tex
 
 def test_each_flag_that_is_taken_by_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(KIT)
-    rows = importlib.import_module("tests.gpu.read_rows")
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    rows = importlib.import_module("read_rows")
     assert {row.name for row in READ} <= set(rows.ROWS)
 
 
@@ -37,7 +38,7 @@ def test_what_is_missing_is_left_out(
     trainings = importlib.import_module("proof.trainings")
     monkeypatch.setattr(trainings, "find_spec", lambda name: name if name in installed else None)
     given: list[str] = []
-    monkeypatch.setattr(trainings, "_strike", lambda task, kind, program: given.extend(program))
+    monkeypatch.setattr(trainings, "strike", lambda task, kind, program: given.extend(program))
     task = SimpleNamespace(is_on_gpu=True, checkout=Path("/m"), size=SimpleNamespace(iterations=4))
     trainings.megatron_lm(task)
     before, after = given.index("--bf16"), given.index("--deadpool")

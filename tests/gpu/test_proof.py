@@ -98,7 +98,7 @@ def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit: Kit, tmp_path:
     assert facts["trainer"]["bit-identical to the undisturbed run"]
     assert facts["overhead"]["protected"]["shipped_bytes"] > 0
     assert facts["rows"]["fine-grained-activation-offloading"] == "same bits"
-    job = facts["rows"]["rows-trainer-fine-grained-activation-offloading"]
+    job = facts["rows"]["rows-fine-grained-activation-offloading"]
     assert job["bit-identical to the undisturbed run"]
 
 

@@ -57,6 +57,22 @@ def set_up(device: Device) -> None:
     nccl_environment.complete(os.environ)
 
 
+def take_world(device: Device) -> None:
+    """This process becomes a world of one rank, on its device."""
+    import torch.distributed as dist
+
+    from deadpool_megatron.platform import select_platform
+
+    select_platform().install()
+    from deadpool_megatron.comms import Communicators
+    from deadpool_megatron.hooks.session import take_device
+
+    kind = take_device("nccl" if device is Device.CUDA else "gloo", 0)
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    Communicators(kind).install()
+    dist.init_process_group()
+
+
 @dataclass(frozen=True)
 class Size:
     """How much of each thing a part does; the limit of a part may end it before."""

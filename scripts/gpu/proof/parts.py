@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import read_rows
+
 from proof import copies, kernels, overhead, seam, smoke, trainings
 from proof.result import Task
-from tests.gpu import read_rows
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from proof.device import Device
 from proof.result import ROOT, Task, read_json
 
 _END_SECONDS = 2.0
+#: what a job and the same undisturbed take
+_LEAST_SECONDS = {Device.CUDA: 45.0, Device.CPU: 10.0}
 _HASHED = ("--deadpool-set", "hash-interval=1")
 #: the iteration in which a node is lost
 _LOSS_AT = 3
@@ -48,7 +50,7 @@ def embedded(task: Task) -> None:
     """Part trainer: data parallel 2 loses role 1; the same undisturbed; a pipeline loses role 0."""
     program = ["-m", "deadpool_megatron.trainer", *model(task, _LARGER)]
     program += ["--train-iters", str(task.size.iterations)]
-    _strike(task, task.device.communicator, program)
+    strike(task, task.device.communicator, program)
     pipeline = [*program, "--pipeline-model-parallel-size", "2"]
     nodes = 4 if task.is_on_gpu else 2
     _take(task, "pipeline", Job(task.device, task.device.communicator, nodes, pipeline), 0)
@@ -66,10 +68,10 @@ def megatron_lm(task: Task, *more: str) -> None:
         plain = [] if fuses else ["--no-gradient-accumulation-fusion"]
     program = [str(task.checkout / "pretrain_gpt.py"), *words, *plain, "--deadpool"]
     program += ["--train-iters", str(task.size.iterations), "--lr-warmup-iters", "2", *more]
-    _strike(task, "nccl" if task.is_on_gpu else "gloo", program)
+    strike(task, "nccl" if task.is_on_gpu else "gloo", program)
 
 
-def _strike(task: Task, communicator: str, program: Sequence[str]) -> None:
+def strike(task: Task, communicator: str, program: Sequence[str]) -> None:
     """First with a loss, then without; the states at the end are compared."""
     from deadpool_megatron.cli.compare import compare_results
     from deadpool_megatron.cli.run_result import ResultError, read_result
@@ -89,6 +91,22 @@ def _strike(task: Task, communicator: str, program: Sequence[str]) -> None:
     if not task.is_on_gpu:
         # There sums have one order; on a GPU kernels and NCCL may choose another one.
         task.expect(comparison.identical, "not bit-identical to the undisturbed run")
+
+
+def beside(task: Task, name: str, run: Callable[..., None], *given: Any) -> None:
+    """A further job of a part, with facts of its own; if there is time for it."""
+    one = replace(task, part=f"{task.part}-{name.partition('=')[0]}")
+    one = replace(one, facts={}, problems=[], findings=[])
+    if task.left_seconds < _LEAST_SECONDS[task.device]:
+        task.facts[one.part] = "left out: there was no time left"
+        return
+    try:
+        run(one, *given)
+    finally:
+        task.facts[one.part] = one.facts
+        task.problems += [f"{name}: {text}" for text in one.problems]
+        task.findings += [f"{name}: {text}" for text in one.findings]
+        task.save()
 
 
 def _take(task: Task, name: str, job: Job, *lost: int) -> Path:

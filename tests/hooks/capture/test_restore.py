@@ -14,14 +14,11 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.qk_clip import clip_qk
 
 from deadpool_megatron.hooks import dimensions
-from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.dimensions import PeerMismatch
-from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
-from deadpool_megatron.state.extras import decode, encode
-from tests.state.loading import load
+from tests.gpu.going_back import GoingBack
 from tests.trainer.layouts import TINY, make_loop
 from tests.trainer.ranks import run_ranks
 
@@ -43,43 +40,17 @@ def go_back(arguments: str) -> dict[str, Any]:
     """On one rank: three iterations, capture, two more, restore, the same two again."""
     loop, emitted = make_loop(arguments)
     complete_state(loop.optimizer)
-    shard = ShardState(loop.optimizer)
-    cleanup = InterruptCleanup(loop)
-
-    def train(count: int) -> None:
-        for _ in range(count):
-            loop.train_step()
-        loop.synchronize_parameters()
-
-    train(3)
-    slots = []
-    for part in shard.parts:
-        slot = memoryview(bytearray(part.nbytes))
-        for view, tensor in zip(part.views(slot), part.tensors, strict=True):
-            view.copy_(tensor)
-        slots.append(slot)
-    kept = encode(extras.capture(loop))
+    going = GoingBack(loop, 3)
     at_capture = state_digests(loop)
-    train(2)
-    first = state_digests(loop)
-    cleanup.forget()
-    for part, slot in zip(shard.parts, slots, strict=True):
-        load(part, slot)
-    values = decode(kept)
-    extras.restore(loop, values)
-    dimensions.rebuild_from_peers(loop)
-    loop.reset_after_interrupt()
-    extras.restore_last(values)
-    dimensions.verify(loop)
-    back = state_digests(loop)
-    train(2)
-    second = state_digests(loop)
+    first = going.train()
+    back = going.back()
+    second = going.train()
     return {
         "wrong after restore": [k for k in at_capture if back.get(k) != at_capture[k]],
         "wrong after replay": [k for k in first if second.get(k) != first[k]],
         "losses": [data["loss"] for kind, data in emitted if kind == "step"],
         "skipped": loop.counters["skipped_iterations"],
-        "pieces": max(len(part.tensors) for part in shard.parts),
+        "pieces": max(len(part.tensors) for part in going.parts),
     }
 
 

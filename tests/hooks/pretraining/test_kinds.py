@@ -14,54 +14,45 @@ from megatron.core.optimizer import OptimizerConfig, ParamKey
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.hooks.pretraining.build import Build, CommandLine
 
-OVERRIDES = {
-    ParamKey(name="*.bias"): {"wd_mult": 0.0},
-    ParamKey(name="words.*"): {"max_lr": 0.5},
-}
+WORDS = ParamKey(name="words.*")
+OVERRIDES = {ParamKey(name="*.bias"): {"wd_mult": 0.0}, WORDS: {"max_lr": 0.5}}
 
 
-def stage(experts: bool, words: bool) -> torch.nn.ModuleDict:
-    parts = {"dense": torch.nn.Linear(2, 2), "experts": torch.nn.Linear(2, 2)}
-    for parameter in parts["experts"].parameters():
+def stage(*parts: str) -> torch.nn.ModuleDict:
+    made = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in parts})
+    for parameter in made["experts"].parameters() if "experts" in parts else ():
         parameter.allreduce = False  # type: ignore[attr-defined]
-    kept = {name: part for name, part in parts.items() if experts or name == "dense"}
-    return torch.nn.ModuleDict({**kept, **({"words": torch.nn.Linear(2, 2)} if words else {})})
+    return made
 
 
 def groups(build: Build, model: torch.nn.Module, overrides: Any = OVERRIDES) -> list[Any]:
     """Of every group what tells it from others, and how many parameters it has."""
     with build.kinds_told():
         made = optimizer._get_param_groups([model], OptimizerConfig(lr=1.0), overrides)  # type: ignore
-    return [({k: v for k, v in one.items() if k != "params"}, len(one["params"])) for one in made]
+    return [one | {"params": len(one["params"])} for one in made]
 
 
-@pytest.mark.parametrize("poor", [stage(False, False), stage(False, True), stage(True, False)])
+@pytest.mark.parametrize("parts", [["dense"], ["dense", "words"], ["dense", "experts"]])
 def test_a_stage_with_fewer_kinds_is_built_alike_without_peers(
-    monkeypatch: pytest.MonkeyPatch, poor: torch.nn.ModuleDict
+    monkeypatch: pytest.MonkeyPatch, parts: list[str]
 ) -> None:
-    rich, own = stage(True, True), Build(CommandLine())
+    poor, peer, told = stage(*parts), Build(CommandLine()), Build(CommandLine())
     communicators = Communicators()
     communicators.install()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     dist.init_process_group()
-    try:
-        groups(own, rich)  # tells what the peer has
-        ((_, told),) = own.kinds
-        with monkeypatch.context() as with_peer:
-            peers = Build(CommandLine())
-            with_peer.setattr(
-                dist,
-                "all_gather_object",
-                lambda found, kinds: found.__setitem__(slice(2), (told, kinds)),
-            )
-            wanted = groups(peers, poor)
-        alone = Build(CommandLine(), ast.literal_eval(repr(peers.kinds)))
-        assert groups(alone, poor) == wanted
-        assert len(groups(alone, poor)) == 6 > len(groups(Build(CommandLine()), poor))  # made twice
-        other = {**OVERRIDES, ParamKey(name="words.*"): {"max_lr": 0.25}}
-        stale = Build(CommandLine(), peers.kinds)
-        assert groups(stale, poor, other) == groups(Build(CommandLine()), poor, other)
-    finally:
-        dist.destroy_process_group()
-        communicators.uninstall()
+    groups(peer, stage("dense", "experts", "words"))
+    with monkeypatch.context() as with_peer:
+        with_peer.setattr(
+            dist, "all_gather_object", lambda found, own: found.extend([peer.kinds[0][1], own])
+        )
+        with_peer.setattr(dist, "get_world_size", lambda: 0)
+        wanted = groups(told, poor)
+    alone = Build(CommandLine(), ast.literal_eval(repr(told.kinds)))
+    assert groups(alone, poor) == groups(alone, poor) == wanted  # made twice for a spare
+    assert len(wanted) == 6 > len(groups(Build(CommandLine()), poor))
+    other = OVERRIDES | {WORDS: {"max_lr": 0.25}}
+    assert groups(alone, poor, other) == groups(Build(CommandLine()), poor, other)
+    dist.destroy_process_group()
+    communicators.uninstall()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +17,10 @@ from deadpool_megatron.hooks.pretraining import user_buffers
 from deadpool_megatron.hooks.pretraining.user_buffers import UserBuffers
 
 
-class Buffer:
-    """Remembers in which groups it was made."""
-
-    def __init__(self, *groups: Any) -> None:
-        self.groups = groups
-
-
 class Library(types.ModuleType):
     """Does what initialize_ub() of Transformer Engine does with groups."""
 
-    _ub_communicators: dict[str, Buffer] | None = None
+    _ub_communicators: Any = None
     fails, size = False, 2
 
     def initialize_ub(self) -> None:
@@ -36,7 +30,7 @@ class Library(types.ModuleType):
         ranks = [list(range(at, at + self.size)) for at in range(0, 4, self.size)]
         domain, _ = dist.new_subgroups_by_enumeration(ranks, backend="nccl")  # type: ignore
         for name in ("qkv_fprop", "fc1_fprop"):
-            self._ub_communicators[name] = Buffer(world, domain)
+            self._ub_communicators[name] = SimpleNamespace(groups=(world, domain))
             if self.fails:
                 raise ConnectionError("a peer is gone")
 
@@ -46,11 +40,8 @@ class Library(types.ModuleType):
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    name = "transformer_engine.pytorch.module.base"
-    made = Library(name)
-    for at in ("transformer_engine", "transformer_engine.pytorch", name.removesuffix(".base")):
-        monkeypatch.setitem(sys.modules, at, types.ModuleType(at))
-    monkeypatch.setitem(sys.modules, name, made)
+    made = Library("transformer_engine.pytorch.module.base")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setattr(user_buffers, "_begun", [])
     monkeypatch.setattr(user_buffers.os, "_exit", sys.exit)
     return made
@@ -59,26 +50,22 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.fixture
 def buffers(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[UserBuffers]:
     """Of rank 3 of four, as Megatron-LM's initialisation has left them; without peers."""
-    maker: Callable[[], None] = library.initialize_ub
-    initialize = types.SimpleNamespace(_initialize_tp_communicators=lambda: maker())
-    args = types.SimpleNamespace(tensor_model_parallel_size=2)
-    package = types.SimpleNamespace(get_args=lambda: args, initialize=initialize)
+    initialize = SimpleNamespace(_initialize_tp_communicators=library.initialize_ub)
+    args = SimpleNamespace(tensor_model_parallel_size=2)
+    package = SimpleNamespace(get_args=lambda: args, initialize=initialize)
     monkeypatch.setitem(sys.modules, "megatron.training", package)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    communicators = Communicators()
+    communicators, made = Communicators(), UserBuffers()
     communicators.install()
     dist.init_process_group()
-    try:
-        made = UserBuffers()
-        made.renew()
-        with made.put_off():
-            initialize._initialize_tp_communicators()
-        assert library._ub_communicators is None
-        yield made
-    finally:
-        dist.destroy_process_group()
-        communicators.uninstall()
+    made.renew()
+    with made.put_off():
+        initialize._initialize_tp_communicators()
+    assert library._ub_communicators is None
+    yield made
+    dist.destroy_process_group()
+    communicators.uninstall()
 
 
 def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, library: Library) -> None:
@@ -86,11 +73,10 @@ def test_each_epoch_has_new_ones_in_the_same_groups(buffers: UserBuffers, librar
     seen = []
     for _ in range(3):
         buffers.renew()
-        assert library._ub_communicators is not None
         ((world, domain),) = {one.groups for one in library._ub_communicators.values()}
-        assert dist.get_process_group_ranks(world) == [0, 1, 2, 3]
-        assert dist.get_process_group_ranks(domain) == [2, 3]
-        seen.append(list(map(id, library._ub_communicators.values())))
+        found = [dist.get_process_group_ranks(group) for group in (world, domain)]
+        assert found == [[0, 1, 2, 3], [2, 3]]
+        seen.append(id(library._ub_communicators))
     assert dict(dist.distributed_c10d._world.pg_map) == groups
     assert seen[0] != seen[1]
 
@@ -100,11 +86,10 @@ def test_a_process_that_holds_some_of_another_set_is_replaced(
 ) -> None:
     """Their end would be that of the new ones."""
     buffers.renew()
-    assert library._ub_communicators is not None
     kept = library._ub_communicators["fc1_fprop"]
     with pytest.raises(SystemExit) as end:
         buffers.renew()
-    assert (end.value.code, kept.groups[0].size()) == (ExitStatus.UNCLEAN, 4)
+    assert (end.value.code, len(kept.groups)) == (ExitStatus.UNCLEAN, 2)
 
 
 def test_a_process_that_was_interrupted_as_it_made_them_is_replaced(

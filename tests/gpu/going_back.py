@@ -1,0 +1,46 @@
+"""A loop that can be put back to where it stood when it was captured, as a recovery does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.hooks import dimensions
+from deadpool_megatron.hooks.capture import megatron_extras as extras
+from deadpool_megatron.hooks.capture.identity import state_digests
+from deadpool_megatron.hooks.capture.optimizer import ShardState
+from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
+from deadpool_megatron.state.extras import decode, encode
+
+
+class GoingBack:
+    """Trains ``count`` iterations first."""
+
+    def __init__(self, loop: Any, count: int) -> None:
+        self.loop, self.parts = loop, ShardState(loop.optimizer).parts
+        self._cleanup = InterruptCleanup(loop)
+        self.train(count)
+        self._slots = [memoryview(bytearray(part.nbytes)) for part in self.parts]
+        for slot, part in zip(self._slots, self.parts, strict=True):
+            for view, tensor in zip(part.views(slot), part.tensors, strict=True):
+                view.copy_(tensor)
+        self._extras = encode(extras.capture(loop))
+
+    def train(self, count: int = 2) -> Mapping[str, str]:
+        for _ in range(count):
+            self.loop.train_step()
+        self.loop.synchronize_parameters()
+        return state_digests(self.loop)
+
+    def back(self) -> Mapping[str, str]:
+        self._cleanup.forget()
+        for slot, part in zip(self._slots, self.parts, strict=True):
+            for view, tensor in zip(part.views(slot), part.tensors, strict=True):
+                tensor.copy_(view)
+        values = decode(self._extras)
+        extras.restore(self.loop, values)
+        dimensions.rebuild_from_peers(self.loop)
+        self.loop.reset_after_interrupt()
+        extras.restore_last(values)
+        dimensions.verify(self.loop)
+        return state_digests(self.loop)
