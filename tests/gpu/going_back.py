@@ -20,10 +20,12 @@ class GoingBack:
         self.loop, self.parts = loop, ShardState(loop.optimizer).parts
         self._cleanup = InterruptCleanup(loop)
         self.train(count)
-        self._slots = [memoryview(bytearray(part.nbytes)) for part in self.parts]
-        for slot, part in zip(self._slots, self.parts, strict=True):
-            for view, tensor in zip(part.views(slot), part.tensors, strict=True):
-                view.copy_(tensor)
+        self._pairs: list[Any] = []
+        for part in self.parts:
+            views = part.views(memoryview(bytearray(part.nbytes)))
+            self._pairs += zip(views, part.tensors, strict=True)
+        for view, tensor in self._pairs:
+            view.copy_(tensor)
         self._extras = encode(extras.capture(loop))
 
     def train(self, count: int = 2) -> Mapping[str, str]:
@@ -34,9 +36,8 @@ class GoingBack:
 
     def back(self) -> Mapping[str, str]:
         self._cleanup.forget()
-        for slot, part in zip(self._slots, self.parts, strict=True):
-            for view, tensor in zip(part.views(slot), part.tensors, strict=True):
-                tensor.copy_(view)
+        for view, tensor in self._pairs:
+            tensor.copy_(view)
         values = decode(self._extras)
         extras.restore(self.loop, values)
         dimensions.rebuild_from_peers(self.loop)

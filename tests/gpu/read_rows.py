@@ -116,23 +116,19 @@ def _changed(row: Any) -> Iterator[None]:
         """Its Adams do not know a word of Transformer Engine's."""
         return hybrid(groups, **{k: v for k, v in given.items() if k != "bias_correction"})
 
-    changes: list[tuple[Any, str, Any]] = [
-        (model, "TransformerConfig", functools.partial(model.TransformerConfig, **row.model)),
-        (model, "OptimizerConfig", functools.partial(model.OptimizerConfig, **row.optimizer)),
-    ]
-    if find_spec(_ENGINE) is None:  # nor the modules whose flag that is
-        changes.append((engine, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False)))
-        changes.append((optimizer, "HybridDeviceOptimizer", of_torch))
-    if not torch.cuda.is_available():
-        changes.append((offload, "GPUTensorPool", lambda device, **_: pool(device)))
     with contextlib.ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(patch.object(*change, create=True))
+
+        def change(*what: Any) -> None:
+            stack.enter_context(patch.object(*what, create=True))
+
+        for name, fields in (("TransformerConfig", row.model), ("OptimizerConfig", row.optimizer)):
+            change(model, name, functools.partial(getattr(model, name), **fields))
+        if find_spec(_ENGINE) is None:  # nor the modules whose flag that is
+            change(engine, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False))
+            change(optimizer, "HybridDeviceOptimizer", of_torch)
+        if not torch.cuda.is_available():
+            change(offload, "GPUTensorPool", lambda device, **_: pool(device))
         yield
-
-
-class Interrupted(Exception):
-    """A step is left by it."""
 
 
 def _is_exact(task: Task, row: Any) -> bool:
@@ -147,7 +143,7 @@ def _is_exact(task: Task, row: Any) -> bool:
 
     def interrupt(*_: object) -> None:
         if next(calls) == 2:
-            raise Interrupted
+            raise InterruptedError
 
     with _changed(row):
         given = config.parse_args([*trainings.model(task, {}), "--train-iters", "8"])
@@ -161,7 +157,7 @@ def _is_exact(task: Task, row: Any) -> bool:
             try:
                 loop.train_step()
                 raise AssertionError("no step was interrupted")
-            except Interrupted as error:
+            except InterruptedError as error:
                 forget_frames(error)
             handle.remove()
             going.back()
