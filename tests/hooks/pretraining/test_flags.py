@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,92 +25,9 @@ from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
 ROOT = Path(__file__).parents[3]
 MODEL = [*small(), "--save-interval", "5"]
 
-# For each flag of each row: how a user comes to it.
-_WITHOUT_A_VALUE = """
---inprocess-restart --enable-ft-package --adlr-autoresume
---use-megatron-fsdp --use-torch-fsdp2 --optimizer-cpu-offload --qk-clip
---overlap-param-gather-with-optimizer-step --fp4-param-gather
---reuse-grad-buf-for-mxfp8-param-ag --is-hybrid-model --moe-enable-routing-replay
---vision-pretraining --perform-rl-step --hybrid-context-parallel --use-nccl-ub
---tp-comm-overlap --use-sharp --moe-enable-deepep
---use-ring-exchange-p2p --fake-process-group --log-straggler --enable-cuda-graph
---external-cuda-graph --fine-grained-activation-offloading --defer-embedding-wgrad-compute
---delay-wgrad-compute --full-validation
---multiple-validation-sets --fim-data --skip-train --moe-use-upcycling
---run-workload-inspector-server
-"""
-EXAMPLES = dict.fromkeys(_WITHOUT_A_VALUE.split(), "") | {
-    "--error-injection-rate": "1000",
-    "--non-persistent-ckpt-type": "local",
-    "--save": "msc://profile/checkpoints",
-    "--ckpt-format": "torch_dcp",
-    "--optimizer": "lion",
-    "--muon-scalar-optimizer": "lion",
-    "--fp4-format": "e2m1",
-    "--fp8-recipe": "custom",
-    "--te-precision-config-file": "precision.yaml",
-    "--experimental-attention-variant": "dsa",
-    "--hybrid-override-pattern": "M-M*",
-    "--hybrid-attention-ratio": "0.5",
-    "--hybrid-mlp-ratio": "0.5",
-    "--linear-attention-freq": "4",
-    "--symmetric-ar-type": "one_shot",
-    "--transformer-impl": "inference_optimized",
-    "--moe-token-dispatcher-type": "flex",
-    "--pipeline-model-parallel-comm-backend": "ucc",
-    "--lazy-mpu-init": "True",
-    "--cuda-graph-impl": "transformer_engine",
-    "--tp-comm-bootstrap-backend": "mpi --tp-comm-overlap",
-    "--cpu-offloading-num-layers": "2",
-    "--save-dgrads-interval": "10",
-    "--save-wgrads-interval": "10",
-    "--dataloader-type": "external",
-    "--phase-transition-iterations": "100,200",
-    "--async-strategy": "nvrx --async-save --use-persistent-ckpt-worker",
-    "--iterations-to-skip": "7",
-    "--result-rejected-tracker-filename": "rejected.txt",
-    "--ckpt-convert-format": "torch --ckpt-convert-save converted --load there",
-}
-# The parser of 0.16.1 has no other values, replaces its arguments by a file's, or lacks a package
-# or the flag.
-BY_HAND = {
-    "--distributed-backend": {"distributed_backend": "mpi"},
-    "--yaml-cfg": {"yaml_cfg": "model.yaml"},
-    "--kitchen-config-file": {"kitchen_config_file": "kitchen.yaml"},
-    "--kitchen-recipe-number": {"kitchen_recipe_number": 0},
-    "--optimizer-cuda-graph": {"optimizer_cuda_graph": True},
-    "--hybrid-layer-pattern": {"hybrid_layer_pattern": "M-M*"},
-}
-# Megatron itself accepts these only with other flags, packages or sizes: they are parsed alone.
-_PARSED_ONLY = """
---ckpt-format --delay-wgrad-compute --fim-data --fine-grained-activation-offloading
---fp4-format --fp4-param-gather --hybrid-context-parallel --moe-use-upcycling
---non-persistent-ckpt-type --optimizer-cpu-offload
---overlap-param-gather-with-optimizer-step --perform-rl-step --qk-clip --tp-comm-overlap
---tp-comm-bootstrap-backend
---use-megatron-fsdp --use-torch-fsdp2
-"""
-# Near to a row, and fine.
-HARMLESS = (
-    "",
-    "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
-    "--rampup-batch-size 8 8 1000",
-    "--async-save --use-persistent-ckpt-worker",
-    "--non-persistent-ckpt-type global --non-persistent-save-interval 2",
-    "--check-for-spiky-loss",
-    "--rerun-mode disabled",
-    "--dataloader-type cyclic",
-    "--exit-duration-in-mins 10 --exit-interval 3",
-    "--cpu-offloading-num-layers 0",
-    "--error-injection-rate 0",
-    "--cuda-graph-impl none",
-    "--moe-token-dispatcher-type alltoall",
-    "--inprocess-granularity rank",
-    "--load there --finetune --no-load-optim",
-    "--save msc",
-    "--ckpt-format torch --no-save-optim --no-save-rng",
-    "--no-one-logger",
-)
+_TABLES = tomllib.loads(Path(__file__).with_name("examples.toml").read_text())
+EXAMPLES = dict.fromkeys(_TABLES["without_a_value"].split(), "") | _TABLES["examples"]
+BY_HAND, HARMLESS, _PARSED_ONLY = (_TABLES[n] for n in ("by_hand", "harmless", "parsed_only"))
 
 
 def parser() -> argparse.ArgumentParser:
