@@ -30,50 +30,8 @@ from proof.result import Task, first_line
 _ENGINE, _FINE = "transformer_engine", "fine-grained-activation-offloading"
 
 
-def delayed_gradients(task: Task) -> bool:
-    """A backward pass whose weights nobody came to, and then a whole one."""
-    import torch
-    from transformer_engine.pytorch import Linear
-
-    from deadpool_megatron.hooks import interrupt_cleanup
-
-    where = task.device.value
-    layer = Linear(64, 64, bias=False, delay_wgrad_compute=True, device=where)
-    left: Any = SimpleNamespace(modules=layer.modules)
-    inputs, found = torch.randn(2, 32, 64, device=where), []
-    for is_interrupted in (False, True):
-        if is_interrupted:
-            layer(inputs[0]).square().sum().backward()
-            interrupt_cleanup.delayed_gradients(left)
-        layer(inputs[1]).square().sum().backward()
-        layer.backward_dw()
-        found.append(layer.weight.grad)
-    return bool(torch.equal(*found))
-
-
-def user_buffers(task: Task) -> bool:
-    """Made three times, in groups of one rank: the same ones each time."""
-    import torch.distributed as dist
-    from transformer_engine.pytorch.module import base
-
-    from deadpool_megatron.hooks.pretraining.user_buffers import UserBuffers
-
-    make = functools.partial(base.initialize_ub, [256, 64], 1, bootstrap_backend="nccl")
-    initialize = SimpleNamespace(_initialize_tp_communicators=make)
-    args = SimpleNamespace(tensor_model_parallel_size=1)
-    package: Any = SimpleNamespace(get_args=lambda: args, initialize=initialize)
-    buffers, counts = UserBuffers(), set()
-    with patch.dict(sys.modules, {"megatron.training": package}), buffers.put_off():
-        initialize._initialize_tp_communicators()
-    for _ in range(3):
-        buffers.renew()
-        counts.add(len(dist.distributed_c10d._world.pg_map))
-        task.expect(bool(base._ub_communicators), "there are no user buffers")
-    return len(counts) == 1
-
-
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-_NOTHING = {"needs": "", "model": {}, "optimizer": {}, "words": "", "probe": ""}
+_NOTHING = {"needs": "", "model": {}, "optimizer": {}, "words": ""}
 ROWS = {name: SimpleNamespace(**_NOTHING | row) for name, row in _TABLE.items()}
 
 
@@ -84,7 +42,7 @@ def look(task: Task) -> None:
     for name, row in ROWS.items():
         if row.needs not in {"", *there} and (" " in row.needs or not find_spec(row.needs)):
             task.facts[name] = f"left out: it needs {row.needs}"
-        elif row.probe or row.model or row.optimizer:
+        elif row.model or row.optimizer:
             try:
                 task.facts[name] = "same bits" if _is_exact(task, row) else "other bits"
             except Exception as error:
@@ -133,8 +91,6 @@ def _changed(row: Any) -> Iterator[None]:
 
 def _is_exact(task: Task, row: Any) -> bool:
     """Whether steps give the same bits again, after steps that were interrupted."""
-    if row.probe:
-        return bool(globals()[row.probe](task))
     from going_back import GoingBack
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
