@@ -8,18 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deadpool_megatron.support.flags import READ
-
 KIT = Path(__file__).parents[2] / "scripts" / "gpu"
 FUSION = "--no-gradient-accumulation-fusion"
 PLAIN = (KIT.parents[1] / "configs" / "megatron-lm" / "gpu-plain.args").read_text().split()
-
-
-def test_each_flag_that_is_taken_by_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(KIT)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    rows = importlib.import_module("read_rows")
-    assert {row.name for row in READ} <= set(rows.ROWS)
 
 
 @pytest.mark.parametrize(

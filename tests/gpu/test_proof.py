@@ -98,8 +98,6 @@ def test_the_whole_kit_is_rehearsed_within_its_eight_minutes(kit: Kit, tmp_path:
     assert facts["trainer"]["bit-identical to the undisturbed run"]
     assert facts["overhead"]["protected"]["shipped_bytes"] > 0
     assert facts["rows"]["fine-grained-activation-offloading"] == "same bits"
-    job = facts["rows"]["rows-fine-grained-activation-offloading"]
-    assert job["bit-identical to the undisturbed run"]
 
 
 @pytest.mark.slow
