@@ -64,6 +64,12 @@ _WITHOUT_BEING_ASKED = frozenset(
         "megatron.core.transformer.custom_layers.batch_invariant_kernels",
         "megatron.core.transformer.moe.paged_stash",
         "megatron.core.transformer.moe.ops.paged_stash",
+        "megatron.core.ssm.ops.common.causal_conv1d_varlen",
+        "megatron.core.ssm.ops.mamba2.batch_invariant_decode",
+        "megatron.core.ssm.ops.mamba2.ssd_bmm",
+        "megatron.core.ssm.ops.mamba2.ssd_chunk_scan",
+        "megatron.core.ssm.ops.mamba2.ssd_chunk_state",
+        "megatron.core.ssm.ops.mamba2.ssd_state_passing",
     }
 )
 _installed = False
@@ -310,6 +316,7 @@ class _Stub(types.ModuleType):
     """A module all of whose names are decorators that leave the function as it is."""
 
     language: types.ModuleType
+    __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

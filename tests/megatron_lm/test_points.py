@@ -14,7 +14,7 @@ import pytest
 
 from deadpool_megatron.support import versions
 from deadpool_megatron.support.versions import FAMILIES
-from tests.megatron_lm.harness.checkout import TAGS, checkout
+from tests.megatron_lm.harness.checkout import TREES, checkout
 
 pytestmark = pytest.mark.megatron_lm
 
@@ -33,7 +33,7 @@ _ANSWER = (
 )
 
 
-@pytest.fixture(params=TAGS)
+@pytest.fixture(params=TREES)
 def tree(request: pytest.FixtureRequest) -> Path:
     """Of each tag whose source is there."""
     found = checkout(request.param)

@@ -19,7 +19,7 @@ from deadpool_megatron.support import flags as flag_tables
 from deadpool_megatron.support.flags import REVIEWED, ROWS, UNREVIEWED, FlagRow, Level, as_markdown
 from deadpool_megatron.support.judgement import judge, notes, refusal
 from tests.megatron_lm.harness.arguments import small
-from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAG, TAGS, TREES, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
 
 ROOT = Path(__file__).parents[3]
@@ -284,7 +284,7 @@ def parsers() -> dict[str, dict[str, list[str]]]:
     """By tag: each flag of its parser, and the values that are listed of it."""
     return {
         tag: {flag: listed or [] for flag, listed in map(json.loads, in_checkout("flags", tag=tag))}
-        for tag in TAGS
+        for tag in TREES
         if checkout(tag) is not None
     }
 
@@ -301,7 +301,7 @@ def test_every_flag_of_the_parsers_is_judged_and_no_other(
     judged = {flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags}
     judged |= {flag for row in ROWS for flag in row.flags}
     of_a_package = {flag for row in ROWS if row.only_with == "kitchen" for flag in row.flags}
-    if len(known) == len(TAGS):
+    if len(known) == len(TREES):
         assert judged - of_a_package <= set().union(*known.values())
     for tag, flags_of_tag in known.items():
         if tag == TAGS[0]:
