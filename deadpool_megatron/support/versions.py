@@ -11,6 +11,7 @@ changed. Copies that ``from ... import`` has made of them are replaced as well.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import inspect
 import os
@@ -37,6 +38,9 @@ _TABLES: dict[str, Any] = tomllib.loads(
 )
 #: what package_info.py says of those that were tried
 TESTED: tuple[str, ...] = tuple(_TABLES["tested"])
+#: by what package_info.py says of it: a commit without a tag that was tried, and its sources
+COMMITS: dict[str, dict[str, str]] = _TABLES["commits"]
+_TRIED = ", ".join([*TESTED, *(f"{key} at {row['commit']}" for key, row in COMMITS.items())])
 #: by MAJOR.MINOR, the newest last: where its versions differ from others
 FAMILIES: dict[str, dict[str, Any]] = _TABLES["families"]
 _PACKAGE_INFO = "megatron.core.package_info"
@@ -72,13 +76,14 @@ class FoundPoint:
 @dataclass(frozen=True)
 class Report:
     """Findings of :func:`examine`. ``version`` is that of the megatron.core in use, ``beside`` that
-    of the one which lies beside megatron.training (empty: none does). ``lacking``: names of
-    ``tables/names.toml`` that a version which was never tried does not have.
+    of the one which lies beside megatron.training (empty: none does). ``tried``: it is one that was
+    tried; ``lacking``: names of ``tables/names.toml`` that another one does not have.
     """
 
     version: str
     beside: str
     points: tuple[FoundPoint, ...]
+    tried: bool
     lacking: tuple[str, ...] = ()
 
     @property
@@ -90,14 +95,32 @@ class Report:
 def examine(importer: Importer = importlib.import_module) -> Report:
     """Look at the Megatron-LM that can be imported. ``importer``: how."""
     version, tree = released(importer(_PACKAGE_INFO).__version__), _tree(importer)
-    # Of those that were tried the tests know; reading the source takes a second.
-    untried = tree is not None and version not in TESTED
+    tried = version in TESTED or _is_a_tried_commit(version, tree)
     return Report(
         version=version,
         beside=version_beside(tree),
         points=tuple(_look_at(point, importer) for point in points_of(version)),
-        lacking=lacking(tree, version) if tree is not None and untried else (),
+        tried=tried,
+        # Of those that were tried the tests know; reading the source takes a second.
+        lacking=() if tried or tree is None else lacking(tree, version),
     )
+
+
+def _is_a_tried_commit(version: str, tree: Path | None) -> bool:
+    """By its sources: main keeps its number while it moves, and an archive names no commit."""
+    return (
+        tree is not None
+        and version in COMMITS
+        and (COMMITS[version]["sources"] == hash_of_sources(tree))
+    )
+
+
+def hash_of_sources(tree: Path) -> str:
+    """Return a hash of all Python files of Megatron in ``tree``, and of their names."""
+    digest = hashlib.sha256()
+    for path in sorted((tree / "megatron").rglob("*.py")):
+        digest.update(f"{path.relative_to(tree)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def released(version: str) -> str:
@@ -160,13 +183,13 @@ def check(report: Report, allow_untested: bool) -> None:
     if report.lacking:
         raise UntestedMegatron(
             f"protection has not been tried with Megatron-LM {report.version}, which lacks"
-            f" {'; '.join(report.lacking)}; tried were {', '.join(TESTED)}"
+            f" {'; '.join(report.lacking)}; tried were {_TRIED}"
         )
     if allow_untested and not report.missing:
         return
     troubles = [found.trouble for found in report.points if found.trouble]
-    if report.version not in TESTED:
-        troubles.insert(0, f"its version is {report.version}; tried were {', '.join(TESTED)}")
+    if not report.tried:
+        troubles.insert(0, f"its version is {report.version}; tried were {_TRIED}")
     if not troubles:
         return
     advice = (

@@ -1,4 +1,4 @@
-"""Each supported tag beside the one that all other tests run: the same as stock, and a recovery."""
+"""Each supported tree beside the one that all other tests run: the same as stock, recoveries."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 from deadpool_megatron.cli.storage.verifying import verify_checkpoint
 from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.faults.harness.jobs import restart_kinds, undisturbed
-from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout
+from tests.megatron_lm.harness.arguments import MOE
+from tests.megatron_lm.harness.checkout import TAG, TREES, UNTAGGED, checkout
 from tests.megatron_lm.harness.runs import BASE, dies, gpt, stock, strike
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full]
 
 
-@pytest.mark.parametrize("tag", [tag for tag in TAGS if tag != TAG])
+@pytest.mark.parametrize("tag", [tag for tag in TREES if tag != TAG])
 def test_nodes_die_and_stock_megatron_computes_the_same(tag: str, tmp_path: Path) -> None:
     tree = checkout(tag)
     if tree is None:
@@ -29,6 +30,21 @@ def test_nodes_die_and_stock_megatron_computes_the_same(tag: str, tmp_path: Path
         dies("role 0 in its update", "optimizer.inside", 0, 4),
         dies("a role in the middle, in an evaluation", "evaluation.begin", 1, 8),
         dies("the last role in a save", "save.written", 3, 9),
+    ]
+    outcome = strike(tmp_path / "struck", program, plan)
+    assert restart_kinds(outcome)[1:] == ["memory"] * len(plan)
+    last = Path(outcome.of_kind("durable")[-1].data["path"])
+    assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
+
+
+def test_experts_of_the_commit_without_a_tag(tmp_path: Path) -> None:
+    tree = checkout(UNTAGGED)
+    if tree is None:
+        pytest.skip(f"no checkout of {UNTAGGED}")
+    program = gpt(within=tree, **{**BASE, **MOE, "train_iters": 7})
+    plan = [
+        dies("a role in the middle, in a forward pass", "forward", 1, 3),
+        dies("the last role in a save", "save.written", 3, 6),
     ]
     outcome = strike(tmp_path / "struck", program, plan)
     assert restart_kinds(outcome)[1:] == ["memory"] * len(plan)

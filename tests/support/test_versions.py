@@ -15,7 +15,7 @@ import pytest
 from deadpool_megatron.hookpoints import hookpoint, is_marked, points_of
 from deadpool_megatron.support import versions
 from deadpool_megatron.support.versions import UntestedMegatron
-from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAG, TAGS, UNTAGGED, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import in_checkout
 
 VERSION = "0.16.1"
@@ -87,11 +87,39 @@ def test_a_release_is_tried_whatever_it_calls_itself(tag: str) -> None:
         assert versions.released(info["__version__"]) in (itself, *released)
 
 
+def test_a_commit_is_tried_with_its_own_sources(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Main keeps its number while it moves."""
+    training = tmp_path / "megatron" / "training" / "training.py"
+    training.parent.mkdir(parents=True)
+    training.write_text("")
+    modules["megatron.training"].__file__ = str(training.parent / "__init__.py")
+    modules["megatron.core.package_info"].__version__ = "0.16.9+d98e8a64d"
+    monkeypatch.setattr(versions, "lacking", lambda _tree, _version: ())
+    assert "its version is 0.16.9" in refused(examine(modules))
+    row = {"commit": "d98e8a64ddf3", "sources": versions.hash_of_sources(tmp_path)}
+    monkeypatch.setitem(versions.COMMITS, "0.16.9", row)
+    versions.check(examine(modules), allow_untested=False)
+    training.write_text("# of a later commit")
+    assert refused(examine(modules)).endswith("tries nevertheless")
+    versions.check(examine(modules), allow_untested=True)
+
+
+def test_the_commit_that_was_tried_is_the_one_of_the_tests() -> None:
+    ((version, row),) = versions.COMMITS.items()
+    assert f"main-{row['commit']}" == UNTAGGED
+    tree = checkout(UNTAGGED)
+    if tree is not None:
+        assert versions.version_beside(tree) == version
+        assert versions.hash_of_sources(tree) == row["sources"]
+
+
 def test_another_version(modules: dict[str, Any]) -> None:
     modules["megatron.core.package_info"].__version__ = "0.15.0"
     report = examine(modules)
     text = refused(report)
-    assert f"its version is 0.15.0; tried were {', '.join(versions.TESTED)}" in text
+    assert f"its version is 0.15.0; tried were {', '.join(versions.TESTED)}, 0.20.0 at " in text
     assert text.endswith("--deadpool-allow-untested-megatron tries nevertheless")
     versions.check(report, allow_untested=True)
 

@@ -12,8 +12,9 @@ import pytest
 
 #: supported, each with a patch set
 TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
-#: and a commit of main without a tag, an archive of which is extracted as those of the tags are
-TREES = (*TAGS, "main-d98e8a64ddf3")
+#: a commit of main without one: an archive of it, extracted as those of the tags are
+UNTAGGED = "main-d98e8a64ddf3"
+TREES = (*TAGS, UNTAGGED)
 _TAG_VARIABLE = "MEGATRON_LM_TAG"
 _TREE_VARIABLE = "MEGATRON_LM_DIR"
 
