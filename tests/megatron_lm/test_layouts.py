@@ -215,14 +215,8 @@ if TAG not in ("core_v0.16.1", "core_v0.17.1"):
     muon = {"bf16": True, "optimizer": "muon", "use_distributed_optimizer": True}
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     LAYOUTS["whole matrices dealt out by buffers"] = (
-        {
-            **SEGMENTS,
-            **muon,
-            **overlap,
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "calculate_per_token_loss": True,
-        },
+        {**SEGMENTS, **muon, **overlap, "calculate_per_token_loss": True}
+        | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         COMMON,
     )
     LAYOUTS["whole matrices dealt out, experts"] = (
