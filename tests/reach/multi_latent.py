@@ -1,0 +1,28 @@
+"""Runs pretrain_gpt.py with an attention that takes heads of two widths: Megatron-LM's own for
+multi-latent attention is Transformer Engine's. PYTHONPATH names the checkout."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+from megatron.core.models import backends
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import Tensor
+
+
+class _Attention(DotProductAttention):
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # It is made twice, at first without.
+        if v_channels:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(query, key.contiguous(), value.contiguous(), *args, **kwargs)
+
+
+backends.DotProductAttention = _Attention
+
+if __name__ == "__main__":
+    runpy.run_module("pretrain_gpt", run_name="__main__", alter_sys=True)
