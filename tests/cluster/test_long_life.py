@@ -165,8 +165,8 @@ def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> 
     (size,) = json.loads(found.read_text())["sizes"]
     assert size["agents"] == AGENTS
     assert size["roles"] == (AGENTS - 2) * 8
-    # A change and the close, not a record of all roles.
-    assert size["told_bytes_per_agent"] < 4000
+    # A record of all roles as it is compressed, and the close.
+    assert size["told_bytes_per_agent"] < 8000
     # As many bytes of events as 512 roles may write, of which every one waits at every gate.
     assert size["event_bytes_per_day"] < 50e6
     assert size["stall_second_connections"] > 0

@@ -142,7 +142,7 @@ def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> Non
     world.state.lineage.kept = {1: 3, 2: 1 << 62}
     world.state.record.epoch, world.state.standing_epoch = 2, 2
     world.exports.tick()
-    assert "gone on from before it" in world.complaint()
+    assert "from an earlier state" in world.complaint()
     world.work()
     assert not place.exists()
 
@@ -174,7 +174,7 @@ def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path)
     found = published_during_a_recovery(world, {2: 1 << 62})
     assert [path.name for path in found] == ["iter_0000004"]
     assert world.fed == [DurableValid(4, str(found[0]))]
-    assert "gone on from before it" in world.complaint()
+    assert "from an earlier state" in world.complaint()
     world.work()
 
 
