@@ -158,9 +158,9 @@ def test_a_contrary_value_ends_the_run_with_a_line_that_names_it(tmp_path: Path)
     size = ("--nodes", "2", "--nproc-per-node", "1")
     done = deadpool(
         *("run", *size, "--run-dir", str(run), "--preload", "", "--quiet", "--", str(script)),
-        TORCH_NCCL_BLOCKING_WAIT="1",
+        TORCH_NCCL_USE_COMM_NONBLOCKING="1",
     )
     assert done.returncode == 2, (done.stdout, done.stderr)
-    [line] = [line for line in done.stderr.splitlines() if "BLOCKING_WAIT" in line]
-    assert "TORCH_NCCL_BLOCKING_WAIT=1 cannot be protected with NCCL: a wait for" in line
+    [line] = [line for line in done.stderr.splitlines() if "COMM_NONBLOCKING" in line]
+    assert "TORCH_NCCL_USE_COMM_NONBLOCKING=1 cannot be protected with NCCL" in line
     assert "unset it, or set it to 0" in line
