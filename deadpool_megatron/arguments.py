@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None 
     group.add_argument(
         ALLOW_UNTESTED,
         action="store_true",
-        help="go on with a version of Megatron-LM that was never tried (default: off)",
+        help="accept a version of Megatron-LM that was never tried (default: off)",
     )
     group.add_argument(
         ALLOW,

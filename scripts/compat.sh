@@ -107,7 +107,7 @@ inside bash -euc "
 rm -rf '$venv'
 '$python' -m venv '$venv'
 '$venv/bin/python' -m pip install -q 'torch==$torch.*' 'megatron-core==$megatron.*'
-'$venv/bin/python' -m pip install -q numpy xxhash einops PyYAML zfec rich expecttest hypothesis \
+'$venv/bin/python' -m pip install -q numpy xxhash einops PyYAML zfec expecttest hypothesis \
     pytest pytest-timeout fastjsonschema psutil pydantic regex six tensorboard matplotlib mkdocs \
     prometheus-client
 touch '$venv/ready'

@@ -90,7 +90,7 @@ def _changed(row: Any) -> Iterator[None]:
 
 
 def _is_exact(task: Task, row: Any) -> bool:
-    """Whether steps give the same bits again, after steps that were interrupted."""
+    """True if steps give the same bits again, after steps that were interrupted."""
     from going_back import GoingBack
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

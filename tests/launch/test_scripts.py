@@ -55,7 +55,7 @@ def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
 
 @pytest.mark.parametrize("model", ["65b", "7b"])
 def test_a_batch_script_says_once_what_its_plan_says(model: str, tmp_path: Path) -> None:
-    """What the nodes are told, with stand-ins: the size is that of its own #SBATCH lines."""
+    """The commands of the nodes, with stand-ins: the size is that of its own #SBATCH lines."""
     told = with_stand_in(tmp_path, coordinates=False)
     (tmp_path / "srun").write_text(
         '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'

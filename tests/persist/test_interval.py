@@ -54,7 +54,7 @@ def recover(world: World) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the coordinator's clock shows."""
+    """The time that the coordinator's clock shows."""
     now = [1000.0]
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now

@@ -6,9 +6,8 @@ generation aside, and says so once it is committed), *writing* (one exporter on 
 the one with role 0 makes a checkpoint of all files), *publishing* (rename, pointers, pruning). Any
 failure on the way ends it, and the next one is tried when it is due, every so many iterations or,
 where no number is given, half an hour after the last checkpoint of any kind, so that writing takes
-a tenth of the time at most; neither training nor a
-recovery waits for one. A *dump* of a run that ends for lack of a spare is on the disk, and is
-exported from there.
+a tenth of the time at most; neither training nor a recovery waits for one. A *dump* of a run that
+ends for lack of a spare is on the disk, and is exported from there.
 
 A run that has to end exports once more where exports are configured: before a time limit beside the
 training, and the dump comes after it, or at half the time that was announced; after a loss that no

@@ -328,7 +328,7 @@ def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> No
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
         " the state ('deadpool clean RUN') and start with another --run-dir"
     )
-    finish(core, 2, reason, kind=FailureKind.OTHER_PROGRAM, keeps_slots=True)
+    finish(core, ExitStatus.BAD_INPUT, reason, kind=FailureKind.OTHER_PROGRAM, keeps_slots=True)
 
 
 def lost(core: Core, event: ev.MemberLost) -> None:

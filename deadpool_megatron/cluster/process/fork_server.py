@@ -120,12 +120,24 @@ def _send(connection: socket.socket, message: Message, *handles: int) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[Message, list[int]]:
-    """The next message; empty at the end of the stream."""
-    data, handles, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+    """The next message; empty at the end of the stream, which is reset where the peer has left
+    messages unread. Raises BlockingIOError."""
+    try:
+        data, handles, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return {}, []
     return json.loads(data) if data else {}, handles
 
 
 # In the server, and in parked processes.
+
+
+def _answer(connection: socket.socket, message: Message, *handles: int) -> None:
+    """Answer the agent; one that is gone is noticed where its next request is read."""
+    with contextlib.suppress(OSError):
+        _send(connection, message, *handles)
 
 
 def _run_server(connection: socket.socket, modules: Sequence[str], parent: int) -> None:
@@ -141,13 +153,13 @@ def _run_server(connection: socket.socket, modules: Sequence[str], parent: int) 
         try:
             _import(modules)
         except BrokenImport as error:
-            _send(connection, {"why": str(error), "broken": True})
+            _answer(connection, {"why": str(error), "broken": True})
             return
         # Shared pages stay shared: the collector would write into each object.
         gc.collect()
         gc.freeze()
         why = why_not_forked()
-        _send(connection, {"why": why})
+        _answer(connection, {"why": why})
         if not why:
             _serve(connection)
     except BaseException:
@@ -212,7 +224,7 @@ def _serve(connection: socket.socket) -> None:
                     children[child] = pid, "member" in request
                     poller.register(child, select.POLLIN)
                     if "member" in request:
-                        _send(connection, {"started": pid}, child)
+                        _answer(connection, {"started": pid}, child)
 
 
 def _fork(connection: socket.socket, request: Message, handle: int) -> int:
@@ -222,7 +234,7 @@ def _fork(connection: socket.socket, request: Message, handle: int) -> int:
         pid = os.fork()
     except OSError as error:
         if "member" in request:
-            _send(connection, {"errno": error.errno})
+            _answer(connection, {"errno": error.errno})
         return 0
     if pid == 0:
         if "member" in request:
@@ -240,7 +252,7 @@ def _serve_node(handle: int) -> NoReturn:
         os.setpgid(0, 0)
         posix.close_inherited((handle,))
         connection = socket.socket(fileno=handle)
-        _send(connection, {"why": ""})
+        _answer(connection, {"why": ""})
         _serve(connection)
     except BaseException:
         traceback.print_exc()
@@ -254,8 +266,7 @@ def _reap(connection: socket.socket, handle: int, pid: int, is_member: bool) -> 
     _, status = os.waitpid(pid, 0)
     os.close(handle)
     if is_member:
-        with contextlib.suppress(OSError):  # its agent has gone
-            _send(connection, {"ended": pid, "status": status})
+        _answer(connection, {"ended": pid, "status": status})
 
 
 def main() -> NoReturn:
@@ -368,8 +379,6 @@ class Starter:
             said, handles = _receive(self._server)
         except BlockingIOError:
             return
-        except OSError:
-            said, handles = {}, []
         if not said or said.get("why"):
             self._lose_server()
         elif "why" in said:

@@ -27,8 +27,8 @@ _KEEPABLE = (Tensor, int, float, bool, str, tuple, type(None))
 def complete_state(optimizer: Any) -> None:
     """Create the state that the optimizer would create in its first step, with the same values.
 
-    Raises UnsupportedOptimizer for state
-    that is neither tensor nor number, or that cannot be there before.
+    Raises UnsupportedOptimizer for state that is neither tensor nor number, or that cannot be there
+    before.
     """
     for inner in inner_optimizers(optimizer):
         for one in updating(inner):

@@ -314,7 +314,7 @@ class _Kept:
             return
         self._place.copy_(current.detach())
         if (current.dtype, current.device) == (self._place.dtype, self._place.device):
-            current.data = self._place  # whoever else has it goes on with the same
+            current.data = self._place  # other owners of it keep the same
             return
         self.tensor.data = self._place
         owner[key] = self.tensor

@@ -49,7 +49,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
-    """What launchers were made with; none of them starts anything."""
+    """The arguments of launchers; none of them starts anything."""
     seen: list[launch.Launcher] = []
     monkeypatch.setattr(launch.Launcher, "run", lambda self: seen.append(self) or 0)
     monkeypatch.setenv(scripts.VARIABLE, "left over")

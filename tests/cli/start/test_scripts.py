@@ -28,7 +28,7 @@ def script(tmp_path: Path) -> str:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
-    """What launchers were made with; none of them starts anything."""
+    """The arguments of launchers; none of them starts anything."""
     seen: list[launch.Launcher] = []
     monkeypatch.setenv(scripts.VARIABLE, "left over")
 

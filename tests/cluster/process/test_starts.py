@@ -351,3 +351,13 @@ async def test_standby_is_started_as_soon_as_that_is_possible(
     await asyncio.wait_for(looks.wait(), 20.0)
     assert short.left == 0
     await keeper.close(0.0)
+
+
+def test_an_agent_that_is_gone_is_the_end_of_its_server() -> None:
+    """It leaves an answer unread, and one comes later: neither is an error to be told."""
+    agent, server = fork_server._pair()
+    fork_server._answer(server, {"started": 1})
+    agent.close()
+    fork_server._answer(server, {"ended": 1})
+    assert fork_server._receive(server) == ({}, [])
+    server.close()
