@@ -28,19 +28,22 @@ from proof.device import take_world
 from proof.result import Task, first_line
 
 _ENGINE, _FINE = "transformer_engine", "fine-grained-activation-offloading"
+_LINKED = "GPUs that are linked, one for each rank"
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-_NOTHING = {"needs": "", "model": {}, "optimizer": {}, "words": ""}
+_NOTHING = {"needs": "", "model": {}, "optimizer": {}, "script": "pretrain_gpt.py", "words": ""}
 ROWS = {name: SimpleNamespace(**_NOTHING | row) for name, row in _TABLE.items()}
 
 
 def look(task: Task) -> None:
     """Each row by itself, then whole jobs for as long as there is time."""
+    import torch
+
     take_world(task.device)
-    there = {"a GPU"} if task.is_on_gpu else {""}
+    there = ["", *(["a GPU"] * task.is_on_gpu), *([_LINKED] * (torch.cuda.device_count() > 2))]
     for name, row in ROWS.items():
-        if row.needs not in {"", *there} and (" " in row.needs or not find_spec(row.needs)):
+        if row.needs not in there and (" " in row.needs or not find_spec(row.needs)):
             task.facts[name] = f"left out: it needs {row.needs}"
         elif row.model or row.optimizer:
             try:
@@ -55,7 +58,7 @@ def look(task: Task) -> None:
     for name, row in ROWS.items():
         if task.checkout and row.words and "left out" not in task.facts.get(name, ""):
             more = (*row.words.split(), "--deadpool-allow", name)
-            trainings.beside(task, name, trainings.megatron_lm, *more)
+            trainings.beside(task, name, trainings.megatron_lm, row.script, *more)
 
 
 @contextlib.contextmanager

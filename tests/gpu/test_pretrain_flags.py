@@ -1,12 +1,16 @@
-"""The flags that the proof kit gives pretrain_gpt.py on a GPU, by what is installed."""
+"""The flags that the proof kit gives pretrain_gpt.py on a GPU."""
 
 from __future__ import annotations
 
 import importlib
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from deadpool_megatron.support import flags
+from deadpool_megatron.support.judgement import judge
 
 KIT = Path(__file__).parents[2] / "scripts" / "gpu"
 FUSION = "--no-gradient-accumulation-fusion"
@@ -14,7 +18,7 @@ PLAIN = (KIT.parents[1] / "configs" / "megatron-lm" / "gpu-plain.args").read_tex
 
 
 @pytest.mark.parametrize(
-    ("installed", "flags"),
+    ("installed", "wanted"),
     [
         ((), PLAIN),
         (("fused_weight_gradient_mlp_cuda",), PLAIN),
@@ -23,7 +27,7 @@ PLAIN = (KIT.parents[1] / "configs" / "megatron-lm" / "gpu-plain.args").read_tex
     ],
 )
 def test_what_is_missing_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], flags: list[str]
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], wanted: list[str]
 ) -> None:
     monkeypatch.syspath_prepend(KIT)
     trainings = importlib.import_module("proof.trainings")
@@ -33,4 +37,14 @@ def test_what_is_missing_is_left_out(
     task = SimpleNamespace(is_on_gpu=True, checkout=Path("/m"), size=SimpleNamespace(iterations=4))
     trainings.megatron_lm(task)
     before, after = given.index("--bf16"), given.index("--deadpool")
-    assert given[before + 1 : after] == flags
+    assert given[before + 1 : after] == wanted
+
+
+def test_each_flag_that_is_taken_by_name_is_tried() -> None:
+    rows = tomllib.loads(Path(__file__).with_name("read_rows.toml").read_text())
+    assert rows.keys() == {row.name for row in flags.READ}
+    for name, row in rows.items():
+        assert row.keys() & {"model", "optimizer", "words"}
+        if "words" in row:
+            found = judge((row.get("script", "pretrain_gpt.py"), *row["words"].split()))
+            assert [one.name for one in found] == [name]

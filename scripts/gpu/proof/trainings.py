@@ -56,7 +56,7 @@ def embedded(task: Task) -> None:
     _take(task, "pipeline", Job(task.device, task.device.communicator, nodes, pipeline), 0)
 
 
-def megatron_lm(task: Task, *more: str) -> None:
+def megatron_lm(task: Task, script: str = "pretrain_gpt.py", *more: str) -> None:
     """Part pretrain, with the flags that what is installed asks for, and ``more``."""
     assert task.checkout is not None
     folder = ROOT / "configs" / "megatron-lm"
@@ -66,7 +66,7 @@ def megatron_lm(task: Task, *more: str) -> None:
         # The output layer, which is Megatron's own, still wants Apex to fuse.
         fuses = find_spec("fused_weight_gradient_mlp_cuda") is not None
         plain = [] if fuses else ["--no-gradient-accumulation-fusion"]
-    program = [str(task.checkout / "pretrain_gpt.py"), *words, *plain, "--deadpool"]
+    program = [str(task.checkout / script), *words, *plain, "--deadpool"]
     program += ["--train-iters", str(task.size.iterations), "--lr-warmup-iters", "2", *more]
     strike(task, "nccl" if task.is_on_gpu else "gloo", program)
 
