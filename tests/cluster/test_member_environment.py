@@ -76,6 +76,7 @@ def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
     expected = {v.name: v.value for v in VARIABLES} | {"NCCL_NVLS_ENABLE": "1"}
     assert {name: found.get(name) for name in expected} == expected
     assert found["LOCAL_RANK"] == "0"
+    assert not (early / "torn down").exists()
     if method == "exec":  # a parked process imports before it knows its member
         looks = [json.loads(path.read_text()) for path in early.iterdir()]
         assert looks
