@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             for code, one in MEANINGS.items()
         ]
         print("\n".join([_HEAD, *rows]))
-    elif (found := MEANINGS.get(args.code)) is None:
+    elif (found := MEANINGS.get(args.code.lower())) is None:
         raise CommandError(f"no code {args.code!r}; there are: {', '.join(MEANINGS)}")
     else:
         print(f"{args.code}: {found.called}")

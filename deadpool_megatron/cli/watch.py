@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deadpool_megatron.cli.common import add_run_directory
+from deadpool_megatron.cli.common import CommandError, add_run_directory
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
@@ -41,14 +41,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool watch``. Raises CommandError or RunDirectoryError."""
+    if args.lines < 0:
+        raise CommandError(f"--lines must be at least 0, got {args.lines}")
     directory = RunDirectory(args.run_dir)
     directory.read_run(only_to_show=True)
     follower = Follower(directory, Display())
-    follower.skip(max(0, args.lines))
+    follower.skip(args.lines)
     while not follower.is_over:
         if not follower.look():
             time.sleep(_LOOK_SECONDS)
-    follower.close()
+    follower.close_with_report()
     return 0
 
 
@@ -93,6 +95,13 @@ class Follower:
         self.look()
         self._display.close()
 
+    def close_with_report(self) -> None:
+        """Tell the rest, and the command that shows all of it."""
+        self.look()
+        if self.is_over:
+            self._display.line(f"report: deadpool report {self._run.path}")
+        self.close()
+
     def _lines(self, event: Event) -> list[Line]:
         try:
             return self._narrator.take(event)
@@ -114,8 +123,6 @@ class Follower:
             self._display.status(text, part)
         else:
             self._display.line(text, line.style)
-        if event.kind is Kind.RUN_ENDED:
-            self._display.line(f"report: deadpool report {self._run.path}")
 
 
 class RunFailedError(Exception):

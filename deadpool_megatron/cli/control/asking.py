@@ -2,7 +2,7 @@
 coordinator has taken them, and waited for with ``--wait``.
 
 Exit status: 0 done (without ``--wait``: taken), 1 refused, 2 bad input or no coordinator that can
-take it, 3 not done within the seconds of ``--wait``.
+take it, 5 not done within the seconds of ``--wait``.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _kill(args: argparse.Namespace) -> int:
                 raise
             time.sleep(_LOOK_SECONDS)
     whom = part if number is None else f"{part} {number}"
-    print(f"SIG{args.signal} to {whom} (give it again if the coordinator was just replaced)")
+    print(f"SIG{args.signal} to {whom}")
     return 0
 
 
@@ -268,7 +268,7 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=math.inf,
         metavar="SECONDS",
-        help="until it is done, and exit with 0 if it was, 1 if it was refused, 3 if it was not"
+        help="until it is done, and exit with 0 if it was, 1 if it was refused, 5 if it was not"
         " done by then (without SECONDS: as long as it takes)",
     )
 

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     directory = launcher.directory
     try:
         status = launcher.run()
-        follower.close()  # the reason is the last line
+        follower.close_with_report()  # the reason is the last line
         _say_result(directory, status, launcher.trouble)
     finally:
         follower.close()
