@@ -200,10 +200,12 @@ class _HelpParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """See the base class."""
         found, unknown = super().parse_known_args(args, namespace)
-        if wrong := next((word for word in unknown if word.startswith("--")), ""):
+        if wrong := next((word for word in unknown if word.startswith("-")), ""):
             near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
             hint = f"do you mean {near[0]}?" if near else "see --help"
             self.error(f"there is no option {wrong}: {hint}")
+        if unknown:
+            self.error(f"unexpected {unknown[0]!r}: see --help; a command follows '--'")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

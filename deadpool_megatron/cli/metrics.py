@@ -112,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(prometheus_client.generate_latest(registry).decode(), end="")
     except OSError as error:
-        raise CommandError(f"{args.listen or args.textfile or args.run_dir}: {error}") from error
+        where = args.listen or args.textfile or args.run_dir
+        raise CommandError(f"{where}: {error.strerror or error}") from error
     return 0
 
 

@@ -334,8 +334,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = make_server(watched, host, port, token)
     except OSError as error:
-        raise CommandError(f"--listen {args.listen}: {error}") from error
-    print(f"http://{shown_host(host)}:{server.server_port}/?token={token}", flush=True)
+        raise CommandError(f"--listen {args.listen}: {error.strerror or error}") from error
+    seen = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    print(f"http://{shown_host(seen)}:{server.server_port}/?token={token}", flush=True)
+    if not host.startswith("127.") and host not in ("::1", "localhost"):
+        text = "the page and its token cross the network in the clear; a tunnel (--help) hides them"
+        print(f"deadpool serve: {text}", file=sys.stderr, flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli import demo
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.watch import RunFailedError, watch_run
-from tests.cli.told import CarryOut, Complain
+from tests.cli.told import CarryOut
 from tests.common.synthetic_run import write_run
 
 
@@ -84,18 +84,6 @@ def test_a_run_that_fails_or_is_silent(
     with pytest.raises(RunFailedError, match=said or None) as failed:
         watch_run(*run, silence_seconds=limit)
     assert failed.value.status == status
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("--iterations", "7"),
-        ("--json", "/no/such/folder/x.json"),
-        ("--run-dir", str(Path(__file__).parent)),
-    ],
-)
-def test_bad_arguments_are_one_line(argv: tuple[str, ...], complain: Complain) -> None:
-    assert argv[1] in complain("demo", "--iterations", "12", *argv)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.failures import MEANINGS
-from tests.cli.told import CarryOut, Complain
+from tests.cli.told import CarryOut
 
 PAGE = Path(__file__).parents[2] / "docs" / "codes.md"
 
@@ -21,7 +21,3 @@ def test_each_code_is_explained(code: str, carry_out: CarryOut) -> None:
     status, text, _ = carry_out("explain", code)
     assert (status, text.split(":")[0]) == (0, code)
     assert MEANINGS[code].noticed in text
-
-
-def test_what_is_no_code(complain: Complain) -> None:
-    assert "node-lost" in complain("explain", "node-lots")

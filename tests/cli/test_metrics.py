@@ -22,7 +22,6 @@ from deadpool_megatron.events import Event, Kind, to_line
 from deadpool_megatron.observe.story import Story
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.auth import create_secret
-from tests.cli.told import Complain
 from tests.common.ports import free_port
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -101,14 +100,6 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(
         assert time.monotonic() - began < PROMETHEUS_SECONDS
     assert found["deadpool_up"] == 0.0
     assert found["deadpool_iteration"] == 5
-
-
-@pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
-@pytest.mark.parametrize("command", ["metrics", "serve"])
-def test_addresses_that_are_none(
-    command: str, text: str, tmp_path: Path, complain: Complain
-) -> None:
-    complain(command, tmp_path, "--listen", text)
 
 
 def trained(steps: int) -> list[Event]:

@@ -14,7 +14,7 @@ from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.settings import Settings
-from tests.cli.told import CarryOut, Complain
+from tests.cli.told import CarryOut
 from tests.common.synthetic_run import events_of, write_run
 
 
@@ -78,9 +78,8 @@ def test_the_date_is_told_once_a_day(tmp_path: Path) -> None:
 
 
 def test_a_run_is_watched_from_its_newest_lines_to_its_end(
-    tmp_path: Path, carry_out: CarryOut, complain: Complain
+    tmp_path: Path, carry_out: CarryOut
 ) -> None:
-    complain("watch", tmp_path)
     run = write_run(tmp_path / "run", strike=6)
     (run / "run.json").unlink()
     info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none")

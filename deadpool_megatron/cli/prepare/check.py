@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     needs = Needs(nodes=1, shm_bytes=_shm_bytes(args))
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     if args.runs is not None:
+        os.scandir(args.runs).close()  # a slip in the name is not an empty answer
         warn_of_danger_above(args.runs / "any run")
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
     check_platform()

@@ -4,6 +4,7 @@ command that asks the kernel log for broken GPUs."""
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -103,12 +104,13 @@ def gpu_health(
 
 def _bad_nodes(args: argparse.Namespace) -> int:
     """Print them, or forget one."""
+    os.scandir(args.runs).close()  # a slip in the name is not an empty answer
     try:
         if args.forget is not None:
             print(f"{forget_host(args.runs, args.forget)} entries of {args.forget} removed")
             return 0
         known = read_bad_nodes(args.runs)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CommandError(str(error)) from error
     since = time.time() - args.hours * 3600
     hosts = recent_hosts(known, since, MOST_LEFT_OUT)

@@ -42,7 +42,10 @@ COPY_BYTES = 1 * _MIB
 #: asks torch for its own words, which a process that is forked from must not
 _PROBE = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 _PROBE_SECONDS = 120.0
-_CPUS = f"'{VISIBLE}=' in front of the command trains on CPUs"
+_ON_CPUS = {
+    "auto": f"'{VISIBLE}=' in front of the command trains on CPUs",
+    "nccl": "'--deadpool-communicator gloo' trains on CPUs",
+}
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -166,6 +169,7 @@ def decided(
     seen, needed = visible_gpus(environment), max(1, nodes_here * nproc)
     if communicator == "auto" and not seen:
         return communicator  # that is gloo, and every node is asked whether it sees none
+    on_cpus = _ON_CPUS[communicator]
     if len(seen) < needed:
         each = len(seen) // nodes_here
         fits = advice(len(seen)) or (each and f"start fewer, as with --nproc-per-node {each}")
@@ -173,12 +177,12 @@ def decided(
             f"NCCL needs a GPU for each process, there are {nodes_here}"
             f" {'node' if nodes_here == 1 else 'nodes'} x {nproc} processes here (spares count),"
             f" and {len(seen)} visible {'GPU' if len(seen) == 1 else 'GPUs'}: "
-            + (f"{fits}; {_CPUS}" if fits else _CPUS)
+            + (f"{fits}; {on_cpus}" if fits else on_cpus)
         )
     if problem := _problem_of_torch(seen[:needed], tuple(environment.items())):
         raise CommandError(
             f"{len(seen)} GPUs are visible, and torch cannot use {needed} of them: {problem};"
-            f" './scripts/setup.sh --gpu' installs a torch with CUDA; {_CPUS}"
+            f" './scripts/setup.sh --gpu' installs a torch with CUDA; {on_cpus}"
         )
     return "nccl"
 

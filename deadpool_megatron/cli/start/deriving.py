@@ -107,7 +107,7 @@ def fill(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
 
 def advice(gpus: int, command: Sequence[str]) -> str:
     """Return the size that fits a host with so many GPUs, as it is given; empty without one."""
-    found = choose(gpus, command)
+    found = choose(gpus, command) if gpus else None
     return "" if found is None else f"'{found}'"
 
 

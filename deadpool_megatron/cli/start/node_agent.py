@@ -211,6 +211,9 @@ def _settle(
     node = _node_id(args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     check_port(args.coordinator_port, _PORT_FLAG)
+    interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
+    if args.host is None and interface:
+        args.host = interface_address(interface)
     if args.host is not None:
         checks.check_address(run, args.host)
         _check_listening(run, args, args.host)  # before anything is made
@@ -258,12 +261,9 @@ def _place(
 ) -> AgentPlace:
     """Return it: flags go before what Slurm tells, a domains file before Slurm's topology."""
     host, domain = args.host, args.domain
-    interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
     if slurm is not None and not settings.domains_file:
         domain = domain or slurm.domain
-    if host is None and interface:
-        host = interface_address(interface)
-    elif host is None:
+    if host is None:
         # The name of an interface is an order, the address that every node would have is none.
         named = settings.interface in (name for _, name in socket.if_nameindex())
         if settings.interface == Settings.interface and (found := nccl_address(os.environ)):

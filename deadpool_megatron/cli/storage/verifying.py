@@ -110,10 +110,10 @@ def find_subjects(directory: Path) -> list[Subject]:
         raise CommandError(f"{directory} is not a directory")
     found = list(dict.fromkeys(_subjects(directory)))
     if not found:
-        raise CommandError(
-            f"{directory} holds nothing to verify: name a run directory, /dev/shm/deadpool-...,"
-            " a dump, or a torch_dist checkpoint"
-        )
+        hint = "name a run directory, /dev/shm/deadpool-..., a dump, or a torch_dist checkpoint"
+        if (directory / "run.json").exists():
+            hint = "its run has left no dump, no checkpoint, and nothing in this host's memory"
+        raise CommandError(f"{directory} holds nothing to verify: {hint}")
     return found
 
 

@@ -133,26 +133,3 @@ def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path: Path) -
         assert not segment_root("7e57907e").exists()
     finally:
         shutil.rmtree(segment_root("7e57907e"), ignore_errors=True)
-
-
-SIZE = ("--nodes", "2", "--nproc-per-node", "1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--node-id", "0"), "there is no run in"),
-        ((*SIZE, "--node-id", "-3", "--", MEMBER), "--node-id must be between 0 and 99999999"),
-        ((*SIZE, "--node-id", "123456789", "--", MEMBER), "and 99999999, got 123456789"),
-        (("--nodes", "1", *SIZE[2:], "--node-id", "0", "--", MEMBER), "needs at least 2 nodes"),
-        (("--from-slurm", *SIZE, "--", MEMBER), "this is no Slurm job"),
-    ],
-)
-def test_agent_that_cannot_work_says_so_at_once(
-    tmp_path: Path, arguments: tuple[str, ...], line: str
-) -> None:
-    done = deadpool("agent", "--run-dir", str(tmp_path / "r"), *arguments)
-    assert done.returncode == 2
-    assert line in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "r").exists()

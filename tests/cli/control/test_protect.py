@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,19 +13,6 @@ from deadpool_megatron.cluster.machine.state import Config, NodeState
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.settings import Settings
-from tests.cli.told import Complain
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ((), "nothing to change: give --scheme, --every or both"),
-        (("--scheme", "buddy", "--group", "3"), "--group belongs to --scheme parity"),
-        (("--every", "3"), "no-run is not a run directory"),
-    ],
-)
-def test_bad_input(more: tuple[str, ...], said: str, tmp_path: Path, complain: Complain) -> None:
-    assert said in complain("protect", tmp_path / "no-run", *more)
 
 
 class Desk:

@@ -83,24 +83,6 @@ def test_many_as_a_table(batch: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[-1].endswith("only a fork has: supported 5, allowed 1, refused 2")
 
 
-@pytest.mark.parametrize(
-    ("given", "said", "text"),
-    [
-        ("--json", "give either --batch FILE", b""),
-        ("--batch {} -- own.py", "give either --batch FILE", b""),
-        ("--batch {}", "line 1: ", b'{"id": "1"}'),
-        ("--batch {}", "line 1: ", b"\xff\xfe"),
-        ("--megatron {} -- own.py", "is not a checkout", b""),
-    ],
-)
-def test_bad_input(
-    given: str, said: str, text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (path := tmp_path / "x").write_bytes(text)
-    assert cli.main(["support", *given.format(path).split()]) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm

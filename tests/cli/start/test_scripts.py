@@ -108,31 +108,6 @@ def test_settings_of_the_script_hold() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "command", "said"),
-    [
-        (
-            "--deadpool-replicas 1",  # the default, but said
-            "x.py --deadpool --deadpool-replicas 2",
-            "--deadpool-replicas is 1 before the '--' and 2 in the script's arguments",
-        ),
-        (
-            "--deadpool-repl 3",
-            "x.py --deadpool --deadpool-replicas 2",
-            "--deadpool-replicas is 3 before",
-        ),
-        ("", "x.py --deadpool --deadpool-replicas two", "in the script's arguments: argument"),
-        ("", "x.py --deadpool --deadpool-replicas", "expected one argument"),
-        ("", "x.py --deadpool --deadpool-repl 2", "--deadpool-repl is unknown"),
-        ("", "x.py --deadpool --deadpool-speed=2", "--deadpool-speed=2 is unknown"),
-        ("", "x.py --deadpool --use-sharp", "--use-sharp cannot be protected"),
-        ("", "x.py --yaml-cfg m.yaml --deadpool", "--yaml-cfg cannot be protected"),
-    ],
-)
-def test_what_cannot_be_meant(options: str, command: str, said: str) -> None:
-    assert said in refused(options, command)
-
-
 def test_the_script_is_named_to_what_is_preloaded() -> None:
     environment = {"OTHER": "1"}
     scripts.announce(("-m", scripts.MODULE, "lm/x.py"), environment)

@@ -22,7 +22,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.shm import slot_check as verifying
 from deadpool_megatron.vault.shm.segment import Segment, copy_name
 from deadpool_megatron.vault.shm.slot_check import Verdict, verify_segment
-from tests.cli.told import CarryOut, Complain
+from tests.cli.told import CarryOut
 from tests.vault.harness import Member, cluster, make_layout
 from tests.vault.protected import begin
 
@@ -258,8 +258,3 @@ def test_what_another_run_would_go_on_from_is_not_there(
     (tmp_path / "none").mkdir()
     run.latest.write_text(json.dumps({"kind": "dump", "path": str(tmp_path / "none")}))
     assert [found["verdict"] for found in findings(run.path, 0)] == ["good"]
-
-
-def test_nothing_to_verify_is_bad_input(tmp_path: Path, complain: Complain) -> None:
-    for directory in (tmp_path, tmp_path / "missing"):
-        complain("verify", directory)
