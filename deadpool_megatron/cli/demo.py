@@ -9,11 +9,13 @@ Exit status: 0 bit-identical, 1 not, 2 something needed is missing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +31,8 @@ from deadpool_megatron.cli.compare import Comparison, compare_results, describe
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.examples import find_shipped
 from deadpool_megatron.cli.run_result import ResultError, RunResult, read_result
-from deadpool_megatron.cli.watch import RunFailedError, watch_run
+from deadpool_megatron.cli.watch import Follower
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.observe.story import PHASES, Interruption
@@ -37,8 +40,7 @@ from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.process_names import interpreter
 
 CONFIG = "configs/tiny.args"
-# A machine that is busy with other things may take long to import torch in the first process.
-_SILENCE_SECONDS = 300.0
+_POLL_SECONDS = 0.05
 # The learning rate of the configuration warms up for five.
 _FEWEST_ITERATIONS = 8
 
@@ -90,7 +92,7 @@ def launch_command(run_directory: Path, iterations: int, shape: DemoSize = ON_CP
         *interpreter("-m", "deadpool_megatron", "run"),
         *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
         *("--nproc-per-node", str(shape.nproc_per_node), "--run-dir", str(run_directory)),
-        *("--deadpool-communicator", shape.communicator, "--"),
+        *("--quiet", "--deadpool-communicator", shape.communicator, "--"),
         *("-m", "deadpool_megatron.trainer", f"@{find_shipped(CONFIG)}"),
         *("--tensor-model-parallel-size", str(shape.tensor)),
         *("--pipeline-model-parallel-size", str(shape.pipeline)),
@@ -108,6 +110,29 @@ def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
         "target": target,
         "signal": "KILL",
     }
+
+
+def train(
+    command: list[str], environment: Mapping[str, str], directory: Path, display: Display
+) -> int:
+    """Run ``deadpool run`` and tell its events; returns its exit status. Interrupted, it ends the
+    run first. ``directory``: its run directory.
+    """
+    follower = Follower(RunDirectory(directory), display)
+    # Ctrl-C in the terminal comes to us; the run hears of it once.
+    child = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        while child.poll() is None:
+            follower.look()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_POLL_SECONDS)
+    finally:
+        child.terminate()
+        child.wait()
+        follower.close()
+    return child.returncode
 
 
 def run_once(
@@ -130,12 +155,11 @@ def run_once(
         fired = base / f"{plan.name}.fired" / fault["id"]
     command = launch_command(directory, iterations, shape)
     began = time.monotonic()
+    if status := train(command, environment, directory, display):
+        bad = ExitStatus.BAD_INPUT
+        raise DemoError(f"the {name} run has exit status {status}", bad if status == bad else 1)
     try:
-        watch_run(command, environment, directory, display, silence_seconds=_SILENCE_SECONDS)
         result = read_result(directory)
-    except RunFailedError as error:
-        status = 2 if error.status == 2 else 1
-        raise DemoError(f"{name} run: {error}", status) from error
     except (ResultError, ValueError, TypeError, KeyError) as error:
         raise DemoError(f"{name} run: {error}", 1) from error
     return DemoRun(

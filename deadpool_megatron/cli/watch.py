@@ -7,14 +7,8 @@ exit status: 0 the run is over, 2 no such run, 130 interrupted
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
-import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError, add_run_directory
 from deadpool_megatron.cli.display import Display
@@ -23,11 +17,9 @@ from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
 from deadpool_megatron.observe.narration import Line, Narrator, describe_progress
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
-_POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
 # Of what is there already so much is read, for its newest lines.
 _RECENT_BYTES = 4 << 20
-_STOP_SECONDS = 20.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -123,80 +115,3 @@ class Follower:
             self._display.status(text, part)
         else:
             self._display.line(text, line.style)
-
-
-class RunFailedError(Exception):
-    """The child ended badly or fell silent. ``status``: its exit status, None if it was stopped."""
-
-    def __init__(self, text: str, status: int | None) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-def watch_run(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    directory: Path,
-    display: Display,
-    *,
-    silence_seconds: float,
-) -> None:
-    """Run ``command`` to its end. ``directory``: its run directory.
-
-    Its output goes to ``<directory>.log``. Raises RunFailedError when it ends with another status
-    than 0, or when no event comes for ``silence_seconds``. Interrupted, it stops the child first.
-    """
-    log = directory.with_name(directory.name + ".log")
-    follower = Follower(RunDirectory(directory), display)
-    display.status("starting: loading torch and Megatron")
-    with open(log, "wb") as output:
-        child = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C in the terminal comes to us; we pass it on once.
-            start_new_session=True,
-        )
-        try:
-            _follow(child, follower, silence_seconds)
-        finally:
-            _stop(child)
-            follower.close()
-    if child.returncode != 0:
-        raise RunFailedError(
-            f"the run ended with exit status {child.returncode}; the end of {log}:\n"
-            + _last_lines(log),
-            child.returncode,
-        )
-
-
-def _follow(child: subprocess.Popen[bytes], follower: Follower, silence_seconds: float) -> None:
-    deadline = time.monotonic() + silence_seconds
-    while child.poll() is None:
-        if follower.look():
-            deadline = time.monotonic() + silence_seconds
-        elif time.monotonic() > deadline:
-            raise RunFailedError(f"no news from the run for {silence_seconds:.0f} s", None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_POLL_SECONDS)
-    while follower.look():
-        continue
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End a child that still runs: by a word first, so that it can clean up."""
-    if child.poll() is not None:
-        return
-    os.kill(child.pid, signal.SIGTERM)
-    try:
-        child.wait(_STOP_SECONDS)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
-
-def _last_lines(path: Path, count: int = 12) -> str:
-    lines = path.read_text(errors="replace").splitlines()[-count:]
-    return "\n".join(f"  | {line}" for line in lines)

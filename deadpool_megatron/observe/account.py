@@ -10,16 +10,12 @@ The seconds of a node between its last event and a restart of the whole run are 
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind
+from deadpool_megatron.events import Event, Kind
 
 # What lies between the close and a decision, and is neither, is a wait where it is longer.
 _LONGEST_DECISION_SECONDS = 1.0
@@ -225,46 +221,3 @@ class Account:
         for _old, seat in event.data.get("seats_changed", {}).values():
             if int(seat[0]) in self.stays:
                 self.stays[int(seat[0])].is_spare = False
-
-
-class LiveAccount:
-    """The account as a coordinator keeps it, for the result: of the events that are written. It is
-    output like the events, which no decision looks at. ``events``: the first event file of the run.
-
-    One that took over reads all events once, at the end of the run.
-    """
-
-    def __init__(self, events: Path, term: int) -> None:
-        self._account, self._changing = Account(), threading.Lock()
-        self._unread = None if term == 1 else events
-
-    def add(self, event: Event) -> None:
-        """Take in one event, in the order of the file, in any thread."""
-        with self._changing, contextlib.suppress(*DAMAGE):  # it costs itself alone
-            self._account.take(event)
-
-    def finish(self, limit_seconds: float) -> None:
-        """Read what earlier terms have written, for so long at most: the run directory may hang.
-        Blocks."""
-        if self._unread is not None:
-            reading = threading.Thread(target=self._read, args=(self._unread,), daemon=True)
-            reading.start()
-            reading.join(limit_seconds)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what ``deadpool report --json`` says of the same events: ``goodput`` and
-        ``node_seconds``; both are None where those of earlier terms could not be read, or not in
-        time.
-        """
-        with self._changing:
-            if self._unread is not None:
-                return {"goodput": None, "node_seconds": None}
-            seconds = {use.value: spent for use, spent in self._account.uses().items()}
-            return {"goodput": self._account.goodput(), "node_seconds": seconds}
-
-    def _read(self, events: Path) -> None:
-        whole = Account()
-        with contextlib.suppress(OSError):
-            EventTail(events).feed(whole.take)
-            with self._changing:
-                self._account, self._unread = whole, None

@@ -12,8 +12,6 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli import demo
-from deadpool_megatron.cli.display import Display
-from deadpool_megatron.cli.watch import RunFailedError, watch_run
 from tests.cli.told import CarryOut
 from tests.common.synthetic_run import write_run
 
@@ -29,9 +27,7 @@ class Runs:
     def __init__(self, shift: float = 0.0) -> None:
         self.shift, self.seen = shift, list[str | None]()
 
-    def __call__(
-        self, command: list[str], environment: dict[str, str], directory: Path, *_: Any, **__: Any
-    ) -> None:
+    def __call__(self, command: list[str], environment: dict[str, str], *_: Any) -> int:
         self.seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
         plan, strike = environment.get(demo.FAULTS_VARIABLE), None
         if plan is not None:
@@ -41,14 +37,16 @@ class Runs:
             fired.parent.mkdir()
             fired.touch()
             os.utime(fired, (1000.0, 1000.0))
-        iterations = int(command[command.index("--train-iters") + 1])
+        told = dict(itertools.pairwise(command))
+        iterations, directory = int(told["--train-iters"]), Path(told["--run-dir"])
         write_run(directory, iterations=iterations, strike=strike, shift=self.shift)
+        return 0
 
 
 def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "watch_run", Runs())
+    monkeypatch.setattr(demo, "train", Runs())
     facts_file, picture = tmp_path / "facts.json", tmp_path / "picture.png"
     status, told, _ = carry_out("demo", "--iterations", 12, "--json", facts_file, "--plot", picture)
     verdict, _, sentence = told.splitlines()[-3:]
@@ -66,24 +64,20 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
 def test_other_numbers_are_said_and_kept(
     tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "watch_run", Runs(shift=1e-9))
+    monkeypatch.setattr(demo, "train", Runs(shift=1e-9))
     status, told, _ = carry_out("demo", "--run-dir", tmp_path / "both")
     assert status == 1
     assert "first difference: iteration 16: loss" in told
     assert (tmp_path / "both" / "struck" / "final.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "limit", "status", "said"),
-    [("echo last words; exit 3", 60.0, 3, "last words"), ("exec sleep 60", 0.1, None, "")],
-)
-def test_a_run_that_fails_or_is_silent(
-    tmp_path: Path, program: str, limit: float, status: int | None, said: str
+def test_a_run_that_fails_is_kept(
+    tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = (["sh", "-c", program], os.environ, tmp_path / "run", Display())
-    with pytest.raises(RunFailedError, match=said or None) as failed:
-        watch_run(*run, silence_seconds=limit)
-    assert failed.value.status == status
+    monkeypatch.setattr(demo, "launch_command", lambda *_: ["sh", "-c", "exit 3"])
+    status, _, told = carry_out("demo")
+    assert (status, "undisturbed run has exit status 3" in told) == (1, True)
+    assert str(tmp_path) in told
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_it_is_on_cpus_and_gloo_unless_it_is_told_to_take_gpus(
 ) -> None:
     """Then with one for each process."""
     runs = Runs()
-    monkeypatch.setattr(demo, "watch_run", runs)
+    monkeypatch.setattr(demo, "train", runs)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
     assert cli.main(["demo", "--iterations", "12", *flags]) == 0
     assert runs.seen == [visible, visible]

@@ -1,19 +1,13 @@
-"""The account of a run: each second of each node belongs to one use, whoever coordinated it."""
+"""The account of a run: each second of each node belongs to one use."""
 
 from __future__ import annotations
-
-import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.events import Event, EventTail, Kind, term_file, to_line
-from deadpool_megatron.observe import account as account_module
-from deadpool_megatron.observe.account import Account, LiveAccount, Use
-from deadpool_megatron.observe.story import Story
-from tests.common.waiting import PATIENCE_SECONDS
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.observe.account import Account, Use
 
 PHASES = {"close": 1.0, "decide": 0.5, "rebuild": 2.0, "restore": 1.0, "sync": 0.5, "verify": 1.0}
 KINDS = st.sampled_from(
@@ -22,7 +16,6 @@ KINDS = st.sampled_from(
         *(Kind.SEGMENT, Kind.NODE_LOST, Kind.COORDINATOR),
     ]
 )
-NOTHING = {"goodput": None, "node_seconds": None}
 
 
 def event(what: Kind, at: float, **values: object) -> Event:
@@ -190,51 +183,3 @@ def test_a_recovery_of_which_nobody_tells_the_end() -> None:
     # Ten steps of two nodes, of two seconds each; and what was cut off before both closes.
     assert found[Use.TRAINING] == pytest.approx(40.0, abs=4.0)
     assert found[Use.RECOMPUTED] == pytest.approx(10.0 + 2.0)
-
-
-def history() -> list[Event]:
-    more = [event(Kind.STEP, 30.0 + k / 6, iteration=2 + k) for k in range(1, 500)]
-    return [*started(), *recovery(15.0, again=1), *more, event(Kind.RUN_ENDED, 200.0)]
-
-
-def told(path: Path, term: int, events: list[Event]) -> LiveAccount:
-    """The account of a term's coordinator, which writes these events."""
-    live = LiveAccount(path, term)
-    term_file(path, term).write_bytes(b"".join(map(to_line, events)))
-    for one in events:
-        live.add(one)
-    live.finish(PATIENCE_SECONDS)
-    return live
-
-
-@pytest.mark.parametrize("where", [4, 6, 7, 300])
-def test_that_of_a_coordinator_is_that_of_the_report_after_takeovers(
-    tmp_path: Path, where: int
-) -> None:
-    """Also where they come in the middle of a recovery; a damaged event costs itself alone."""
-    path, events = tmp_path / "events.jsonl", [*history(), event(Kind.EPOCH_OPENED, 1.0, phases=3)]
-    told(path, 1, events[:where])
-    told(path, 2, events[where : where + 2])
-    live = told(path, 3, events[where + 2 :])
-    story = Story()
-    EventTail(path).feed(story.take)
-    found = {use.value: seconds for use, seconds in story.account.uses().items()}
-    assert found["training"] > 0
-    assert live.to_dict() == {"goodput": story.account.goodput(), "node_seconds": found}
-
-
-def test_without_the_events_of_earlier_terms_there_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.mkdir()  # cannot be read
-    assert told(path, 2, history()).to_dict() == NOTHING
-
-
-def test_a_directory_that_hangs_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on = threading.Event()
-    monkeypatch.setattr(account_module.EventTail, "poll", lambda _: goes_on.wait() and [])
-    live = LiveAccount(tmp_path / "events.jsonl", 2)
-    live.finish(0.01)
-    assert live.to_dict() == NOTHING
-    goes_on.set()

@@ -36,7 +36,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 from deadpool_megatron.file_systems import HeldName
-from deadpool_megatron.observe.account import LiveAccount
 from deadpool_megatron.observe.notify import Notices, Outlet
 from deadpool_megatron.ownership import OwnershipError
 
@@ -81,7 +80,6 @@ class RunFiles:
         self._progress = progress
         self._is_brief = os.environ.get(DETAIL_VARIABLE) != "all"
         self._commits, self._waits = CommitDigest(), WaitDigest()
-        self.account = LiveAccount(run.events, term)
         self.writer = EventWriter(EventLog(run.events, term))
         notify, on_event = info.settings.notify, info.settings.on_event
         self._notices = Notices(info.run_id, notify, on_event, self._warn)
@@ -116,7 +114,6 @@ class RunFiles:
             "recovery_count": state.recoveries.count,
             "steps_recomputed": state.recoveries.steps_recomputed,
             "recoveries": [report.to_dict() for report in state.recoveries.finished],
-            **self.account.to_dict(),
         }
 
     def write_result(self, end: Finish, state: State, result: Mapping[str, Any]) -> None:
@@ -165,7 +162,6 @@ class RunFiles:
 
     def _write_all(self, events: list[Event]) -> None:
         for event in events:
-            self.account.add(event)
             self.writer.write(event)
             self._notices.note(event)
             self._bad_nodes.note(event)

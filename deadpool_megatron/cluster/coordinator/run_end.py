@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
-# So long the end of a run that was taken over waits for all events to be read.
-_ACCOUNT_SECONDS = 5.0
 # A wait for what is being made valid is told when it lasts so long.
 _SILENT_SECONDS = 1.0
 
@@ -75,7 +73,6 @@ class RunEnd:
         said = {"exit_status": finish.exit_status, "reason": finish.reason, "kind": finish.kind}
         epoch = 0 if state.record is None else state.record.epoch
         self._coordinator.files.write(Event(Kind.RUN_ENDED, epoch, data=said))
-        await asyncio.to_thread(self._coordinator.files.account.finish, _ACCOUNT_SECONDS)
         result = self._coordinator.files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
         error = await self._write(finish, result, limit)
