@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hookpoints import ALLOW, ALLOW_UNREVIEWED, ALLOW_UNTESTED, FLAG
@@ -68,25 +67,30 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None 
     for name, entry in FIELDS.items():
         if name in _TOPICS:
             group = parser.add_argument_group(f"{TITLE}: {_TOPICS[name]}")
-        chosen, nccl, kind = is_chosen(name), entry.metadata["nccl"], _kind(name)
+        dest, default = f"{_PREFIX}{name}", entry.default
+        if defaults is not None:
+            default = getattr(defaults, name)
+        parser.set_defaults(**{dest: default})
+        if not is_chosen(name):
+            continue
+        nccl, kind = entry.metadata["nccl"], _kind(name)
         shown = f"{entry.metadata['usual']!r}" + (f", with NCCL {nccl!r}" if nccl else "")
         group.add_argument(
-            former_flag(name),
+            flag_name(name),
             *_ALIASES.get(name, ()),
-            dest=f"{_PREFIX}{name}",
+            dest=dest,
             type=kind,
-            action="store" if chosen or defaults is not None else _Former,
-            default=entry.default if defaults is None else getattr(defaults, name),
             metavar=_UNITS.get(name.rsplit("_", 1)[-1], _METAVARS[kind]),
-            help=f"{entry.metadata['help']} (default: {shown})".replace("%", "%%")
-            if chosen
-            else argparse.SUPPRESS,
+            help=f"{entry.metadata['help']} (default: {shown})".replace("%", "%%"),
         )
 
 
-def former_flag(name: str) -> str:
-    """Return the flag that each setting had up to 0.5, and a chosen one has."""
-    return f"--deadpool-{name.replace('_', '-')}"
+def successor(flag: str) -> str:
+    """Return what to give instead of a flag that 0.5 had; empty for any other."""
+    name = flag.partition("=")[0].removeprefix("--deadpool-").replace("-", "_")
+    if name == "bad_node_command":
+        return f"give {flag_name('on_event')}"
+    return f"give {flag_name(name)}=VALUE" if name in FIELDS else ""
 
 
 class _Set(argparse.Action):
@@ -101,26 +105,6 @@ class _Set(argparse.Action):
             setattr(namespace, f"{_PREFIX}{name}", _kind(name)(text))
         except ValueError:
             parser.error(f"argument {SET_FLAG}: invalid value of {given}: {text!r}")
-
-
-class _Former(argparse.Action):
-    """Take the flag of a setting that had one up to 0.5, with a line that says what takes its
-    place. 0.7 will not know it."""
-
-    said: ClassVar[set[str]] = set()
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        name = self.dest.removeprefix(_PREFIX)
-        setattr(namespace, self.dest, values)
-        if name not in self.said:
-            of = FIELDS[name].metadata["of"]
-            why = f"it follows from {flag_name(of)} now" if of else "its value suits all now"
-            print(
-                f"deadpool: {former_flag(name)} goes with 0.7: {why}; another one is given with"
-                f" {flag_name(name)}={values}",
-                file=sys.stderr,
-            )
-        self.said.add(name)
 
 
 def _kind(name: str) -> type[Any]:

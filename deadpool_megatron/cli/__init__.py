@@ -203,7 +203,7 @@ class _HelpParser(argparse.ArgumentParser):
         if wrong := next((word for word in unknown if word.startswith("-")), ""):
             near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
             hint = f"do you mean {near[0]}?" if near else "see --help"
-            self.error(f"there is no option {wrong}: {hint}")
+            self.error(f"there is no option {wrong}: {arguments.successor(wrong) or hint}")
         if unknown:
             self.error(f"unexpected {unknown[0]!r}: see --help; a command follows '--'")
         return found, unknown

@@ -68,11 +68,6 @@ def test_as_an_object(
     assert [(row["level"], row["fork"]) for row in found["rows"]] == rows
 
 
-def test_bad_input(complain: Complain, tmp_path: Path) -> None:
-    assert "the script with its arguments" in complain("support")
-    assert "is not a checkout" in complain("support", "--megatron", tmp_path, "--", "own.py")
-
-
 @pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm

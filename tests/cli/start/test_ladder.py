@@ -76,20 +76,8 @@ def test_a_new_coordinator_is_waited_for_as_long_as_the_old_one() -> None:
 
 
 @pytest.mark.parametrize("nccl", [False, True])
-def test_another_value_counts_and_a_former_flag_says_what_takes_its_place(
-    nccl: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arguments._Former, "said", set())
+def test_another_value_counts(nccl: bool) -> None:
     assert settings("--deadpool-set", "close-seconds=12", nccl=nccl).close_seconds == 12.0
-    assert capsys.readouterr().err == ""
-    former = ("--deadpool-close-seconds", "12", "--deadpool-dscp", "8")
-    for _ in range(2):
-        found = settings(*former, nccl=nccl)
-        assert (found.close_seconds, found.dscp) == (12.0, 8)
-    close, dscp = capsys.readouterr().err.splitlines()
-    assert "--deadpool-rebuild-seconds" in close
-    assert "--deadpool-set close-seconds=12.0" in close
-    assert "--deadpool-set dscp=8" in dscp
     for unknown in ("closed-seconds=90", "hang-seconds=90", "dscp=high"):
         with pytest.raises(SystemExit):
             settings("--deadpool-set", unknown, nccl=nccl)
