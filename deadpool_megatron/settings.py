@@ -416,7 +416,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "evict_slow": ("off", "on"),
     "nonfinite": ("stop", "rollback", "ignore"),
     "link_gaps": ("on", "off"),
-    "numa": ("auto", "off"),
 }
 #: by name: what the whole text has to match, and that in words
 _FORMS: Mapping[str, tuple[str, str]] = {

@@ -14,6 +14,8 @@ import ast
 import hashlib
 import importlib
 import inspect
+import itertools
+import operator
 import os
 import runpy
 import sys
@@ -42,7 +44,13 @@ TESTED: tuple[str, ...] = tuple(_TABLES["tested"])
 COMMITS: dict[str, dict[str, str]] = _TABLES["commits"]
 _TRIED = ", ".join([*TESTED, *(f"{key} at {row['commit']}" for key, row in COMMITS.items())])
 #: by MAJOR.MINOR, the newest last: where its versions differ from others
-FAMILIES: dict[str, dict[str, Any]] = _TABLES["families"]
+FAMILIES: dict[str, dict[str, Any]] = dict(
+    zip(
+        _TABLES["families"],
+        itertools.accumulate(_TABLES["families"].values(), operator.or_),
+        strict=True,
+    )
+)
 _PACKAGE_INFO = "megatron.core.package_info"
 #: as MAJOR.MINOR, the newest last
 VERSIONS = tuple(FAMILIES)

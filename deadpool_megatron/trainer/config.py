@@ -64,9 +64,6 @@ class TrainerConfig:
     num_attention_heads: int = _flag(4, "attention heads")
     seq_length: int = _flag(64, "tokens per sample")
     vocab_size: int = _flag(512, f"rows of the embedding, at least {SMALLEST_VOCABULARY}")
-    position_embedding_type: str = _flag(
-        "learned_absolute", "position embedding", "learned_absolute rope"
-    )
     untie_embeddings_and_output_weights: bool = _flag(False, "separate weights for the output")
     disable_bias_linear: bool = _flag(False, "no bias in linear layers")
 
@@ -77,15 +74,11 @@ class TrainerConfig:
     )
     moe_router_enable_expert_bias: bool = _flag(False, "balance by a bias per expert")
     moe_input_jitter_eps: float | None = _flag(None, "noise of the router's input, in 1 +- eps")
-    moe_token_dispatcher_type: str = _flag(
-        "alltoall", "how tokens travel to experts", "alltoall allgather"
-    )
 
     tensor_model_parallel_size: int = _flag(1, "ranks that share each layer")
     pipeline_model_parallel_size: int = _flag(1, "pipeline stages")
     num_layers_per_virtual_pipeline_stage: int | None = _flag(None, "layers per model chunk")
     expert_model_parallel_size: int = _flag(1, "ranks that share the experts")
-    expert_tensor_parallel_size: int | None = _flag(None, "ranks that share each expert")
     sequence_parallel: bool = _flag(False, "split norms and dropout over tensor ranks")
     use_distributed_optimizer: bool = _flag(False, "shard the optimizer over data ranks")
     num_distributed_optimizer_instances: int = _flag(1, "copies of the sharded optimizer")
@@ -126,11 +119,6 @@ class TrainerConfig:
             raise BadArgumentsError(problem)
 
     @property
-    def expert_tensor_size(self) -> int:
-        """Ranks that share each expert."""
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-
-    @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
         """Model chunks per pipeline stage, or None for the plain schedule."""
         if self.num_layers_per_virtual_pipeline_stage is None:
@@ -160,8 +148,8 @@ class TrainerConfig:
             _check_divides(pipeline, microbatches, what, "pipeline parallel size")
         instances = self.num_distributed_optimizer_instances
         _check_divides(instances, data, "data-parallel replicas", "optimizer instances")
-        one_model = self.expert_tensor_size * self.expert_model_parallel_size * pipeline
-        _check_divides(one_model, world_size, "ranks", "expert tensor x expert x pipeline size")
+        one_model = self.tensor_model_parallel_size * self.expert_model_parallel_size * pipeline
+        _check_divides(one_model, world_size, "ranks", "tensor x expert x pipeline size")
 
 
 def _check_divides(part: int, whole: int, what: str, of: str) -> None:
@@ -206,12 +194,9 @@ def _problems(c: TrainerConfig) -> Iterator[str]:
         if _is_set(c, tensor) and not c.sequence_parallel:
             yield "experts with tensor parallelism need --sequence-parallel"
         # Megatron's experts have bias terms only where nothing is reduced over tensor ranks.
-        reduced = c.expert_tensor_size > 1 or c.expert_model_parallel_size == 1
+        reduced = _is_set(c, tensor) or c.expert_model_parallel_size == 1
         if reduced and not c.disable_bias_linear:
-            yield (
-                "experts need --disable-bias-linear, or --expert-tensor-parallel-size 1 and"
-                " --expert-model-parallel-size above 1"
-            )
+            yield "experts need --disable-bias-linear, or --expert-model-parallel-size alone"
     for path in c.data:
         if not path.exists():
             yield f"--data: no such file or folder: {path}"

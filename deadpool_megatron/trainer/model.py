@@ -35,7 +35,7 @@ virtual_pipeline_model_parallel_size expert_model_parallel_size sequence_paralle
 """
 _SAME_OF_EXPERTS = """
 moe_router_score_function moe_router_load_balancing_type moe_router_enable_expert_bias
-moe_input_jitter_eps moe_token_dispatcher_type
+moe_input_jitter_eps
 """
 _SAME_OF_OPTIMIZER = """
 lr min_lr weight_decay bf16 fp16 initial_loss_scale hysteresis use_distributed_optimizer
@@ -74,7 +74,6 @@ def initialize_parallel_state(config: TrainerConfig) -> None:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         create_gloo_process_groups=False,
     )
@@ -126,7 +125,6 @@ def _build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) 
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
-        position_embedding_type=config.position_embedding_type,
         vp_stage=vp_stage,
     )
     if torch.cuda.is_available():
@@ -169,14 +167,13 @@ def _transformer_config(config: TrainerConfig) -> Any:
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
-    if config.expert_tensor_parallel_size is not None:
-        facts["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size
     if config.num_experts is not None:
         facts |= {
             **_same(config, _SAME_OF_EXPERTS),
             "num_moe_experts": config.num_experts,
             "moe_ffn_hidden_size": 4 * config.hidden_size,
             "moe_aux_loss_coeff": 0.01,
+            "moe_token_dispatcher_type": "alltoall",
         }
     return TransformerConfig(**facts)
 

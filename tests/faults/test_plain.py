@@ -2,61 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.common.ports import free_port
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import MODEL, Layout, reference
+from tests.trainer.layouts import train
+from tests.trainer.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 ITERATIONS = 12
 
 
-def run_plain(folder: Path, layout: Layout) -> dict[str, Any]:
-    """The same training by ``trainer.plain``: no seam, no vaults, no hooks."""
-    port = free_port()
-    out = folder / "plain.json"
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "deadpool_megatron.trainer.plain"),
-                *(*MODEL.split(), *layout.flags.split()),
-                *("--train-iters", str(ITERATIONS), "--out", str(out)),
-            ],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(layout.roles),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(layout.roles)
-    ]
-    try:
-        statuses = [process.wait(timeout=180) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert statuses == [0] * layout.roles
-    facts: dict[str, Any] = json.loads(out.read_text())
-    return facts
-
-
 @pytest.mark.parametrize("layout", [layouts.PP2_DP2], ids=lambda layout: layout.name)
-def test_protected_run_equals_stock_run(tmp_path: Path, layout: Layout) -> None:
-    wanted = run_plain(tmp_path, layout)
+def test_protected_run_equals_stock_run(layout: Layout) -> None:
+    arguments = f"{MODEL} {layout.flags} --train-iters {ITERATIONS}"
+    wanted = run_ranks(layout.roles, train, arguments)[0]  # no seam, no vaults, no hooks
     protected = reference(layout, ITERATIONS).final
     assert [step["loss"] for step in protected["steps"]] == [
         step["loss"] for step in wanted["steps"]

@@ -11,7 +11,6 @@ from deadpool_megatron.planning.plan_file import PlanError, make_plan, read_plan
 from tests.planning.plans import BASE, make
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SIZES = ("7b", "65b", "175b")
 FILE_SHAPE = {"layers": 4, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 100}
 
 
@@ -93,28 +92,3 @@ def test_overrides_replace_add_and_take_away() -> None:
     for wrong in ("spares=7", "cluster.spares", "clutser.spares=7", "="):
         with pytest.raises(PlanError, match=r"expected SECTION\.KEY=VALUE"):
             read_plan(CONFIGS / "7b.yaml", (wrong,))
-
-
-def arguments(name: str) -> dict[str, str]:
-    lines = (CONFIGS / "megatron-lm" / f"gpt-{name}.args").read_text().splitlines()
-    return {flag.removeprefix("--"): value for flag, _, value in (x.partition(" ") for x in lines)}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_the_configs_are_those_of_the_argument_files(name: str) -> None:
-    plan, flags = read_plan(CONFIGS / f"{name}.yaml"), arguments(name)
-    model, parallel = plan.model, plan.parallel
-    assert model.layers == int(flags["num-layers"])
-    assert model.hidden == int(flags["hidden-size"])
-    assert model.ffn == int(flags["ffn-hidden-size"])
-    assert model.heads == int(flags["num-attention-heads"])
-    assert model.swiglu == ("swiglu" in flags)
-    assert model.untied == ("untie-embeddings-and-output-weights" in flags)
-    assert model.biases == ("disable-bias-linear" not in flags)
-    assert model.rmsnorm == (flags.get("normalization") == "RMSNorm")
-    learned = flags["position-embedding-type"] == "learned_absolute"
-    assert model.positions == (int(flags["max-position-embeddings"]) if learned else 0)
-    assert parallel.tp == int(flags["tensor-model-parallel-size"])
-    assert parallel.pp == int(flags["pipeline-model-parallel-size"])
-    tokens = int(flags["global-batch-size"]) * int(flags["seq-length"])
-    assert plan.cluster.tokens_per_step == tokens

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
+sys.path.insert(0, str(BENCH))
 
-
-def load(room: str, name: str) -> ModuleType:
-    """A module of the benches, which are no package."""
-    spec = importlib.util.spec_from_file_location(name, BENCH / room / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-outcomes = load("other_systems", "outcomes")
-Report = outcomes.StepReport
+from other_systems import outcomes  # noqa: E402
+from other_systems.outcomes import StepReport as Report  # noqa: E402
 
 
 def report(iteration: int, wall_seconds: float, loss: str = "0x1p+0") -> object:

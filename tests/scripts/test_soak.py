@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,10 +56,6 @@ def test_what_changes_at_once_is_a_working_size_and_a_number_may_be_given_again(
     assert not judge(each_recovery, 120.0)["flat"]
 
 
-def test_a_life_that_is_too_short_is_not_judged() -> None:
-    assert judge(life("member", 1, 500.0, seconds=100), 120.0)["parts"] == {}
-
-
 def looks(
     bytes_each: float = 1600.0, gains_mb: float = 0.0, seconds: int = 600
 ) -> list[growth.Files]:
@@ -82,18 +77,6 @@ def test_growth_of_the_run_directory_and_of_shared_memory_is_found() -> None:
     assert not growth.files_verdict(looks(bytes_each=6000.0))["flat"]
     assert not growth.files_verdict(looks(gains_mb=9.0))["flat"]
     assert growth.files_verdict(looks()[:1]) == {}
-
-
-def test_a_checkpoint_now_and_then_is_no_growth_but_many_are() -> None:
-    def left(each_seconds: int) -> list[growth.Files]:
-        return [
-            replace(one, directory_mb=one.directory_mb + 2.2 * (one.seconds // each_seconds))
-            for one in looks()
-        ]
-
-    assert growth.files_verdict(left(250))["flat"]
-    assert not growth.files_verdict(left(30))["flat"]
-    assert growth.files_verdict(left(30)[:20])["flat"], "too short to tell"
 
 
 @pytest.mark.parametrize("grown", ["", "processes", "directory", "memory", "never observed"])

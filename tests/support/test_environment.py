@@ -64,21 +64,6 @@ def test_what_scripts_copy_is_set_aside_and_the_rest_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "refused"),
-    [
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING=3", True),
-        ("NCCL_BLOCKING_WAIT=true", True),
-        ("TORCH_NCCL_BLOCKING_WAIT=false", False),
-        ("TORCH_DISTRIBUTED_DEBUG=INFO", False),
-        ("TORCH_FR_BUFFER_SIZE=20000", False),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=32", False),
-    ],
-)
-def test_what_a_user_may_have_set(value: str, refused: bool) -> None:
-    assert bool(table.complaint(dict([value.split("=")]))) == refused
-
-
-@pytest.mark.parametrize(
     ("version", "refused"),
     [
         ((2, 21, 5), True),

@@ -28,17 +28,9 @@ LAYOUTS = {
     "fp32": (4, f"{PP2} --use-distributed-optimizer"),
     "fp32-whole": (4, PP2),
     "fp16": (4, f"{PP2} {FP16} --use-distributed-optimizer"),
-    "fp16-whole": (4, f"{PP2} {FP16}"),
-    "untied-rope": (
-        2,
-        f"{PP2} {BF16} --untie-embeddings-and-output-weights --position-embedding-type rope",
-    ),
     "overlap": (4, f"{PP2} {BF16} {OVERLAP} {BUCKETS}"),
     "instances": (4, f"{BF16} {OVERLAP} {BUCKETS} --num-distributed-optimizer-instances 2"),
     "sequence-parallel": (4, f"{TP2} {PP2} {BF16} --sequence-parallel"),
-    "eight": (8, f"{TP2} {PP2} {BF16}"),
-    "moe-alltoall": (4, f"{PP2} {BF16} {MOE}"),
-    "moe-allgather": (4, f"{PP2} {BF16} {MOE} --moe-token-dispatcher-type allgather"),
     "moe-bias-jitter": (
         4,
         f"{PP2} {BF16} {MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"

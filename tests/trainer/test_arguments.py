@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron.trainer import plain
 from deadpool_megatron.trainer.config import BadArgumentsError, parse_args
-from tests.trainer.layouts import LAYOUTS, MODEL, losses, repository, train
+from tests.trainer.layouts import MODEL, losses, repository, train
 from tests.trainer.ranks import run_ranks
 
 BAD = {
@@ -75,12 +75,6 @@ def test_a_layout_must_fit_the_ranks(line: str, ranks: int, problem: str) -> Non
     config = parse_args(line.split())
     with pytest.raises(BadArgumentsError, match=problem):
         config.check_world_size(ranks)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_layouts_of_the_tests_fit(name: str) -> None:
-    ranks, flags = LAYOUTS[name]
-    parse_args(flags.split()).check_world_size(ranks)
 
 
 def test_flags_come_from_files_with_comments(tmp_path: Path) -> None:
