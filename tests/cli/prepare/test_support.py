@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from deadpool_megatron import cli
-from tests.cli.told import CarryOut, Complain
+from tests.cli.told import CarryOut
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 
