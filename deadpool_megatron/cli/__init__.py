@@ -18,6 +18,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import deadpool_megatron
@@ -207,6 +208,12 @@ class _HelpParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unexpected {unknown[0]!r}: see --help; a command follows '--'")
         return found, unknown
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """An empty path, as from a variable that is not set, would be the current directory."""
+        if action.type is Path and not arg_string:
+            raise argparse.ArgumentError(action, "the path is empty")
+        return super()._get_value(action, arg_string)
 
     def error(self, message: str) -> NoReturn:
         """See the base class."""

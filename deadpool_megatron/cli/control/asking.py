@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import secrets
 import socket
 import sys
@@ -252,6 +253,10 @@ def _kill(args: argparse.Namespace) -> int:
 
 def _persist(args: argparse.Namespace) -> int:
     wanted = "" if args.directory is None else str(args.directory.absolute())
+    if wanted:
+        there = next(one for one in (Path(wanted), *Path(wanted).parents) if one.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            raise CommandError(f"{there} is not a directory that can be written")
 
     def taken(known: Request) -> str:
         where = known.what["directory"]

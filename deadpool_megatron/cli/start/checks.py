@@ -7,6 +7,7 @@ use them is sent away, and does not train on CPUs instead.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -27,6 +28,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
     RunInfo,
+    slots_are_kept,
 )
 from deadpool_megatron.layout.placement import parse_domains
 from deadpool_megatron.layout.schemes import first_plan, losses_survived
@@ -103,10 +105,14 @@ def read_domains(settings: Settings) -> dict[str, str]:
 
 
 def check_run_directory(run: RunDirectory) -> None:
-    """It does not exist, or is empty, and can be written."""
+    """It does not exist, or is empty, and can be written. A start that has come to nothing makes
+    room for the next one."""
     path = run.path
     if path.exists() and not path.is_dir():
         raise CommandError(f"--run-dir {path} is not a directory")
+    if _came_to_nothing(run):
+        taken = sum(1 for _ in path.parent.glob(f"{path.name}.failed-*"))
+        path.rename(path.with_name(f"{path.name}.failed-{taken + 1}"))
     if path.exists() and not all(_is_of_no_run(run, entry) for entry in path.iterdir()):
         raise CommandError(_why_occupied(run))
 
@@ -220,6 +226,16 @@ def _check_main_module(name: str) -> None:
         raise CommandError(f"command not found: there is no module {name!r}")
 
 
+def _came_to_nothing(run: RunDirectory) -> bool:
+    """Return whether a run ended there before its first iteration, with nothing left of it."""
+    try:
+        end, info = run.read_final(), run.read_run()
+    except (RunDirectoryError, OSError):
+        return False
+    failed = end["exit_status"] != 0 and end["iterations"] == 0
+    return failed and not slots_are_kept(run) and not run_processes(run, info.run_id)
+
+
 def _is_of_no_run(run: RunDirectory, entry: Path) -> bool:
     """Return whether a launcher that was refused, or that found the disk full, has left it."""
     if entry.name in SUB_DIRECTORIES:
@@ -234,6 +250,10 @@ def _why_occupied(run: RunDirectory) -> str:
         return f"--run-dir {run.path} is not empty: choose another"
     if run_processes(run, info.run_id):
         return f"--run-dir {run.path} is in use by run {info.run_id}, which is alive"
+    with contextlib.suppress(RunDirectoryError):
+        if (end := run.read_final())["exit_status"] == 0:
+            said = f"holds a run that is over, after {end['iterations']} iterations"
+            return f"--run-dir {run.path} {said}: choose another one"
     return (
         f"--run-dir {run.path} holds an earlier run: choose another one"
         f" (to continue that run: --resume {run.path} --run-dir NEW)"

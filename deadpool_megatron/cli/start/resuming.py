@@ -84,6 +84,11 @@ def resume_point(
     if info.world_size != roles:
         return as_dict(_for_other_roles(old, info.world_size, roles, whole, durable))
     if whole is None and not durable:
+        if run_processes(old, info.run_id):
+            raise CommandError(
+                f"--resume {old.path}: that run is alive: 'deadpool stop --dump {old.path}' ends it"
+                " and saves its state"
+            )
         told = f": {'; '.join([*lacking, *why_not[:3]])}" if lacking or why_not else ""
         raise CommandError(f"--resume {old.path}: that run has no durable state{told}")
     why_not += lacking

@@ -132,6 +132,10 @@ def end_as_found(core: Core, words: LastWords) -> None:
         core.state.last_words = words
         dump(core)  # nothing was begun
         return
+    if not (core.config.restarted or core.config.finished or core.state.restarted):
+        reason = f"{words.reason}; nothing was computed yet"
+        finish(core, words.status, reason, kind=str(words.kind or ""))
+        return
     run = PurePath(core.config.dump_directory).parent
     reason = (
         f"{words.reason}; what the run holds in memory stays: the command that it had, with"

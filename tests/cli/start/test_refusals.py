@@ -54,6 +54,14 @@ def test_run_directory_that_is_taken(tmp_path: Path, complain: Complain) -> None
     assert "leave --resume out" in other
 
 
+def test_a_start_that_came_to_nothing_makes_room(tmp_path: Path) -> None:
+    run = old_run(tmp_path / "r")
+    write_json(run.final, {"exit_status": 2, "reason": "", "iterations": 0})
+    checks.check_run_directory(run)
+    assert not run.path.exists()
+    assert (tmp_path / "r.failed-1" / "final.json").exists()
+
+
 @pytest.mark.parametrize("arguments_of", [run_arguments, agent_arguments])
 def test_a_full_disk_is_one_line_and_its_directory_can_be_used_again(
     arguments_of: Callable[[Path], list[str]],
