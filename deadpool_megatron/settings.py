@@ -251,11 +251,6 @@ class Settings:
         "traffic class of the connections that ship copies, as the network's rules name it"
         " (0 to 63; 8 and 1 are usual for traffic that gives way)",
     )
-    vault_cpus: str = _fixed(
-        "",
-        "processors for each node's vault, like 0-3,8; auto: the last quarter of those that the"
-        " node's processes may use; empty: any",
-    )
     vault_nice: int = _fixed(
         5, "how much lower the vault's priority for processors is than training's (0 to 19)"
     )
@@ -406,7 +401,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "chunk_bytes": (4096, 1 << 30),
 }
 _PLAYED = r"[\w.]+:\w+"
-_CPUS = r"\d+(?:-\d+)?"
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
     "check": ("off", "facts"),
@@ -427,7 +421,6 @@ _FORMS: Mapping[str, tuple[str, str]] = {
     ),
     "persist_interval": (r"auto|off|\d+", "auto, off or a number of iterations"),
     "notify": (r"(?:https?://[^/\s]\S*)?", "a URL of http or https"),
-    "vault_cpus": (rf"(?:auto|{_CPUS}(?:,{_CPUS})*)?", "a list like 0-3,8, or auto, or empty"),
     "persist_directory": (r"(?s:/.*)?", "an absolute path (every node writes to it)"),
 }
 

@@ -256,8 +256,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="put both runs into DIR")
-    parser.add_argument("--keep", action="store_true", help="keep both runs' directories")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep both runs, in DIR")
     parser.add_argument(
         "--iterations", type=int, default=30, metavar="N", help="steps to train (default: 30)"
     )
@@ -279,7 +278,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\ndeadpool demo: interrupted; the runs are kept in {base}", file=sys.stderr)
         return 130
     identical = outcome.comparison.identical
-    if args.keep or args.run_dir is not None or not identical:
+    if args.run_dir is not None or not identical:
         report = f"deadpool report {outcome.struck.directory}"
         display.line(f"The runs are kept in {base}; try: {report}")
     else:

@@ -57,13 +57,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     where.add_argument(
         "--textfile", type=Path, metavar="FILE.prom", help="write the file anew every few seconds"
     )
-    parser.add_argument(
-        "--linger-seconds",
-        type=float,
-        default=_LINGER_SECONDS,
-        metavar="S",
-        help="stay so long after the end of the run (default: %(default)g)",
-    )
 
 
 class WatchedMetrics:
@@ -105,10 +98,10 @@ def run(args: argparse.Namespace) -> int:
             host, port = listen_address(args.listen)
             server, _ = prometheus_client.start_http_server(port, host, registry)
             print(f"http://{shown_host(host)}:{server.server_port}/metrics", flush=True)
-            _stay(watched, args.linger_seconds, lambda: None)
+            _stay(watched, lambda: None)
         elif args.textfile is not None:
             write = prometheus_client.write_to_textfile
-            _stay(watched, args.linger_seconds, lambda: write(str(args.textfile), registry))
+            _stay(watched, lambda: write(str(args.textfile), registry))
         else:
             print(prometheus_client.generate_latest(registry).decode(), end="")
     except OSError as error:
@@ -117,14 +110,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stay(watched: WatchedMetrics, linger_seconds: float, look: Callable[[], None]) -> None:
+def _stay(watched: WatchedMetrics, look: Callable[[], None]) -> None:
     """Look every few seconds, until some time after the end of the run. Raises OSError where the
     first look fails; a later one is told, once for each reason, and made again.
     """
     look()
     said = ""
     ended: float | None = None
-    while ended is None or time.monotonic() - ended < linger_seconds:
+    while ended is None or time.monotonic() - ended < _LINGER_SECONDS:
         if ended is None and watched.is_over():
             ended = time.monotonic()
         try:
@@ -133,7 +126,7 @@ def _stay(watched: WatchedMetrics, linger_seconds: float, look: Callable[[], Non
             if str(error) != said:
                 said = str(error)
                 print(f"deadpool metrics: {error}; it is tried again", file=sys.stderr, flush=True)
-        time.sleep(min(_INTERVAL_SECONDS, max(0.05, linger_seconds)))
+        time.sleep(_INTERVAL_SECONDS)
 
 
 def metrics(

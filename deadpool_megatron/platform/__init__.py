@@ -5,7 +5,6 @@ cuda        the other platform
 stand_ins   what Megatron takes for granted of a GPU, answered on a CPU
 gathers     all-gathers of several tensors on gloo, as torch's own corrupt memory
 saving      checkpoints written inside the training process
-preimports  what whoever forks training processes imports once
 """
 
 from __future__ import annotations

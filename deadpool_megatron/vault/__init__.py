@@ -19,6 +19,5 @@ Each uses only those below it::
     transport        connections of vaults
     shm              slots: files, their headers, the table of all that a node holds
     memory           how much generations may take, take, and would take
-    processors       where the vault's threads run
     errors           what goes wrong, and what is told of it
 """

@@ -22,7 +22,6 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.agent_orders import Vault
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.pace import interface_of
-from deadpool_megatron.vault.processors import place_process
 from deadpool_megatron.vault.transport import TcpTransport
 from deadpool_megatron.wire import auth
 
@@ -56,7 +55,7 @@ def main() -> int:
         secret = auth.load_secret(given.run_dir)
         settings = Settings.from_environment(os.environ)
         run_id = os.environ["DEADPOOL_RUN_ID"]
-        place_process(settings.vault_cpus, settings.vault_nice)
+        os.nice(settings.vault_nice)
     except (auth.AuthenticationError, ValueError, KeyError) as error:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2

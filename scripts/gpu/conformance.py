@@ -140,7 +140,7 @@ def names() -> Results:
 def modules() -> Results:
     """See the module text."""
     found: Results = {}
-    importlib.import_module("deadpool_megatron.platform.preimports")  # before Megatron's import
+    importlib.import_module("deadpool_megatron.trainer.megatron_api")  # before Megatron's import
     for file in sorted(set(PACKAGE.rglob("*.py")) - set(PACKAGE.rglob("__main__.py"))):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         try:

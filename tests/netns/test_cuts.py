@@ -30,7 +30,7 @@ _SETTINGS = (
         "--deadpool-set",
         "rate-limit-gbps=0.2",
     ),
-    *("--deadpool-interface", "eth0", "--deadpool-set", "vault-cpus=auto"),
+    *("--deadpool-interface", "eth0"),
     *("--deadpool-set", "hash-interval=1"),
 )
 # Class selector 1, and the priority of bulk traffic in the queues of the own machine.

@@ -108,8 +108,6 @@ def test_shares_are_of_what_is_visible() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--shm-gb", "-1"), "--shm-gb must not be negative"),
-        (("--shm-gb", "nan"), "--shm-gb must not be negative"),
         (("--plan", "/nonexistent.yaml"), "/nonexistent.yaml: No such file"),
         (("--health-seconds", "-1"), "--health-seconds must be above 0 and at most"),
         (("--health-seconds", "nan"), "--health-seconds must be above 0 and at most 1000000"),
@@ -141,12 +139,8 @@ def test_a_plan_says_how_much_memory_is_needed(
 
 
 def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--shm-gb", "1e9", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is False
-    assert found["facts"]["versions"]["python"].startswith("3.")
-    assert "1000000000.0 GB are needed" in found["problems"][0]
-
+    cli.main(["check", "--json"])
+    assert json.loads(capsys.readouterr().out)["facts"]["versions"]["python"].startswith("3.")
     cli.main(["check"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "host"

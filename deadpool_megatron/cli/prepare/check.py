@@ -47,8 +47,6 @@ examples:
 exit status: 0 nothing is wrong, 1 this host has a problem, 2 bad input
 """
 _NOT_GOOD = 1
-_GB = 1e9
-_MOST_GB = 1e12
 _HEADER = ("node", "host", "rack", "GPUs", "/dev/shm free", "memory", "verdict")
 
 
@@ -61,12 +59,8 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EPILOG,
     )
     add_address(parser)
-    need = parser.add_mutually_exclusive_group()
-    need.add_argument(
+    parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="memory as 'deadpool plan FILE' says"
-    )
-    need.add_argument(
-        "--shm-gb", type=float, default=0.0, metavar="X", help="GB of shared memory a node needs"
     )
     parser.add_argument(
         "--health-command", default="", metavar="CMD", help="as --deadpool-health-command"
@@ -87,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
             f"--health-seconds must be above 0 and at most {LONGEST_SECONDS:.0f},"
             f" got {args.health_seconds:g}"
         )
-    needs = Needs(nodes=1, shm_bytes=_shm_bytes(args))
+    plan = None if args.plan is None else assess(read_plan(args.plan))
+    needs = Needs(nodes=1, shm_bytes=0 if plan is None else plan.busiest("memory_bytes")[1])
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     if args.runs is not None:
         os.scandir(args.runs).close()  # a slip in the name is not an empty answer
@@ -133,17 +128,6 @@ def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
     width = max(len(title) for title, _ in rows)
     lines = [f"{title.ljust(width)}  {text}" for title, text in rows]
     return [*lines, *([f"problem: {text}" for text in problems] or ["ok"])]
-
-
-def _shm_bytes(args: argparse.Namespace) -> int:
-    """Shared memory that a node needs, 0 if that is not known."""
-    if args.plan is None:
-        if not 0 <= args.shm_gb <= _MOST_GB:
-            raise CommandError(
-                f"--shm-gb must not be negative, nor above {_MOST_GB:g}, got {args.shm_gb:g}"
-            )
-        return int(args.shm_gb * _GB)
-    return assess(read_plan(args.plan)).busiest("memory_bytes")[1]
 
 
 def _address(args: argparse.Namespace) -> str:

@@ -36,7 +36,6 @@ from deadpool_megatron.layout.sizing import refusal
 from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.processors import choose_cpus
 
 _MIB = 1 << 20
 # Header pages and the smallest useful slots of one role's generations, per copy.
@@ -115,14 +114,6 @@ def check_run_directory(run: RunDirectory) -> None:
         path.rename(path.with_name(f"{path.name}.failed-{taken + 1}"))
     if path.exists() and not all(_is_of_no_run(run, entry) for entry in path.iterdir()):
         raise CommandError(_why_occupied(run))
-
-
-def check_vault_cpus(info: RunInfo) -> None:
-    """The processors that the vault is to have are there."""
-    try:
-        choose_cpus(info.settings.vault_cpus, os.sched_getaffinity(0))
-    except ValueError as error:
-        raise CommandError(str(error)) from error
 
 
 def check_address(run: RunDirectory, host: str) -> None:

@@ -70,7 +70,6 @@ class Launcher:
 
     directory: RunDirectory
     info: RunInfo
-    port: int
     modules: tuple[str, ...]
     refills: int
     say: Callable[[str], None]
@@ -132,8 +131,6 @@ class Launcher:
     # Starting.
 
     def _start_agent(self, node: int) -> None:
-        # Two standbys of a host cannot have the same port: the one that is first in order has it.
-        port = self.port if node == max(self.numbers) else 0
         self._shares.setdefault(node, self._free_share())
         sys.stdout.flush()
         sys.stderr.flush()
@@ -148,7 +145,7 @@ class Launcher:
             if pid == 0:
                 kept = (theirs,) if server is None else (theirs, server.connection.fileno())
                 log = self.directory.log(f"node{node}-agent")
-                _become_agent(lambda: self._serve(node, port, theirs, server), kept, log)
+                _become_agent(lambda: self._serve(node, theirs, server), kept, log)
         finally:
             os.close(theirs)
             if server is not None:
@@ -157,7 +154,7 @@ class Launcher:
         self._lines[node] = ours
         self._appoint()
 
-    def _serve(self, node: int, standby_port: int, line: int, server: ForkServer | None) -> int:
+    def _serve(self, node: int, line: int, server: ForkServer | None) -> int:
         """In the forked child: be the agent of ``node``; returns its exit status."""
         if gpus := self.gpus:
             size = self.info.nproc_per_node
@@ -169,7 +166,7 @@ class Launcher:
             server,
             self.modules,
             auth.load_secret(self.directory.path),
-            standby_port=standby_port,
+            standby_port=0,
             launcher_fd=line,
             siblings=frozenset(self.numbers),
         )

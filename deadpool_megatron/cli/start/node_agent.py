@@ -230,7 +230,6 @@ def _settle(
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported
     if not nodes_with_slots(info):  # what they take is not free, and is this node's again
         checks.check_shared_memory(info, 1)
-    checks.check_vault_cpus(info)
     if not args.domain:
         checks.read_domains(info.settings)  # it may be there on the host that made the run only
     place = _place(args, node, slurm, info.settings)

@@ -80,14 +80,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--resume", type=Path, metavar="OLD", help="go on from the newest state of run OLD"
     )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=0,
-        metavar="N",
-        help="on which the standby of the last node listens once it coordinates, as it does first"
-        " unless it starts late; any other takes a free one (default: a free one)",
-    )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument(
         "--preload",
@@ -146,10 +138,9 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     if restart is None:
         checks.check_run_directory(directory)
         checks.check_shared_memory(info, info.nodes + info.spares)
-    checks.check_vault_cpus(info)
     # Refused here, or it would be in a standby.
     address = local_address(settings.interface)
-    listen(address, args.port).close()
+    listen(address, 0).close()
     if args.refill < 0:
         raise CommandError(f"--refill must be at least 0, got {args.refill}")
     failpoints.load()  # a plan that cannot be read is better found here than in each process
@@ -174,7 +165,6 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     launcher = Launcher(
         directory=directory,
         info=info,
-        port=args.port,
         modules=modules,
         refills=args.refill,
         say=display.line,

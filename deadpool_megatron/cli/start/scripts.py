@@ -26,7 +26,7 @@ PRELOAD = f"{MODULE}.preload"
 VARIABLE = "DEADPOOL_SCRIPT"
 NVIDIA_CONTROL_DEVICE = Path("/dev/nvidiactl")
 DEFAULT_PRELOAD = ",".join(
-    f"deadpool_megatron.{name}" for name in ("platform.preimports", "trainer.training", "hooks")
+    f"deadpool_megatron.{name}" for name in ("trainer.megatron_api", "trainer.training", "hooks")
 )
 
 

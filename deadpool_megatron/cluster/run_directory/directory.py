@@ -35,7 +35,7 @@ from deadpool_megatron.settings import FIELDS, Settings, SettingsError
 
 # Settings of 0.5: those on which what a run holds depends unless they have this value, and others.
 _USUAL = {"share_snapshots": "off", "journal": "directory"}
-_GONE = {"bad_node_command", "numa", "tls_authority", "tls_certificate", "tls_key"}
+_GONE = {"bad_node_command", "numa", "tls_authority", "tls_certificate", "tls_key", "vault_cpus"}
 
 # In the directory of a node in shared memory: what its processes print, before it is copied.
 LOGS = "logs"

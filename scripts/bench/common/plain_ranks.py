@@ -16,8 +16,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from deadpool_megatron.platform import preimports  # noqa: F401 - first: it installs the stand-ins
 from deadpool_megatron.trainer import (
+    megatron_api,  # noqa: F401 - first: it installs the stand-ins
     plain,
     training,  # noqa: F401 - loaded before the forks
 )

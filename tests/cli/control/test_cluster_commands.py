@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
     segment_root,
 )
+from deadpool_megatron.settings import Settings
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, environment
 from tests.common.told import read_final
@@ -107,6 +108,8 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) ->
                 os.kill(pid, number)
         run.launcher.wait()
         vaults = [int(one["vault"]) for one in listings.values()]
+        nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in vaults}
+        assert nice == {min(19, os.nice(0) + Settings.vault_nice)}
         posix.wait_gone(watchers, PATIENCE_SECONDS)
         wait_for(
             "members to end", lambda: set(cleanup.run_processes(run.run, info.run_id)) <= {*vaults}

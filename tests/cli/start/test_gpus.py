@@ -115,7 +115,7 @@ def test_a_new_node_gets_the_gpus_of_the_one_that_died(
 ) -> None:
     run, made = RunDirectory(tmp_path), info("auto")
     launcher = launch.Launcher(
-        run, made, 0, (), 2, print, lambda: None, numbers=(0, 1, 2), gpus=tuple("abcdef")
+        run, made, (), 2, print, lambda: None, numbers=(0, 1, 2), gpus=tuple("abcdef")
     )
     seen = {}
 
@@ -132,7 +132,7 @@ def test_a_new_node_gets_the_gpus_of_the_one_that_died(
     def start(node: int) -> None:
         launcher._shares.setdefault(node, launcher._free_share())
         launcher._agents[node] = (0, 0)
-        launcher._serve(node, 0, 0, None)
+        launcher._serve(node, 0, None)
 
     for node in (2, 1, 0):
         start(node)

@@ -47,7 +47,7 @@ def test_what_a_signal_leaves_in_memory(
     slots.parent.mkdir()
     slots.touch()
     monkeypatch.setattr(launch, "preload_modules", lambda *_: os.kill(os.getpid(), number))
-    launcher = launch.Launcher(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
+    launcher = launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
     try:
         assert launcher.run() == ExitStatus.STOPPED
         assert slots.exists() == (ended_epoch == 1 or number != signal.SIGTERM)
@@ -74,7 +74,7 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
         raise CommandError("no module named megatron")
 
     monkeypatch.setattr(launch, "preload_modules", missing)
-    launcher = launch.Launcher(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
+    launcher = launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
     try:
         with pytest.raises(CommandError):
             launcher.run()
@@ -93,7 +93,7 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
     junk = run.journal / "junk"
     monkeypatch.setattr(launch, "preload_modules", lambda *_: junk.touch())
     monkeypatch.setattr(service, "_SAID_SECONDS", 0.5)
-    launcher = launch.Launcher(run, info, 0, (), 0, print, lambda: None, numbers=(0,))
+    launcher = launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
     with capfd.disabled():  # an agent keeps no descriptors but its own
         assert launcher.run() == 2
     why = f"{junk} does not belong into a journal"
@@ -106,7 +106,7 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
     """A shell has jobs in its background ignore interrupts, and nohup the end of the session."""
     info = RunInfo(uuid.uuid4().hex[:8], 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
     launcher = launch.Launcher(
-        RunDirectory(tmp_path), info, 0, (), 0, print, lambda: None, numbers=(0,)
+        RunDirectory(tmp_path), info, (), 0, print, lambda: None, numbers=(0,)
     )
     numbers = (signal.SIGHUP, signal.SIGINT)
     minded: list[bool] = []
@@ -165,7 +165,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             if look(run) or time.monotonic() > limit:
                 write_json(run.final, {"exit_status": 0, "reason": "", "iterations": 1})
 
-        launcher = launch.Launcher(run, info, 0, (), refill, said.append, watched, (0, 1))
+        launcher = launch.Launcher(run, info, (), refill, said.append, watched, (0, 1))
         return launcher.run(), said
 
     monkeypatch.setattr(launch, "preload_modules", lambda *_: None)

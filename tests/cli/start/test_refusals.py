@@ -161,7 +161,7 @@ def test_two_launchers_of_one_directory(
     def first_was_faster(_info: RunInfo) -> None:
         held.append(restarting.hold(RunDirectory(tmp_path / "r")))
 
-    monkeypatch.setattr(checks, "check_vault_cpus", first_was_faster)
+    monkeypatch.setattr(checks, "check_sizes", first_was_faster)
     assert "in use by another 'deadpool run'" in complain(*run_arguments(tmp_path / "r"))
     os.close(held.pop())
     monkeypatch.undo()
@@ -195,14 +195,6 @@ def test_clean_of_a_run_whose_agent_is_just_coming_back(tmp_path: Path, complain
         os.close(held)
     assert cli.main(["clean", str(run.path)]) == 0
     assert not segment_root(run_id).exists()
-
-
-def test_port_that_is_taken(tmp_path: Path, complain: Complain) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        line = complain(*run_arguments(tmp_path / "r", "--port", port))
-    assert "Address already in use" in line
-    assert not (tmp_path / "r" / "run.json").exists()
 
 
 @pytest.mark.usefixtures("imports_nothing")
