@@ -43,9 +43,12 @@ class Narrator:
         """Fold one event; return what is to be read now. Raises one of :data:`events.DAMAGE` for a
         damaged event."""
         story, was_over, current = self.story, self.story.ended is not None, self.story.current
+        # A coordinator that took over is told again what is known.
+        again = event.kind is Kind.STEP and (event.iteration or 0) <= story.last_iteration
+        again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event, event.epoch)
         story.take(event)
-        if was_over and story.ended is not None:
-            return []  # agents leave
+        if again or (was_over and story.ended is not None):  # agents leave
+            return []
         match event.kind:
             case Kind.NODE_LOST | Kind.MEMBER_LOST:
                 return self._lost(event, is_recovering=current is not None)
@@ -58,7 +61,7 @@ class Narrator:
                 lines = self._recovered(story.failures[-1])
             case Kind.RUN_ENDED:
                 lines = [_ending(story)]
-            case Kind.EPOCH_OPENED if current is not None or self._is_known(event, event.epoch):
+            case Kind.EPOCH_OPENED if current is not None:
                 lines = []
             case Kind.NODE_JOINED if not story.epoch:
                 lines = [

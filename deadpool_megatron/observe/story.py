@@ -385,8 +385,8 @@ class Story:
                 failure.ended = event.wall_seconds  # that it is over is told next
             else:
                 _end_untold(failure, failure.opened, failure.ended)
-        self.last_iteration = max(self.last_iteration, iteration)
-        self.last_step_at = event.wall_seconds
+        if iteration > self.last_iteration:
+            self.last_iteration, self.last_step_at = iteration, event.wall_seconds
 
     def _forget(self, iteration: int) -> None:
         self.steps.forget_from(iteration)

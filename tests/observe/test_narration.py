@@ -102,3 +102,12 @@ def test_the_hosts_of_nodes_are_named() -> None:
     joined = Event(Kind.NODE_JOINED, 0, 3, data={"host": "10.0.0.3", "hostname": "b7"})
     line = told(joined, lost("node-lost"), closed("communicator-error"))[-1]
     assert " on b7: " in line.text
+
+
+def test_a_coordinator_that_took_over_is_told_again_and_nobody_else() -> None:
+    opened = Event(Kind.EPOCH_OPENED, 1, wall_seconds=2.0)
+    steps = [Event(Kind.STEP, 1, role=0, iteration=n, wall_seconds=2.0) for n in (1, 2)]
+    term = Event(Kind.COORDINATOR, 1, data={"term": 2}, wall_seconds=3.0)
+    *_, last = told(opened, *steps, term, opened, *steps)
+    assert last == told(opened, *steps, term)[-1]
+    assert len(told(opened, *steps, term, opened, *steps)) == 4
