@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import math
 import statistics
 import sys
 import threading
@@ -208,8 +209,9 @@ def _of_status(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield _by("Gauge", "phase", "What the run does.", "phase", {status["phase"]: 1})
     text = "Roles with fewer copies than wanted."
     yield _gauge("exposed_roles", text, len(status["fewer_copies"]))
-    text = "Most iterations that a failure would cost."
-    yield _gauge("rpo_iterations", text, status["rpo"]["most_lost"])
+    text = "Most iterations that a failure would cost; +Inf: perhaps all since the last checkpoint."
+    lost = status["rpo"]["most_lost"]
+    yield _gauge("rpo_iterations", text, math.inf if lost is None else lost)
     yield _counter("refusals", "Connections and messages refused.", status["refusals"])
     yield _gauge("slow_nodes", "Nodes much slower than their peers.", len(status["slow"]))
 

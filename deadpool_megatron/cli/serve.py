@@ -41,7 +41,7 @@ from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail
-from deadpool_megatron.observe.narration import Narrator, count, describe_cause, to_do
+from deadpool_megatron.observe.narration import Narrator, at_risk, count, describe_cause, to_do
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Interruption, Story, decimal
 
 _ROOM = Path(observe.__file__).parent
@@ -241,7 +241,7 @@ def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
     found = [
         ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
-        ("lost at most", f"{count(rpo['most_lost'], 'iteration')}, if a node fails now"),
+        ("lost if a node fails now", at_risk(status)),
         ("coordinator", f"{term['host']}:{term['port']}{node}, number {term['term']}"),
         ("membership", f"{status['epoch']} (each change of the nodes makes a new one)"),
     ]

@@ -178,6 +178,13 @@ def count(number: object, noun: str) -> str:
     return f"{shown} {noun}" if number == 1 else f"{shown} {noun}s"
 
 
+def at_risk(status: Mapping[str, Any]) -> str:
+    """Return what the loss of a node costs, by the status of a run."""
+    lost = status["rpo"]["most_lost"]
+    bound = f"at most {count(lost, 'iteration')}"
+    return "perhaps all since the last checkpoint" if lost is None else bound
+
+
 def shown(text: str) -> str:
     """Return what others have written, for a terminal: no character of it does anything there."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

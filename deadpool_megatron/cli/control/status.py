@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, date
 from deadpool_megatron.layout.words import in_short
-from deadpool_megatron.observe.narration import count, describe_progress, label, shown
+from deadpool_megatron.observe.narration import at_risk, count, describe_progress, label, shown
 from deadpool_megatron.observe.story import Interruption, Story
 
 _SHOWN_FAILURES = 3
@@ -96,7 +96,7 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[str]:
         f" spares: {status['spares'] or 'none'}; {status['recoveries']} recoveries",
         f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}",
         f"  protection: {status['protection'] or 'not yet decided'}",
-        f"  RPO: at most {count(rpo['most_lost'], 'iteration')}{about}{wanted}",
+        f"  RPO: {at_risk(status)}{about}{wanted}",
     ]
     for role, known in status["roles"].items() if every else ():
         lines.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")

@@ -27,6 +27,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.chosen_plan import memory_refusal
+from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.machine.requests import not_connected, refusal
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout import schemes
@@ -449,7 +450,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
         "aside": sorted(state.fleet.aside & set(state.fleet.nodes)),
         "protection": "" if record is None else in_words(record.protection, record.replicas),
         "requests": [request.to_dict() for request in state.requests],
-        "fewer_copies": [] if record is None else sorted(record.fewer_copies),
+        "fewer_copies": sorted(exposed_roles(state)),
         "refusals": peers.refusals,
         "diverged": progress.diverged,
     }

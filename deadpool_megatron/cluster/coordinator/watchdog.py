@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.link.pacing import Metronome, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.chosen_plan import most_lost_by
+from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.cluster.watch.hang import HangLimit, ProgressClock, find_hang, table_of
 from deadpool_megatron.cluster.watch.windows import (
@@ -108,10 +109,11 @@ class Watchdog:
     def describe(self, state: State) -> dict[str, Any]:
         """Return what ``deadpool status`` shows of it: ``slow``, which is node -> how slow it is in
         seconds per iteration, and the ``rpo``: the plan in force, the one that is wanted, and what
-        is lost at most."""
+        is lost at most; None while a role has fewer copies than wanted: perhaps all since the last
+        checkpoint."""
         plan, wanted = _in_force(state), state.protection.plan
         lost = most_lost_by(plan, state.memory.layouts.values(), self._settings)
-        step = self._meter.step_seconds
+        step, holds = self._meter.step_seconds, not exposed_roles(state)
         return {
             "slow": {
                 str(node): {"seconds": found.seconds, "peer_seconds": found.peer_seconds}
@@ -122,8 +124,8 @@ class Watchdog:
                 "wanted": "" if plan == wanted else schemes.plan_in_words(wanted),
                 "every": plan.every,
                 "survives": schemes.losses_survived(self._settings, plan),
-                "most_lost": lost,
-                "most_lost_seconds": None if step is None else lost * step,
+                "most_lost": lost if holds else None,
+                "most_lost_seconds": lost * step if holds and step is not None else None,
             },
         }
 

@@ -153,6 +153,24 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
     return any(node in placement.buddies(role, peers[role]) for role in record.seats)
 
 
+def exposed_roles(state: State) -> frozenset[int]:
+    """Roles that have fewer copies than wanted: in the open epoch those of its record, after a loss
+    also those that have lost one, until the next epoch runs."""
+    record = state.record
+    lost = set() if record is None else record.nodes.keys() - state.fleet.nodes.keys()
+    if record is None or not lost or state.phase in (Phase.RUNNING, Phase.PAUSING):
+        return frozenset() if record is None else record.fewer_copies
+    if record.protection.kind is schemes.SchemeKind.PARITY:
+        return frozenset(record.seats)
+    placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
+    peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
+    return record.fewer_copies | {
+        role
+        for role, seat in record.seats.items()
+        if not lost.isdisjoint((seat.node, *placement.buddies(role, peers[role])))
+    }
+
+
 def _sources(restore: Restore) -> Iterator[Source]:
     """Every place that a restore may read from."""
     for parts in restore.sources.values():
