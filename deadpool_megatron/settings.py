@@ -79,13 +79,13 @@ class Settings:
     )
     extras_room_mb: float = _setting(
         0.0,
-        "least room for what changes beside the optimizer's state (counters, log sums, buffers) of"
+        "least room for the extras (counters, log sums, buffers) of"
         " each role, in 10^6 bytes (0: 1.5 times what it takes at the start, and 64 KiB)",
     )
     shm_gb: float = _setting(
         0.0,
-        "shared memory that a node needs, as 'deadpool plan' says: a node with less free when it"
-        " joins is left out (0: not known)",
+        "shared memory that a node needs, as 'deadpool plan' computes it: a node with less free"
+        " when it joins is excluded (0: not known)",
     )
     check: str = _setting(
         "facts",
@@ -98,7 +98,7 @@ class Settings:
     )
     notify: str = _setting(
         "",
-        "URL that is told of a failure, a recovery, a node put aside, a wait, the end, by a POST",
+        "URL that gets a POST at a failure, a recovery, a quarantine, a wait for a spare, the end",
     )
     on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
     domains_file: str = _setting(
@@ -111,7 +111,7 @@ class Settings:
         " that has it on each node",
     )
     node_silence_seconds: float = _setting(
-        4.7, "roles of a node that was silent for this long may be given away"
+        4.7, "roles of a node that was silent for this long may be reassigned"
     )
     hang_seconds: float = _setting(
         300.0, "no progress of any role for this long, or for 2.5 of the longest steps, is a hang"
@@ -152,7 +152,7 @@ class Settings:
     freeze_seconds: float = _limit(
         "node_silence_seconds",
         3.0,
-        "a member whose process shows no sign of life for this long is taken for frozen",
+        "a member whose process shows no sign of life for this long is declared frozen",
     )
     fence_seconds: float = _limit(
         "node_silence_seconds",
@@ -167,12 +167,12 @@ class Settings:
     rejoin_seconds: float = _limit(
         "node_silence_seconds",
         12.0,
-        "a node that has not come to the new coordinator for this long is taken for lost",
+        "a node that has not come to the new coordinator for this long is declared lost",
     )
     close_seconds: float = _limit(
         "rebuild_seconds",
         10.0,
-        "limit for members to leave a closed epoch; who is later is killed and replaced",
+        "limit for members to leave a closed epoch; later ones are killed and replaced",
         nccl=40.0,
     )
     operation_timeout_seconds: float = _limit(
@@ -200,7 +200,7 @@ class Settings:
     persist_seconds: float = _limit(
         "start_seconds",
         1800.0,
-        "limit for one of these checkpoints to be set aside, written and checked",
+        "limit for pinning, writing and checking one of these checkpoints",
     )
     full_every: int = _fixed(
         8, "recompute: a whole copy every so many iterations, gradients in between"
@@ -224,8 +224,8 @@ class Settings:
     )
     divergence: str = _fixed(
         "auto",
-        "a replayed step with other numbers than the first time: stop (status 3), or report and go"
-        " on; auto: report where NCCL is used, whose order of sums is not fixed",
+        "a replayed step with other numbers than the first time: stop (status 3), or report and"
+        " continue; auto: report where NCCL is used, whose order of sums is not fixed",
     )
     slow_factor: float = _fixed(
         1.3, "a node that needs so many times as long as its peers for an iteration is reported"

@@ -85,13 +85,13 @@ _EXAMPLES = """\
 examples:
   deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
       -- -m deadpool_megatron.trainer @configs/tiny.args --train-iters 500
-  deadpool status runs/first            what every role does right now
-  deadpool kill runs/first --node 1     as if its power cord was pulled
+  deadpool status runs/first            what each role is doing
+  deadpool kill runs/first --node 1     as if its power cord were pulled
   deadpool drain runs/first --node 0    move its roles to a spare, without losing a step
   deadpool verify runs/first            check every checksum, in memory and on disk
   deadpool protect runs/first --every 4 protect each fourth iteration only
-  deadpool persist runs/first           write a checkpoint beside the training
-  deadpool clean                        remove what dead runs have left in memory
+  deadpool persist runs/first           write a checkpoint during training
+  deadpool clean                        remove the memory of dead runs
 """
 
 

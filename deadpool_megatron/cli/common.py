@@ -111,7 +111,7 @@ def add_size(parser: argparse.ArgumentParser, usual: str) -> None:
         "--plan",
         type=Path,
         metavar="FILE",
-        help="file of 'deadpool plan' that says how much shared memory a node needs",
+        help="file of 'deadpool plan': the shared memory that a node needs",
     )
 
 
@@ -195,8 +195,7 @@ def ask_at(
         raise RunNotReachable(
             f"no coordinator at {address[0]}:{address[1]} for {run.path}"
             f" ({getattr(error, 'strerror', None) or error}); the same command as before, with"
-            f" --run-dir {run.path}, goes on from what is in memory, 'deadpool clean {run.path}'"
-            " removes it"
+            f" --run-dir {run.path}, continues from memory; 'deadpool clean {run.path}' discards it"
         ) from error
     if "refused" in answer:
         raise RequestRefused(str(answer["refused"]))

@@ -200,7 +200,7 @@ def describe(comparison: Comparison) -> list[str]:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``compare`` to the commands."""
-    text = "say whether two runs ended bit-identical, and where they first differ"
+    text = "compare two runs: bit-identical, or where they first differ"
     parser = subparsers.add_parser("compare", help=text, description=__doc__)
     parser.add_argument("first", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("second", type=Path, metavar="DIR", help="run directory")

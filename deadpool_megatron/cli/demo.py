@@ -209,9 +209,9 @@ class Outcome:
 def judge(undisturbed: DemoRun, struck: DemoRun, strike: int) -> Outcome:
     """Compare the runs. Raises DemoError when the strike or the recovery did not happen."""
     if struck.struck_at is None:
-        raise DemoError("the node was not killed: the planned fault never came due", 1)
+        raise DemoError("the node was not killed: the planned fault was never injected", 1)
     if not struck.result.recoveries:
-        raise DemoError("the run says nothing of a recovery, although a node was killed", 1)
+        raise DemoError("the run reports no recovery, although a node was killed", 1)
     try:
         comparison = compare_results(undisturbed.result, struck.result)
     except ResultError as error:
@@ -246,7 +246,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``demo`` to the commands."""
-    text = "kill a node of a small training run and show that its numbers do not notice"
+    text = "kill a node of a small training run and show that the results do not change"
     parser = subparsers.add_parser("demo", help=text, description=__doc__)
     parser.add_argument(
         "--gpu",
@@ -301,8 +301,7 @@ def _both_runs(display: Display, base: Path, iterations: int, shape: DemoSize) -
     )
     undisturbed = run_once(display, base, "undisturbed", iterations, shape=shape)
     display.line(
-        "\n2. The same again, but the node of role 0 is killed in the backward pass of step"
-        f" {strike}"
+        f"\n2. The same run, but the node of role 0 is killed in the backward pass of step {strike}"
     )
     struck = run_once(display, base, "struck", iterations, kill_in_backward(strike), shape)
     return judge(undisturbed, struck, strike)

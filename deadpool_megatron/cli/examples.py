@@ -15,7 +15,8 @@ from deadpool_megatron.cli.common import CommandError
 _DESCRIPTION = """\
 Prints the folder that holds configs/ (models for `deadpool plan`, arguments for the embedded
 trainer and for pretrain_gpt.py, dashboard, alerts, health commands) and scripts/ (Slurm, ssh,
-Kubernetes). Commands of the documentation that name them work beside a copy; a checkout has them.
+Kubernetes). The commands in the documentation need a copy of them in the current folder; a
+checkout has them.
 """
 _EXAMPLES = """\
 examples:
@@ -23,7 +24,7 @@ examples:
   deadpool plan configs/65b.yaml
   $EDITOR scripts/slurm/pretrain_65b.sbatch
 
-exit status: 0 done; 2 they are missing, one line says where they were looked for
+exit status: 0 done; 2 the files are missing: one line names the folders that were searched
 """
 # A file by which their folder is known.
 _KNOWN = "configs/tiny.args"
@@ -33,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add ``examples`` to the commands."""
     subparsers.add_parser(
         "examples",
-        help="where example configs and batch scripts lie",
+        help="print the folder of example configs and batch scripts",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )

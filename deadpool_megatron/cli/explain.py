@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.failures import MEANINGS
 _HEAD = """\
 # Codes of failures
 
-What `deadpool explain CODE` answers. What a run does about each: [failures.md](failures.md).
+The output of `deadpool explain`. [failures.md](failures.md) describes how a run handles each kind.
 
 | code | meaning | evidence | what to do |
 | --- | --- | --- | --- |"""
@@ -25,7 +25,7 @@ What `deadpool explain CODE` answers. What a run does about each: [failures.md](
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``explain`` to the commands."""
-    text = "what the code of a failure means, and what to do"
+    text = "explain the code of a failure, with your response"
     parser = subparsers.add_parser("explain", help=text, description=__doc__)
     parser.add_argument("code", nargs="?", metavar="CODE", help="such as node-lost (default: all)")
 

@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--listen", metavar="ADDR:PORT", help="answer GET /metrics there")
     where.add_argument(
-        "--textfile", type=Path, metavar="FILE.prom", help="write the file anew every few seconds"
+        "--textfile", type=Path, metavar="FILE.prom", help="rewrite the file every few seconds"
     )
 
 
@@ -206,7 +206,7 @@ def _of_status(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield _by("Gauge", "nodes", "Nodes by state.", "state", states)
     yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))
     yield _by("Gauge", "memory_bytes", "Bytes of generations in shared memory.", "node", memory)
-    yield _by("Gauge", "phase", "What the run does.", "phase", {status["phase"]: 1})
+    yield _by("Gauge", "phase", "The state of the run.", "phase", {status["phase"]: 1})
     text = "Roles with fewer copies than wanted."
     yield _gauge("exposed_roles", text, len(status["fewer_copies"]))
     text = "Most iterations that a failure would cost; +Inf: perhaps all since the last checkpoint."

@@ -71,7 +71,7 @@ def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         cmdline = b""
     if b"deadpool" not in cmdline:
-        return "not running any more, and without a result: it was killed as a whole"
+        return "not running, and without a result: all its processes were killed"
     return state
 
 
@@ -112,7 +112,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         *(("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]),
     ]
     if failure.closes > 1:
-        facts.append(("again", f"struck {failure.closes} times before the run went on"))
+        facts.append(("again", f"failed {failure.closes} times before the run continued"))
     if failure.generation is not None:
         lineage, iteration = failure.generation
         facts.append(("state", f"of iteration {iteration} (computed in epoch {lineage})"))
@@ -138,7 +138,7 @@ def _describe_progress(failure: Interruption, story: Story) -> str:
         return "not recovered: the run ended"
     reached = "the new epoch is decided" if failure.is_decided else "leaving the epoch"
     if failure.parts:
-        reached = f"last phase heard of: {failure.parts[-1].phase}"
+        reached = f"last phase reported: {failure.parts[-1].phase}"
     return f"recovering for {story.last_wall - failure.began:.1f} s, {reached}"
 
 
@@ -277,7 +277,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``report`` to the commands."""
-    text = "tell the story of a run and of each failure in it"
+    text = "report on a run and each failure in it"
     parser = subparsers.add_parser("report", help=text, description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")

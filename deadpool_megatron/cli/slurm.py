@@ -32,9 +32,10 @@ _ANSWER_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
 _LONGEST_SECONDS = 86_400.0
 _DESCRIPTION = """\
-Watches what Slurm says of the nodes of a run, and drains each one that Slurm drains: its roles
-move to a spare, and nothing is computed again. Without a spare it says so, and the node trains on
-until there is one. Ends with the run. Start it where sinfo works and the run directory is.
+Watches the nodes of a run in Slurm, and drains each one that Slurm drains: its roles move to a
+spare, and nothing is computed again. Without a spare, the node trains until there is one, and a
+line reports this. The command ends with the run. Start it on a host that has sinfo and sees the run
+directory.
 """
 _TASK_COUNTS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 
@@ -207,7 +208,7 @@ def drained_hosts() -> frozenset[str]:
     except OSError as error:
         raise CommandError(f"sinfo cannot be run: {error}") from error
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["without a word"]
+        said = done.stderr.strip().splitlines() or ["no message"]
         raise CommandError(f"sinfo ended with status {done.returncode}: {said[-1]}")
     lines = (line.partition("|") for line in done.stdout.splitlines())
     return frozenset(_short(host.strip()) for host, _, state in lines if state.startswith("drain"))

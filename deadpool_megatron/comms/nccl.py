@@ -213,7 +213,7 @@ class NcclFabric(Fabric):
         failed = next((one for one in list(self._groups) if one.error()), None)
         if failed is None:
             return None
-        return failed.description, "watchdog", f"torch's watchdog tells of {failed.error()}"
+        return failed.description, "watchdog", f"torch's watchdog reports {failed.error()}"
 
     def _recorded(self) -> bytes:
         """The dump of the flight recorder, which has the groups of all epochs."""
@@ -432,7 +432,7 @@ class NcclGroup(InnerGroup):
     def _ask(self, operation: str) -> None:
         """Before a group is opened that an error of NCCL would leave open."""
         if error := self.error():
-            self.epoch.fault(self.description, operation, f"torch's watchdog tells of {error}")
+            self.epoch.fault(self.description, operation, f"torch's watchdog reports {error}")
 
     def _start_block(self, device: torch.device) -> None:
         self._check("start of a block")

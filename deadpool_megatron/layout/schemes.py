@@ -112,7 +112,7 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
         SchemeKind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
         SchemeKind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
         SchemeKind.LOCAL: "no node may be lost",
-        SchemeKind.LOCAL_TWICE: "each generation twice on its node, no node may be lost",
+        SchemeKind.LOCAL_TWICE: "each generation twice on its node; survives no lost node",
         SchemeKind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
     }[scheme.kind]
     each = "" if plan.every == 1 else f", every {plan.every} iterations"

@@ -170,7 +170,7 @@ def refusal(
         return f"a parity group has at least 2 roles, not {scheme.group}"
     if kind is SchemeKind.PARITY and scheme.group + blocks > MOST_BLOCKS:
         return (
-            f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
+            f"a parity group has at most {MOST_BLOCKS - blocks} roles next to {blocks}"
             f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
         )
     # The blocks of a group of two roles lie on as many nodes; a copy beside the own node.

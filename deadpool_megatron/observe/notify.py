@@ -72,7 +72,7 @@ class Outlet:
                 # the end of the run wait for it. The text may have the URL, which may be a secret.
                 why = type(error).__name__
             if why and not is_failing:
-                self._warn(f"{self._name} was not told of '{notice['text']}': {why}")
+                self._warn(f"{self._name} did not receive '{notice['text']}': {why}")
             is_failing = bool(why)
             with self._changed:
                 if self._waiting[0] is notice:  # else newer ones have taken its place

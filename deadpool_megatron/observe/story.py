@@ -24,11 +24,11 @@ from deadpool_megatron.observe.account import Account
 # ones. The text says what happens in each, for people.
 PHASES: Mapping[str, str] = {
     "detect": "the failure is noticed",
-    "close": "everybody leaves the epoch, vaults freeze",
-    "decide": "who plays which role, from which state",
+    "close": "all members leave the epoch, vaults freeze",
+    "decide": "seats and restored state are chosen",
     "adopt": "the spare takes the empty roles",
     "rebuild": "communicators of the new epoch connect",
-    "restore": "state comes back from host memory",
+    "restore": "state is restored from host memory",
     "sync": "parameters come from the data-parallel peers",
     "verify": "peers compare what they must hold equal",
     "reprotect": "lost copies are made again",

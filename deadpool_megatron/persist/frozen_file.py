@@ -199,7 +199,7 @@ def _fits(name: str, digest: xxhash.xxh3_128) -> bool:
 
 def _unreadable(path: Path, error: Exception) -> FrozenFileError:
     why = (error.strerror if isinstance(error, OSError) else "") or str(error)
-    return FrozenFileError(f"frozen weights cannot be read from {path}: {why}; put the file back")
+    return FrozenFileError(f"frozen weights cannot be read from {path}: {why}; restore the file")
 
 
 def _is_whole(path: Path, tensors: Named) -> bool:

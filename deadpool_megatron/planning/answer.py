@@ -181,7 +181,7 @@ def _check_domains(plan: Plan, placement: Placement) -> None:
     if placement.same_domain:
         wanted = plan.protection.survived + 1
         raise PlanError(
-            f"cluster.racks: {wanted - 1} copies beside the own node need {wanted} failure domains,"
+            f"cluster.racks: {wanted - 1} copies on other nodes need {wanted} failure domains,"
             f" there are {len(set(placement.scene.domains.values()))}: set it to at least {wanted},"
             " or take it away (each node is one then)"
         )
@@ -218,7 +218,7 @@ def _check_memory(plan: Plan, loads: dict[int, NodeLoad]) -> None:
     unit = 10.0 ** (math.floor(math.log10(needed)) - 2)  # three digits, rounded up
     raise PlanError(
         f"cluster.host_memory_gb: node {fullest} needs {load.own_slots_bytes / GIGA:.1f} GB for its"
-        f" own {slots_of(plan)} slots per role, {load.copies_bytes / GIGA:.1f} GB for what it keeps"
-        f" beside them and {cluster.host_memory_reserved_gb:g} GB reserved, there are"
+        f" own {slots_of(plan)} slots per role, {load.copies_bytes / GIGA:.1f} GB for the copies"
+        f" that it keeps and {cluster.host_memory_reserved_gb:g} GB reserved, there are"
         f" {cluster.host_memory_gb:g} GB: set it to at least {math.ceil(needed / unit) * unit:g}"
     )

@@ -41,9 +41,7 @@ def _key(help_text: str, default: Any = ..., **bounds: Any) -> Any:
 class Model:
     """The model that is trained: either ``parameters``, or the shape that they follow from."""
 
-    parameters: int | None = _key(
-        "number of parameters, in place of the shape below", None, least=1
-    )
+    parameters: int | None = _key("number of parameters, instead of the shape below", None, least=1)
     expert_parameters: int = _key("those of 'parameters' that lie in experts", 0, least=0)
     layers: int | None = _key("transformer layers", None, least=1)
     hidden: int | None = _key("hidden size", None, least=1)
@@ -140,14 +138,10 @@ class Cluster:
     nic_gb_s: float = _key(
         "gigabytes (not bits) per second of the network card, or of all that are bonded", above=0
     )
-    nic_fraction: float = _key(
-        "share of it that copies get while training goes on", 1.0, above=0, most=1
-    )
+    nic_fraction: float = _key("share of it that copies get during training", 1.0, above=0, most=1)
     pcie_gb_s: float = _key("gigabytes per second from one GPU to host memory", above=0)
     checksum_gb_s: float = _key("gigabytes per second that one thread checksums (xxh3)", above=0)
-    step_seconds: float | None = _key(
-        "seconds of a step, in place of the next three", None, above=0
-    )
+    step_seconds: float | None = _key("seconds of a step, instead of the next three", None, above=0)
     tflops_per_gpu: float | None = _key("peak of a GPU in this precision", None, above=0)
     efficiency: float | None = _key(
         "share of the peak that is reached (MFU)", None, above=0, most=1
@@ -215,7 +209,7 @@ def make_plan(values: Mapping[Any, Any]) -> Plan:
     if plan.model.expert_parameters and plan.cluster.step_seconds is None:
         raise PlanError(
             "cluster.step_seconds: missing; model.expert_parameters does not say through how many"
-            f" of them a token goes: give it in place of {', '.join(_SPEED)}, or give the shape"
+            f" of them a token goes: give it instead of {', '.join(_SPEED)}, or give the shape"
         )
     return plan
 

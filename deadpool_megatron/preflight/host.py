@@ -96,7 +96,7 @@ def missing() -> str:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         return (
-            f"pidfd_open is not offered here ({error.strerror}), by which a node hears of the end"
+            f"pidfd_open is not available here ({error.strerror}), by which a node hears of the end"
             " of its processes: it takes a kernel from 5.3 on and, in a container, a seccomp"
             " profile that lets it pass"
         )

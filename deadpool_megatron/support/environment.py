@@ -21,7 +21,7 @@ class Otherwise(Enum):
     """The fate of another value that the user has set."""
 
     REFUSED = "refused"
-    SET_ASIDE = "set aside, with a line"
+    SET_ASIDE = "ignored, with a line"
     WARNED = "taken, with a warning"
     KEPT = "taken"
 
@@ -124,7 +124,7 @@ def refused(environment: Mapping[str, str], *fates: Otherwise) -> list[tuple[str
 def set_aside(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the values in whose place members get another, and a line about each."""
     return [
-        (other, f"{other} is set aside, members get {variable.value}: {variable.reason}")
+        (other, f"{other} is ignored, members get {variable.value}: {variable.reason}")
         for variable, other in _other_values(environment, Otherwise.SET_ASIDE)
     ]
 

@@ -84,7 +84,7 @@ class FlagRow:
     def becomes(self) -> str:
         """Words for what a row of this level sets."""
         given = [f"--{name.replace('_', '-')} {value}" for name, value in self.to.items() if value]
-        return f"becomes {', '.join(given)}" if given else "is left out"
+        return f"becomes {', '.join(given)}" if given else "is removed"
 
     @property
     def fate(self) -> str:
@@ -250,7 +250,7 @@ def why_unread(name: str) -> str:
     if not name.startswith("--"):
         return "only pretrain_gpt.py was ever run under protection"
     reasons = (family.reason for family in UNREVIEWED if name in family.flags)
-    return next(reasons, "nobody has looked at what it does to state, communicators and streams")
+    return next(reasons, "its effect on state, communicators and streams has not been reviewed")
 
 
 def unread_values(argv: Sequence[str]) -> Iterator[str]:

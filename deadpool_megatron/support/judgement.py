@@ -58,8 +58,8 @@ def judge(
     for shown in _unread(command):
         name = shown.lstrip("-")
         line = (
-            f"{shown} is not reviewed: {flags.why_unread(shown)}; leave it out, or answer for it"
-            f" yourself with {ALLOW_UNREVIEWED} {name}"
+            f"{shown} is not reviewed: {flags.why_unread(shown)}; leave it out, or accept it"
+            f" with {ALLOW_UNREVIEWED} {name}"
         )
         found.append(Judged(Level.UNREAD, shown, line, name, name in unread))
     return found

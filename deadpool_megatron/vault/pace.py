@@ -282,7 +282,7 @@ class SharedLink:
         self.seen = max(self.seen, sent / seconds)
         bytes_there_were = self.speed()[0] * seconds
         if own > _TELLING_SHARE * bytes_there_were and sent < _COUNTED * own:
-            raise ValueError("its counters stand still while copies are sent")
+            raise ValueError("its counters do not move while copies are sent")
         return sent - _HEADERS * own <= _LEAST_SHARE * bytes_there_were
 
     # What happens to generations.

@@ -128,7 +128,7 @@ def _ensure(state: VaultState, layout: RoleLayout, name: str, slots: int) -> Seg
         )
     if keeps_steps(layout) and held.slots != slots:
         raise VaultError(
-            f"{name} on node {state.node} has {held.slots} slots, not {slots}: go on with the"
+            f"{name} on node {state.node} has {held.slots} slots, not {slots}: continue with the"
             " --deadpool-max-lag and --deadpool-set full-every that the run began with"
         )
     return held

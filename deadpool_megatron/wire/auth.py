@@ -128,7 +128,7 @@ class Handshake:
         if dialled != self._address:
             if os.environ.get(TRANSLATED) != "1":
                 raise AuthenticationError(
-                    f"peer wanted {dialled!r}, this is {self._address}: somebody relays it, or"
+                    f"peer wanted {dialled!r}, this is {self._address}: it is relayed, or"
                     f" addresses are translated between the nodes (then set {TRANSLATED}=1)"
                 )
             self._address = dialled

@@ -131,7 +131,7 @@ class Listener:
                 assert first.task is not None
                 first.task.cancel()
                 self._service.refuse(
-                    first.who, "too many unauthenticated peers at once: this one goes"
+                    first.who, "too many unauthenticated peers at once: this connection is closed"
                 )
                 return
             self._fewer.clear()

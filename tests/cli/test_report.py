@@ -58,7 +58,7 @@ def test_a_run_in_the_middle_of_a_recovery(tmp_path: Path, carry_out: CarryOut) 
     (tmp_path / "events.jsonl").write_bytes(lines)
     status, text, _ = carry_out("report", tmp_path)
     assert status == 0
-    assert "last phase heard of: rebuild" in text
+    assert "last phase reported: rebuild" in text
     (failure,) = json.loads(carry_out("report", tmp_path, "--json")[1])["failures"]
     assert not failure["recovered"]
 

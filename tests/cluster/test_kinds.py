@@ -59,7 +59,7 @@ def test_three_crashes_on_one_node_move_its_role_to_the_spare(tmp_path: Path) ->
         assert aside.node == 1
         shown = deadpool("status", str(run.run.path)).stdout
         final = run.finish()
-    assert "put aside, used only when no other spare is left: [1]" in shown
+    assert "quarantined, used only when no other spare is left: [1]" in shown
     assert final["recoveries"][-1]["seats_changed"]["1"][1][0] == 2
 
 

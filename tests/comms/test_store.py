@@ -155,5 +155,5 @@ def test_what_no_communicator_asks_for_raises() -> None:
     assert prefixed.get("key") == b"value"
     assert prefixed.check(["key"])
     assert not prefixed.check(["other"])
-    with pytest.raises(RuntimeError, match="nobody wrote 'e1/other' within"):
+    with pytest.raises(RuntimeError, match="'e1/other' was not written within"):
         EpochStore(MemberStore(lambda message: None), 1, 0.01).get("e1/other")

@@ -104,8 +104,8 @@ def test_the_newest_is_cut_short_and_the_one_before_removed(tmp_path: Path) -> N
     restored = [event.data["generation"][1] for event in outcome.of_kind("epoch-decided")]
     assert restored == [0, 15, 5]
     told = " ".join(str(event.data["text"]) for event in outcome.of_kind("log"))
-    assert "iter_0000015 is struck off" in told
-    assert "iter_0000010 is not there any more" in told
+    assert "iter_0000015 is not used any more" in told
+    assert "iter_0000010 does not exist any more" in told
     # What was saved again in the place of the damaged one counts, and is whole.
     paths = [event.data["path"] for event in outcome.of_kind("durable")]
     assert paths.count(str(saves / "iter_0000015")) == 2

@@ -88,7 +88,7 @@ def time_is_over(world: World) -> None:
         (lose_a_node, "node 1 was lost"),
         (close, "epoch 1 was closed"),
         (finish, "the run is over"),
-        (other_moments, "the roles have not set the same moment aside"),
+        (other_moments, "the roles have pinned different moments"),
         (no_room, "node 1: no room"),
         (time_is_over, "taking took more than 1800 s on node 0, 1"),
     ],

@@ -46,7 +46,7 @@ def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
     assert world.orders() == TAKE
     assert "within 100 s; a last checkpoint is written in the background" in world.complaint()
     world.exports.carry_out(BeginExport(5, str(tmp_path)))
-    why = "the run is about to end, and exports a last time itself"
+    why = "the run is about to end, and writes its own last export"
     assert world.fed == [Exported(5, 0, "", why)]
     world.fed.clear()
     path = world.finish(2)

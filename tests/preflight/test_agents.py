@@ -74,7 +74,7 @@ def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
         status, _, errors = nodes.end_of(0)
         assert status == 69
         (line,) = [line for line in errors.splitlines() if "ends: " in line]
-        assert "left out: run 0a0a0a0a put host0 aside on " in line
+        assert "run 0a0a0a0a quarantined host0 on " in line
         assert "torch is another one" in line
         ended = [nodes.end_of(node) for node in (1, 2)]
         assert [status for status, _, _ in ended] == [0, 0], ended
@@ -102,7 +102,7 @@ def test_only_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["node", "host", "rack"]
     assert lines[2].split()[:2] == ["0", "host0"]
-    assert lines[-1] == "ok: 2 nodes to train on, 0 spares, 1 left out"
+    assert lines[-1] == "ok: 2 nodes to train on, 0 spares, 1 excluded"
 
     again = deadpool("agent", "--run-dir", str(nodes.run.path), "--node-id", "0", "--check-only")
     assert again.returncode == 2

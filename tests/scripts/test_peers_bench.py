@@ -57,8 +57,7 @@ def test_the_command_line_works_without_any_peer() -> None:
     ("page", "place", "file"),
     [
         ("README.md", 0, "peers-cpu.json"),
-        ("docs/figures.md", 0, "peers-cpu.json"),
-        ("docs/figures.md", 1, "peers-node-cpu.json"),
+        ("docs/figures.md", 0, "peers-node-cpu.json"),
     ],
 )
 def test_the_tables_say_what_was_measured(page: str, place: int, file: str) -> None:

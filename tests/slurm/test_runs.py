@@ -151,7 +151,7 @@ def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster: Cluster, j
     second.wait_iteration(first.final_iteration() + 5)
     second.finish()
     second.wait_end("COMPLETED")
-    assert f"goes on from {first.run.path}" in cluster.output(second.number)
+    assert f"continues from {first.run.path}" in cluster.output(second.number)
     third = jobs.submit()
     third.wait_end("COMPLETED")
     assert "nothing to do" in cluster.output(third.number)

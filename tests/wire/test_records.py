@@ -168,7 +168,7 @@ async def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch: pytest.Mon
             await enter(relay.address)
         (await enter(address)).close()
     assert len(inside.served) == 1
-    assert "somebody relays it, or addresses are translated" in inside.refusals[0]
+    assert "it is relayed, or addresses are translated" in inside.refusals[0]
 
 
 async def test_a_relay_that_says_what_the_acceptor_wants_to_hear(

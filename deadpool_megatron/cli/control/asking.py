@@ -48,13 +48,13 @@ examples:
   deadpool kill RUN --role 0 --signal STOP   freeze it instead
   deadpool kill RUN --vault 2                SIGKILL a vault
 
-It is an order, sent once: one that crosses a takeover of the coordinator may be lost.
+The order is sent once; a takeover of the coordinator may lose it.
 """
 _PROTECT_DESCRIPTION = """\
-Training pauses after a protected iteration, goes on in a new epoch with the new protection, and
-computes nothing again. What is not given stays as it is. Refused with the reason where it cannot
-hold. 'deadpool status' shows what is in force, and what a failure would cost (RPO). mixed
-is a rule for the start of a run: here buddy, or parity with --group, are asked for themselves.
+Training pauses after a protected iteration and continues in a new epoch with the new protection;
+nothing is computed again. Options that are not given keep their values. A change that cannot hold
+is refused with the reason. 'deadpool status' shows the protection, and the cost of a failure (RPO).
+mixed is a rule for the start of a run; here, give buddy, or parity with --group.
 """
 _PERSIST_EXAMPLES = """\
 examples:
@@ -65,14 +65,14 @@ examples:
 
 def add_parser(subparsers: Any) -> None:
     """Add the five sub-commands."""
-    drain = subparsers.add_parser("drain", help="move a node's roles to a spare, then let it go")
+    drain = subparsers.add_parser("drain", help="move a node's roles to a spare")
     add_run_directory(drain)
     drain.add_argument("--node", type=int, required=True, metavar="N")
     _add_wait(drain)
 
     protect = subparsers.add_parser(
         "protect",
-        help="change how a running job is protected",
+        help="change the protection of a running job",
         description=_PROTECT_DESCRIPTION,
     )
     add_run_directory(protect)
@@ -83,9 +83,7 @@ def add_parser(subparsers: Any) -> None:
     protect.add_argument("--every", type=int, metavar="N", help="protect each N-th iteration only")
     _add_wait(protect)
 
-    kill = subparsers.add_parser(
-        "kill", help="hurt a run, to see it recover", epilog=_KILL_EXAMPLES
-    )
+    kill = subparsers.add_parser("kill", help="inject a failure", epilog=_KILL_EXAMPLES)
     add_run_directory(kill)
     target = kill.add_mutually_exclusive_group(required=True)
     target.add_argument("--node", type=int, metavar="N", help="all processes of a node")
@@ -95,7 +93,7 @@ def add_parser(subparsers: Any) -> None:
     target.add_argument("--coordinator", action="store_true", help="the coordinator")
     kill.add_argument("--signal", choices=SIGNALS, default="KILL")
 
-    stop = subparsers.add_parser("stop", help="end a run in order (exit status 130)")
+    stop = subparsers.add_parser("stop", help="shut a run down cleanly (exit status 130)")
     add_run_directory(stop)
     stop.add_argument(
         "--dump",
@@ -116,7 +114,7 @@ def add_parser(subparsers: Any) -> None:
         "persist",
         help="write a standard checkpoint in the background",
         description="Write one of the next iterations as a torch_dist checkpoint that Megatron"
-        " loads with --load. Training is not held; --deadpool-persist-keep does not remove it.",
+        " loads with --load. Training does not pause; --deadpool-persist-keep does not remove it.",
         epilog=_PERSIST_EXAMPLES,
     )
     add_run_directory(persist)
@@ -283,7 +281,7 @@ def _seconds(text: str) -> float:
         if (seconds := float(text)) > 0:
             return seconds
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no number of seconds above 0; DIR stands in front of --wait"
+        f"{text!r} is not a number of seconds above 0; give DIR before --wait"
     )
 
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         directory.read_run()
         if not directory.final.exists():
             raise CommandError(
-                f"the run in {directory.path} has no verdict: it goes on, or was cut short"
+                f"the run in {directory.path} has no verdict: it is not over, or was cut short"
             )
         final = directory.read_final()
         print(final_line(final))
@@ -125,7 +125,7 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[str]:
     lines += [f"  request {one.number}, {one.told()}" for one in requests]
     lines += _export_lines(status["export"])
     if status["aside"]:
-        lines.append(f"  put aside, used only when no other spare is left: {status['aside']}")
+        lines.append(f"  quarantined, used only when no other spare is left: {status['aside']}")
     if status["fewer_copies"]:
         lines.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
     if status["diverged"]:
@@ -148,9 +148,9 @@ def _summary_of_roles(roles: Mapping[str, Any]) -> list[str]:
     lines = []
     for (iteration, doing), found in sorted(alike.items()):
         # Beats of roles that step together are not of one moment.
-        behind = "  behind: " if iteration + 1 < max(alike)[0] else "  "
+        late = "  late: " if iteration + 1 < max(alike)[0] else "  "
         nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in found}))
-        lines.append(f"{behind}roles {in_short(found)} (nodes {nodes}): {doing}")
+        lines.append(f"{late}roles {in_short(found)} (nodes {nodes}): {doing}")
     left = len(lines) - _SHOWN_GROUPS
     return lines[:_SHOWN_GROUPS] + ([f"  and {left} more kinds: --all"] if left > 0 else [])
 

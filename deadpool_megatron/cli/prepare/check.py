@@ -33,8 +33,8 @@ from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, proble
 from deadpool_megatron.settings import LONGEST_SECONDS
 
 _DESCRIPTION = """\
-Facts and problems of this host alone. All nodes of a run are looked at together by 'deadpool
-agent --check-only' on each of them.
+Shows the facts and problems of this host. 'deadpool agent --check-only' on each node compares all
+nodes of a run.
 """
 _EPILOG = """\
 examples:
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
         "check",
-        help="before a run: is this host fit to train?",
+        help="check before a run whether this host is fit to train",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
@@ -69,7 +69,10 @@ def add_parser(subparsers: Any) -> None:
         "--health-seconds", type=float, default=60.0, metavar="S", help="limit for it"
     )
     parser.add_argument(
-        "--runs", type=Path, metavar="RUNS", help="was this host put aside by a run in RUNS?"
+        "--runs",
+        type=Path,
+        metavar="RUNS",
+        help="also check whether a run in RUNS has quarantined this host",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
@@ -170,7 +173,7 @@ def _remarks(nodes: Sequence[Mapping[str, Any]], why_not: str, wanted: int) -> l
     spares = len(nodes) - out - wanted
     return [
         *lines,
-        f"ok: {count(wanted, 'node')} to train on, {count(spares, 'spare')}, {out} left out",
+        f"ok: {count(wanted, 'node')} to train on, {count(spares, 'spare')}, {out} excluded",
     ]
 
 

@@ -22,9 +22,9 @@ from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.health import Health
 
 _BAD_NODES = """\
-Shows the hosts that runs in the directory RUNS have put aside, oldest first, with the kind of
-failure and the evidence. They stand in RUNS/bad-nodes.json. The next runs there leave these hosts
-out: a host that was repaired has to be forgotten, or to wait until its entry is too old.
+Shows the hosts that runs in the directory RUNS have quarantined, oldest first, with the kind of
+failure and the evidence. RUNS/bad-nodes.json lists them. The next runs there exclude these hosts.
+After a repair, remove the entry of a host (--forget), or wait until it expires.
 """
 _BAD_NODES_EXAMPLES = """\
 examples:
@@ -36,9 +36,9 @@ exit status: 0 shown or forgotten, none included; 2 the file is damaged, or othe
 written it
 """
 _GPU_HEALTH = """\
-Looks in the kernel log of this host for Xids, by which NVIDIA's driver tells of faults. Made for
---deadpool-health-command. An Xid of a broken device (48, 63, 64, 74, 79, 94, 95) takes the node
-out; those of a program (13, 31, 43, 45) and all others cost nothing. For what a device counts ask
+Searches the kernel log of this host for Xids, the error reports of NVIDIA's driver. For use with
+--deadpool-health-command. An Xid of a broken device (48, 63, 64, 74, 79, 94, 95) excludes the node.
+Xids of a program (13, 31, 43, 45) and all others are ignored. For the counters of a device use
 DCGM, NHC or gpucm (docs/health.md).
 """
 _GPU_HEALTH_EXAMPLES = """\
@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the two sub-commands."""
     bad_nodes = subparsers.add_parser(
         "bad-nodes",
-        help="show the hosts that earlier runs have put aside",
+        help="show the hosts that earlier runs have quarantined",
         description=_BAD_NODES,
         epilog=_BAD_NODES_EXAMPLES,
     )
@@ -62,20 +62,20 @@ def add_parser(subparsers: Any) -> None:
         "--hours",
         type=float,
         default=RECENT_HOURS,
-        help=f"leave older ones out (default: {RECENT_HOURS:g}, as runs do)",
+        help=f"ignore older entries (default: {RECENT_HOURS:g}, as runs do)",
     )
     what = bad_nodes.add_mutually_exclusive_group()
     what.add_argument("--names", action="store_true", help="only their names, with commas")
-    what.add_argument("--forget", metavar="HOST", help="it was repaired: remove its entries")
+    what.add_argument("--forget", metavar="HOST", help="remove the entries of a repaired host")
 
     gpu_health = subparsers.add_parser(
         "gpu-health",
-        help="health command: does the kernel log tell of a broken GPU?",
+        help="health command: search the kernel log for a broken GPU",
         description=_GPU_HEALTH,
         epilog=_GPU_HEALTH_EXAMPLES,
     )
     gpu_health.add_argument(
-        "--hours", type=float, default=24.0, help="leave older Xids out (default: 24)"
+        "--hours", type=float, default=24.0, help="ignore older Xids (default: 24)"
     )
 
 

@@ -21,18 +21,18 @@ from deadpool_megatron.cli.examples import shipped_roots
 from deadpool_megatron.observe.narration import count
 
 _DESCRIPTION = """\
-Adds one import to four files of Megatron-LM and one decorator above each function in which
-deadpool takes part; what they do is in this package. Without --deadpool on the command line
-the patched functions do what they did before.
+Adds one import to four files of Megatron-LM, and one decorator above each function that deadpool
+hooks. The code of the hooks is in this package. Without --deadpool on the command line the patched
+functions behave as before.
 
-The files have to be exactly those of a release that there are patches for, which is checked
-first; git apply then changes all of them, or none. DIR need not be a git checkout.
+The files have to be exactly those of a supported release; this is checked first. Then git apply
+changes all of them, or none. DIR need not be a git checkout.
 """
 _EXAMPLES = """\
 examples:
   git clone --depth 1 --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM
   deadpool patch check Megatron-LM     would it work? writes nothing
-  deadpool patch apply Megatron-LM     once more does nothing; finishes what was cut short
+  deadpool patch apply Megatron-LM     does nothing on a patched tree; finishes an interrupted apply
   deadpool patch status Megatron-LM    which files are patched, and where the patches are
   deadpool patch revert Megatron-LM    every file as it was, byte for byte
 
@@ -88,7 +88,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
         "patch",
-        help="put the marks into a checkout of Megatron-LM, or take them out",
+        help="patch a checkout of Megatron-LM, or revert the patch",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )
@@ -96,7 +96,7 @@ def add_parser(subparsers: Any) -> None:
         "action",
         choices=("apply", "check", "revert", "status"),
         metavar="apply|check|revert|status",
-        help="patch; say whether apply would work; undo; show each file",
+        help="patch; check whether apply would work; undo; show each file",
     )
     parser.add_argument("tree", type=Path, metavar="DIR", help="the checkout of Megatron-LM")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -222,8 +222,8 @@ def _refusal(tree: Tree, names: Iterable[str]) -> str | None:
         if (state := tree.files[name]) in (_CHANGED, _MISSING):
             tag = tree.patch_set.tag
             return (
-                f"{name} is {state}, not as {tag} has it with or without the patch: save what is"
-                f" yours and put it back, or use a checkout of {tag}"
+                f"{name} is {state}, not as {tag} has it with or without the patch: save your"
+                f" changes and restore it, or use a checkout of {tag}"
             )
     return None
 

@@ -19,16 +19,16 @@ from deadpool_megatron.planning.plan_file import SECTIONS, PlanError, read_plan
 from deadpool_megatron.planning.sizes import total_parameters
 
 _DESCRIPTION = """\
-Works out, from a file of numbers about a model and a cluster, what protection of every
-iteration needs: nodes, memory, traffic and the time of a step that is left for it. Copies are
-placed by the code that places them in a run. Nothing is started or measured.
+Computes, from a file of numbers about a model and a cluster, the cost of protecting every
+iteration: nodes, memory, traffic and time of a step. The code that places copies in a run also
+places them here. Nothing is started or measured.
 
-A plan that cannot hold is refused with one line: the number to change.
+A plan that cannot hold is refused with one line that names the number to change.
 """
 _EPILOGUE = """\
-docs/planning.md explains each number, and what is left out.
+docs/planning.md explains each number, and the limits of the model.
 
-keys of FILE (those without a default have to be there):
+keys of FILE (those without a default are required):
 {keys}
 
 examples:
@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         metavar="ARGS",
         help="file of arguments of a Megatron-LM script: model, split and batch, unless FILE has"
-        " them; without FILE the cluster is assumed, which is said",
+        " them; without FILE, assumptions about the cluster, which are printed",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="with --args: nodes that train")
     parser.add_argument(
@@ -75,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="another value than the file's, to see what if; may be repeated",
+        help="override a value of the file; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 

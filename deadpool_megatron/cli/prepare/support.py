@@ -20,9 +20,9 @@ from deadpool_megatron.support.judgement import Judged
 from deadpool_megatron.support.versions import version_beside
 
 _DESCRIPTION = """\
-Judges a command line of Megatron-LM as the start of a run does: what is supported, what deadpool
-sets, what was read and never run and is taken by name, what nobody has read, and what is refused.
-Variables of the environment are judged as they are here. Nothing is started, and no GPU is needed.
+Judges a command line of Megatron-LM as the start of a run does. Each flag is supported, set by
+deadpool, accepted by name (its source was read, it was never run), not reviewed, or refused. The
+environment variables of this shell are judged as well. Nothing is started, and no GPU is needed.
 """
 _EPILOG = """\
 examples:
@@ -35,7 +35,7 @@ _SECONDS = 300.0
 _WORDS = {
     Level.SET: "set for you",
     Level.READ: "to be allowed",
-    Level.UNREAD: "nobody has read",
+    Level.UNREAD: "not reviewed",
     Level.REFUSED: "refused",
 }
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
         "support",
-        help="would this command line of Megatron-LM be protected?",
+        help="judge a command line of Megatron-LM",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
         "--megatron",
         type=Path,
         metavar="DIR",
-        help="have the parser of this checkout give the defaults (default: the table's alone)",
+        help="take the defaults from the parser of this checkout (default: from the table)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 

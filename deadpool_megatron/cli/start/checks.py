@@ -75,7 +75,7 @@ def check_host_is_not_bad(run: RunDirectory, info: RunInfo) -> None:
     if info.settings.check == "off":
         return
     if noted := noted_against(socket.gethostname(), run.path.parent, info.run_id):
-        raise CommandError(f"this host is left out: {noted}")
+        raise CommandError(f"this host is excluded: {noted}")
 
 
 def check_sizes(info: RunInfo) -> None:
@@ -138,15 +138,15 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
     How much a model needs is known when it has been built: its processes look before they take any.
     """
     if not SEGMENT_ROOT.is_dir() or not os.access(SEGMENT_ROOT, os.W_OK):
-        raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: generations live there")
+        raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: it holds the generations")
     free = shutil.disk_usage(SEGMENT_ROOT).free
     copies = 1 + losses_survived(info.settings)
     needed = info.nproc_per_node * nodes_here * copies * COPY_BYTES
     if free < needed:
         raise CommandError(
             f"{SEGMENT_ROOT} has {free // _MIB} MiB free, even a tiny model needs"
-            f" {needed // _MIB} MiB: 'deadpool clean' removes what dead runs have left, and says"
-            " which can go on and hold some; in a container raise --shm-size"
+            f" {needed // _MIB} MiB: 'deadpool clean' removes the memory of dead runs, and lists"
+            " those that can continue; in a container raise --shm-size"
         )
 
 

@@ -209,7 +209,7 @@ class Launcher:
                     self._stopped.add(pid)
                     posix.kill(pid, signal.SIGTERM if self._discards else signal.SIGINT)
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
-                self.say("the run does not end by itself: killing it")
+                self.say("the run does not end: killing it")
                 return
             self._wait()
 

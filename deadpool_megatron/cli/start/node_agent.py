@@ -57,8 +57,8 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 
 _EXAMPLES = """\
-Start the same command on N + S nodes, with a node id each; they agree among themselves on who
-coordinates. The first to come makes the run directory, which all of them share.
+Start the same command on N + S nodes, each with its own node id. The nodes agree on a coordinator.
+The first one creates the run directory, which all of them share.
 
 examples:
   deadpool agent --run-dir /shared/run1 --node-id $SLURM_PROCID --host $(hostname -i) \\
@@ -70,9 +70,9 @@ examples:
   srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only \\
       --run-dir /shared/check1 --nodes 16 --spares 2 --nproc-per-node 8
 
-exit status: that of the run, where this node can read it (with --check-only: 0 there are N good
-nodes, 1 there are not); 2 bad input or environment; 69 this node was cut off, put aside, or left
-out as not fit; 143 it was told to end (--leave-seconds)."""
+exit status: that of the run, if this node can read it (with --check-only: 0 there are N good nodes,
+1 there are not); 2 bad input or environment; 69 this node was cut off, quarantined, or excluded as
+not fit; 143 it was ended by SIGTERM (--leave-seconds)."""
 
 
 _PORT_FLAG = "--coordinator-port"
@@ -95,7 +95,7 @@ def add_parser(subparsers: Any) -> None:
         "--node-id",
         type=int,
         metavar="I",
-        help="0 to N + S - 1; one that comes later: any number that no node has had",
+        help="0 to N + S - 1; for a node that joins later: a number not used before",
     )
     which.add_argument(
         "--attach", action="store_true", help="join a running job as one more spare node"
@@ -103,7 +103,7 @@ def add_parser(subparsers: Any) -> None:
     agent.add_argument(
         "--from-slurm",
         action="store_true",
-        help="node id (unless given), address and failure domain are what Slurm tells this task",
+        help="take node id (unless given), address and failure domain from Slurm",
     )
     add_size(agent, "with --from-slurm, those of this step but the spares")
     agent.add_argument(
@@ -116,7 +116,7 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         default=3,
         metavar="K",
-        help="after having been cut off, come back as a new spare, up to K times (default: 3)",
+        help="after being cut off, join again as a new spare, up to K times (default: 3)",
     )
     agent.add_argument(
         "--leave-seconds",
@@ -144,7 +144,7 @@ def add_parser(subparsers: Any) -> None:
     agent.add_argument(
         "--check-only",
         action="store_true",
-        help="a run that ends when its nodes are judged: which of them are fit to train?",
+        help="end the run as soon as its nodes are judged, and print which are fit to train",
     )
     agent.add_argument(
         "--json", action="store_true", help="with --check-only: one JSON object, no table"
@@ -334,7 +334,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     info = run.read_run()
     if run.final.exists():
         kept = (
-            "; what it holds in memory goes on in a new directory:"
+            "; its state in memory continues in a new directory:"
             f" 'deadpool agent --resume {run.path} --run-dir NEW'"
         )
         raise CommandError(f"the run in {run.path} is over{kept if slots_are_kept(run) else ''}")
@@ -354,7 +354,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
         raise CommandError(
             f"the run in {run.path} has {other}, which its slots in memory are made with: start the"
             " agent with the value that the run has, or end the run, if it is alive ('deadpool stop"
-            f" --dump {run.path}'), and go on with the other one in a new directory:"
+            f" --dump {run.path}'), and continue with the other one in a new directory:"
             f" 'deadpool agent --resume {run.path} --run-dir NEW'"
         )
     if args.check_only != info.check_only:

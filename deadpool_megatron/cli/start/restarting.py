@@ -84,7 +84,7 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
         return None
     if args.resume is not None:
         raise CommandError(
-            f"--run-dir {run.path} holds a run that can go on: leave --resume out, or choose"
+            f"--run-dir {run.path} holds a run that can continue: leave --resume out, or choose"
             " another directory"
         )
     _await_end(run, old)
@@ -99,7 +99,7 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
     if _may_have_slots(run, old) and (other := other_slots(old.settings, asdict(settings))):
         raise CommandError(
             f"the run in {run.path} has {other}, which its slots in memory were made with: start it"
-            " with the value that it had, or go on from its memory with the other one in a new"
+            " with the value that it had, or continue from its memory with the other one in a new"
             f" directory: 'deadpool run --resume {run.path} --run-dir NEW'"
         )
     journal = Journal(run.journal)
@@ -107,9 +107,8 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
     finished = _finished_iterations(run)
     if finished and not args.from_scratch and not _has_state(run, old):
         raise CommandError(
-            f"the run in {run.path} has finished {finished} iterations, and nothing is left of them"
-            " here: no memory, no dump, no checkpoint that is there; --from-scratch begins again at"
-            " iteration 0"
+            f"the run in {run.path} has finished {finished} iterations, and nothing is left of"
+            " them: no memory, no dump, no checkpoint; --from-scratch begins again at iteration 0"
         )
     info = replace(
         old,

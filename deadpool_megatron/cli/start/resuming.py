@@ -97,12 +97,12 @@ def resume_point(
     ):
         newer = f"; {'; '.join(why_not[:3])}" if why_not else ""
         print(
-            f"goes on from generation {_named(whole)} in the dump {whole.path}{newer}", flush=True
+            f"continues from generation {_named(whole)} in the dump {whole.path}{newer}", flush=True
         )
         return as_dict([whole, *durable])
     if why_not:
         print(
-            f"goes on from {durable[0].kind} state {durable[0].path} of iteration"
+            f"continues from {durable[0].kind} state {durable[0].path} of iteration"
             f" {durable[0].generation.iteration}: {'; '.join(why_not[:3])}",
             flush=True,
         )
@@ -120,8 +120,8 @@ def _for_other_roles(
     if not found:
         raise CommandError(
             f"--resume {old.path}: that run has {known} roles, this one {roles}, and there is no"
-            f" checkpoint to go on from with another number{dumped}: give as many nodes as it had"
-            " (exports beside the training, --deadpool-persist-interval, would fit any number)"
+            f" checkpoint to continue from with another number{dumped}: give as many nodes as it"
+            " had (exports during training, --deadpool-persist-interval, would fit any number)"
         )
     iteration = found[0].generation.iteration
     newer = dumped if newest > iteration else ""
@@ -167,15 +167,15 @@ def _objection(restore: Restore, world_size: int, history: History | None) -> st
     if restore.kind == "initial":
         return ""
     if not is_there(restore):
-        return f"{restore.path} is not there any more, or without its index"
+        return f"{restore.path} does not exist any more, or has no index"
     if restore.kind == "dump":
         boundary, lacking = last_boundary(Path(restore.path), restore.generation, world_size)
         return f"{restore.path} lacks {lacking}" if boundary is None else ""
     # It became valid before the loss was known; the next checkpoint would have replaced it.
     if history and is_thrown_away(restore.generation, history.nonfinite):
         return (
-            f"{restore.path} was computed with what was not finite, and that run had gone back"
-            " behind it"
+            f"{restore.path} was computed from numbers that were not finite, and that run had gone"
+            " back to an older state"
         )
     return ""
 
@@ -239,8 +239,8 @@ def _whole(
         if not told:
             lacking = why_not[0] if why_not else "nothing has been written yet"
             print(
-                f"--resume {old.path}: {lacking}; waits for the other agents to write what their"
-                f" hosts have left, until nothing comes for {others.patience_seconds:g} s",
+                f"--resume {old.path}: {lacking}; waits for the other agents to write the state"
+                f" on their hosts, until no file arrives for {others.patience_seconds:g} s",
                 flush=True,
             )
             told = True

@@ -47,8 +47,8 @@ examples:
 
 exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
 other numbers; 4 a number was not finite; 75 no spare was left, state was dumped (use --resume);
-76 more than the optimizer's state has grown out of its room (as 75, with the setting that is
-named); 130 interrupted."""
+76 the extras have outgrown their room (as 75, with the setting that the line names);
+130 interrupted."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -74,11 +74,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--from-scratch",
         action="store_true",
-        help="begin at iteration 0 where nothing is left of what the run in --run-dir has computed"
+        help="begin at iteration 0 if no state of the run in --run-dir is left"
         " (else such a start is refused)",
     )
     parser.add_argument(
-        "--resume", type=Path, metavar="OLD", help="go on from the newest state of run OLD"
+        "--resume", type=Path, metavar="OLD", help="continue from the newest state of run OLD"
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument(
@@ -156,7 +156,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
         display.line(shlex.join(["deadpool", *args.options, *chosen, "--", *command]))
     named = args.deadpool_persist_interval != "auto"
     if settings.persist_interval in NEVER and (named or chosen):
-        display.line("checkpoints in the background are off: a power cut costs what is in memory")
+        display.line("checkpoints in the background are off: a power cut loses the state in memory")
     if restart is None:
         bring_frozen_weights(args.resume, directory, info.restore)
     else:

@@ -25,9 +25,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.ownership import OwnershipError
 
 _DESCRIPTION = """\
-Without DIR: every run whose shared memory is on this host and of which no process is alive, but
-those that their command can go on with. With DIR: that run, after a question if it can go on; its
-live processes are killed only with --force.
+Removes the shared memory of runs on this host. Without DIR: of every run that has no live process
+and that no command can continue. With DIR: of that run; if it can continue, the command asks first,
+and its live processes are killed only with --force.
 """
 
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
         "clean",
-        help="remove what dead runs have left in shared memory, and their orphans",
+        help="remove the shared memory and orphaned processes of dead runs",
         description=_DESCRIPTION,
     )
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="DIR", help="run directory")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _agrees(held: str) -> bool:
     """Raises CommandError where nobody can be asked."""
     if not sys.stdin.isatty():
-        raise CommandError(f"{held}; without a terminal say so with --yes")
+        raise CommandError(f"{held}; without a terminal, confirm with --yes")
     return input(f"{held}. Remove it? [y/N] ").strip().lower() in ("y", "yes")
 
 

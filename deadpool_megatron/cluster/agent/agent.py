@@ -373,7 +373,7 @@ class Agent:
             for name in self._names:
                 name.look()
         except (OSError, OwnershipError, NodeTaken) as error:
-            self._fence(f"its names in shared memory are gone, and not to be had: {error}")
+            self._fence(f"its names in shared memory were removed, and cannot be created: {error}")
 
     # Contact with the coordinator.
 

@@ -62,7 +62,7 @@ def run_agent(options: AgentOptions) -> int:
     end_leftovers(options.run, run_id, options.node, options.segments)
     former = take_up(options.run, run_id, options.segments, options.siblings)
     if former is not None:
-        print(f"node {options.node} takes up the slots of node {former}", file=sys.stderr)
+        print(f"node {options.node} adopts the slots of node {former}", file=sys.stderr)
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()

@@ -252,7 +252,7 @@ class VaultKeeper:
         if watch is not None and watch.ending is None:
             try:
                 if self._control is None or remove:
-                    raise ConnectionError("nobody needs what it holds")
+                    raise ConnectionError("its state is not needed")
                 await self._control.shutdown(remove, _SHUTDOWN_SECONDS)
                 await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
             except _ERRORS:
@@ -299,7 +299,7 @@ class VaultKeeper:
                 except TimeoutError:
                     await self._kill("it does not answer")
                 except (VaultError, OSError):
-                    self._log(f"vault of node {self._node} did not tell its status")
+                    self._log(f"vault of node {self._node} did not report its status")
             try:
                 await asyncio.wait_for(watch.ended.wait(), _STATUS_SECONDS)
             except TimeoutError:

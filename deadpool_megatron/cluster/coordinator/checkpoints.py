@@ -64,7 +64,7 @@ _SHARE_OF_EXPORT = 0.5
 _SHARE_OF_REMOVAL = 0.1
 # A dump that is on the disk waits no longer to be named in latest.json before it is exported.
 _POINT_SECONDS = 10.0
-_LAST = "the run is about to end, and exports a last time itself"
+_LAST = "the run is about to end, and writes its own last export"
 
 
 @dataclass(frozen=True)
@@ -436,7 +436,7 @@ class Checkpoints:
         found = set(export.said.values())
         if len(export.said) != self._world_size or len(found) != 1:
             moments = ", ".join(sorted({f"{one.iteration} after {m}" for one, m in found}))
-            self._abandon(f"the roles have not set the same moment aside: {moments}")
+            self._abandon(f"the roles have pinned different moments: {moments}")
             return
         self._margin = _FIRST_MARGIN
         if export.wish.directory == self._directory:

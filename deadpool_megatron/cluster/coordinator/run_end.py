@@ -81,8 +81,8 @@ class RunEnd:
         if error:
             text = (
                 f"the result of the run (status {result['exit_status']}: {result['reason']}) was"
-                f" not written to {self._path}: {error}; what it holds in memory stays, the same"
-                f" command goes on from it, 'deadpool clean {self._path}' removes it"
+                f" not written to {self._path}: {error}; its state stays in memory: the same"
+                f" command continues from it, 'deadpool clean {self._path}' removes it"
             )
             self._coordinator.warn(text)
             print(text, file=sys.stderr, flush=True)

@@ -112,7 +112,9 @@ class Standby:
                 claimed = None
             except DAMAGE as error:
                 # Of another version, say. Without standbys the run would have no coordinator more.
-                self._complain(f"what is there is not understood: {type(error).__name__}: {error}")
+                self._complain(
+                    f"an entry of the journal is not understood: {type(error).__name__}: {error}"
+                )
                 claimed = None
             if claimed is not None:
                 return claimed

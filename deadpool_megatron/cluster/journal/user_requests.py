@@ -143,7 +143,7 @@ def newest(journal: Journal) -> Found:
         values = journal.read(KIND, number)
         term, listed = int(values["term"]), list(values["requests"])
     except (DamagedEntry, *DAMAGE) as error:
-        why = f"what users have asked before is not known, ask again: request entry {number}"
+        why = f"earlier requests are not known, ask again: request entry {number}"
         return Found(number, troubles=(f"{why}: {type(error).__name__}: {error}",))
     for one in listed:
         try:
@@ -151,7 +151,7 @@ def newest(journal: Journal) -> Found:
         except DAMAGE as error:
             why = f"{type(error).__name__}: {error}"
             troubles.append(
-                f"a request is not understood and left out ({why}): {one}"[:_CHARACTERS]
+                f"a request is not understood and is skipped ({why}): {one}"[:_CHARACTERS]
             )
     return Found(number, term, tuple(requests), tuple(troubles))
 

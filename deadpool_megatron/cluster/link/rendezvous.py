@@ -347,7 +347,7 @@ class MemberStore:
                 while key not in self._values:
                     left = limit - time.monotonic()
                     if left <= 0:
-                        raise StoreError(f"nobody wrote {key!r} within {deadline_seconds:g} s")
+                        raise StoreError(f"{key!r} was not written within {deadline_seconds:g} s")
                     self._changed.wait(left)
                     self._check(epoch)
 

@@ -108,7 +108,7 @@ class Blame:
         told = [*dict.fromkeys(known.with_evidence() for known in shown[-SHOWN_FAILURES:])]
         if failure.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
             told += self.stacks
-        count = f"{len(shown)} times the same failure, so trying again is no use: "
+        count = f"{len(shown)} times the same failure, so it is not tried again: "
         reason = f"no progress after iteration {newest}: {count if repeated else ''}"
         kind = FailureKind.BUG if repeated else failure.kind
         return LastWords(1, reason + "; ".join(told), kind)

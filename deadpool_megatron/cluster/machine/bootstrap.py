@@ -56,7 +56,7 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
     is_wrong = joined.host_name in fleet.quarantined_hosts
     if is_wrong and _is_new(event):
-        why = f"left out: {joined.host_name} was quarantined for the rest of this run"
+        why = f"excluded: {joined.host_name} was quarantined for the rest of this run"
         core.refuse(f"join of node {node}", why, node)
         core.act(DropNode(node, why, left_out=True))
         return
@@ -117,7 +117,7 @@ def _objection(core: Core, event: ev.NodeJoined) -> str:
     if judged.standing is not Standing.LEFT_OUT:
         return ""
     _emit(core, event.node, judged, event.facts, event.domain)
-    return f"left out: {judged.text}"
+    return f"excluded: {judged.text}"
 
 
 def _is_new(event: ev.NodeJoined) -> bool:
@@ -322,7 +322,7 @@ def _can_spare(core: Core, leaving: frozenset[int]) -> bool:
 
 
 def _leave_out(core: Core, node: int, judged: Judgement) -> None:
-    cause = f"left out: {judged.text}"
+    cause = f"excluded: {judged.text}"
     drop_node(core, node, Failure(cause, FailureKind.LEFT_OUT, ("node", str(node)), node=node))
 
 

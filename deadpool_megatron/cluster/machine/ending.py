@@ -370,8 +370,8 @@ def _finish_held(core: Core, dumping: Dumping) -> None:
         written = f"nodes {sorted(dumping.finished)} wrote what they held to {restore.path}"
         words = replace(
             words,
-            reason=f"{words.reason}; {written}: 'deadpool run --resume {run} --run-dir NEW' goes on"
-            " from the newest generation that is whole with what other hosts still have in memory",
+            reason=f"{words.reason}; {written}: 'deadpool run --resume {run} --run-dir NEW'"
+            " continues from the newest generation that is whole with the memory of other hosts",
         )
     _finish_with_slots(core, words, dumping.resume)
 

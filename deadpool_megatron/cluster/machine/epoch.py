@@ -121,7 +121,7 @@ def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
     """The checkpoints were looked at: those that are gone are not decided on."""
     line = core.state.lineage
     for path in sorted(event.gone & {one.path for one in line.valid}):
-        core.log("warning", f"checkpoint {path} is not there any more, or without its index")
+        core.log("warning", f"checkpoint {path} does not exist any more, or has no index")
     line.remove(event.gone)
     line.seen = True
     check_closed(core)
@@ -239,7 +239,7 @@ def _without_restore(core: Core, reason: str) -> None:
         # What is missing may lie in memory of a host whose agent ended: it can be started again.
         limit = core.config.settings.spare_timeout_seconds
         nodes = f"nodes {sorted(state.fleet.returning)}"
-        back = f"{nodes} have {limit:g} s to come back with what they hold in memory"
+        back = f"{nodes} have {limit:g} s to return with their state in memory"
         _wait_for_spare(core, f"{reason}: {back}")
     elif (k := core.config.finished) and state.restarted and not state.survived:
         # Nothing starts from nothing by itself; what is left in memory is not removed for it.

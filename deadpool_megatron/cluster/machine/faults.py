@@ -59,7 +59,7 @@ def believe(core: Core) -> None:
     path = record.restore.path
     state.blame.believe(suspicion, record.restore)
     if suspicion.doubtful and path and state.lineage.doubt(path):  # the next older one is tried
-        core.log("warning", f"checkpoint {path} is struck off: {suspicion.failure.cause}")
+        core.log("warning", f"checkpoint {path} is not used any more: {suspicion.failure.cause}")
     close(core, suspicion.failure)
 
 

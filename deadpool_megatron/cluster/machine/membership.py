@@ -377,7 +377,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
             end_as_found(core, LastWords(ExitStatus.BAD_INPUT, failure.cause, failure.kind))
             return
         _device_lost(core, event, failure)
-    by_itself = f"the program ended by itself: {event.last_line or cause} [{failure.evidence}]"
+    by_itself = f"the program ended: {event.last_line or cause} [{failure.evidence}]"
     if event.exit_code == 0 and not on_purpose and role is not None and begins:
         end_as_found(core, LastWords(ExitStatus.BAD_INPUT, by_itself))
         return

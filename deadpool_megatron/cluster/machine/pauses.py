@@ -169,7 +169,7 @@ def note_paused(core: Core, event: Paused) -> None:
         return
     if isinstance(doing, Pausing):
         if iteration != doing.order.iteration:
-            core.refuse(f"pause of role {role}", f"nobody waits for a pause at {iteration}")
+            core.refuse(f"pause of role {role}", f"no request waits for a pause at {iteration}")
             return
         doing.order.paused.add(role)
         check_paused(core)

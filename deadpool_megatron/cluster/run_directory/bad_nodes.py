@@ -120,8 +120,8 @@ def why_left_out(runs: Path, host: str, run_id: str, now_wall_seconds: float) ->
     newest = max((one for one in known if one.host == host), key=lambda one: one.wall_seconds)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.wall_seconds))
     return (
-        f"run {newest.run} put {host} aside on {when} ({newest.kind}: {newest.evidence});"
-        f" 'deadpool bad-nodes --forget {host} {runs}' when it is mended"
+        f"run {newest.run} quarantined {host} on {when} ({newest.kind}: {newest.evidence});"
+        f" 'deadpool bad-nodes --forget {host} {runs}' after its repair"
     )
 
 

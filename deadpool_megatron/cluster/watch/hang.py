@@ -221,7 +221,7 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
     known = {role: s.device for role, s in busy.items() if s.device is not None}
     pending = {role: [one for one in on if one.is_pending] for role, on in known.items()}
     if len(known) < len(busy):
-        return (), "not every role tells what its device does"
+        return (), "not every role reports the state of its device"
     outside = {role for role, on in pending.items() if not on}
     idle = tuple(sorted(role for role in outside if busy[role].waiting is None))
     if len(idle) == len(busy):

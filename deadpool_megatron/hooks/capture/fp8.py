@@ -188,7 +188,7 @@ def _products(name: str, module: Any) -> int:
     for kind in type(module).__mro__:
         if kind.__name__ in _PRODUCTS:
             return _PRODUCTS[kind.__name__]
-    raise UnsupportedOptimizer(f"{name}: nobody knows the FP8 state of a {type(module).__name__}")
+    raise UnsupportedOptimizer(f"{name}: the FP8 state of a {type(module).__name__} is not known")
 
 
 def _manager() -> Any:

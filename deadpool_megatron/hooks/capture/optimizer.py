@@ -102,13 +102,13 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
 def _refused_low_precision(config: Any, inner: list[Any]) -> str:
     """Return why this FP8 or FP4 cannot be captured; empty when it can (:mod:`.fp8`)."""
     if getattr(config, "fp4", None):
-        return "fp4: nobody has made an inventory of what Transformer Engine keeps for it"
+        return "fp4: the state that Transformer Engine keeps for it has not been reviewed"
     if not getattr(config, "fp8", None):
         return ""
     recipe = getattr(config, "fp8_recipe", "delayed")
     name = getattr(recipe, "value", recipe)
     if recipe not in _FP8_RECIPES:
-        return f"fp8 recipe {name}: its quantizers may keep state that nobody knows of"
+        return f"fp8 recipe {name}: its quantizers may keep unknown state"
     if not getattr(config, "fp8_param", False):
         return ""
     # FP8 weights are derived: cast again from the master weights, with amaxes reduced over the

@@ -151,7 +151,7 @@ class UpdateCapture:
     ) -> Mapping[str, Any]:
         """Bring ``missing`` parts, which nobody holds whole, into the live tensors; returns what is
         to be reported of it. Raises ReplayRefused, and what waits of the protection raise."""
-        raise ReplayRefused(f"{missing[0].name} of {generation} is held whole by nobody")
+        raise ReplayRefused(f"{missing[0].name} of {generation} is not complete anywhere")
 
 
 @dataclass(frozen=True)
@@ -437,7 +437,7 @@ class Protection:
         if self._writer is None:
             # As long as a peer may take; who hangs is found, and the epoch closed, before that.
             limit = self._settings.first_step_seconds
-            self._wait("a word from every role", self._platform.catch_up, limit)
+            self._wait("an answer of every role", self._platform.catch_up, limit)
             if self._interrupted():  # an abort lets a device go on, too
                 raise EpochClosed(self._epoch, "the choice of a slot")
             self._writer = self._unless_frozen(
@@ -478,8 +478,8 @@ class Protection:
         if len(extras) > capacity:
             more = ceil(2 * len(extras) / 1e6)
             raise ExtrasOutgrown(
-                "what changes beside the optimizer's state (counters, log sums, buffers) has grown"
-                f" to {len(extras)} bytes, there is room for {capacity}: go on with"
+                "the extras (counters, log sums, buffers) have grown to"
+                f" {len(extras)} bytes, there is room for {capacity}: continue with"
                 f" --deadpool-extras-room-mb {more}, or more if it still grows"
             )
 

@@ -61,7 +61,7 @@ def why_not_replayed(optimizer: Any) -> str:
         kind = type(inner.optimizer).__name__
         if kind not in _KNOWN:
             known = ", ".join(sorted(_KNOWN))
-            return f"nobody knows what an update of {kind} depends on, but of {known}"
+            return f"the inputs of an update are known for {known} only, not for {kind}"
         if getattr(getattr(inner, "config", None), "use_precision_aware_optimizer", False):
             return f"the precision-aware {kind} keeps masters and gradients of its own"
         if any(

@@ -311,7 +311,7 @@ def lacking(args: Any) -> str:
     """Return why nobody falls back to what is saved with these arguments, nor to another one like
     it; empty where it holds all that a resume needs, and where each file has one writer."""
     if args.no_save_optim or args.no_save_rng:
-        return "it is without the optimizer or the random states, as was asked for"
+        return "as requested, it lacks the optimizer or the random states"
     # By tensor-, pipeline- and expert-parallel rank (checkpointing.py, get_checkpoint_name).
     expert_ranks = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     is_shared = (
@@ -322,7 +322,7 @@ def lacking(args: Any) -> str:
     if args.ckpt_format == "torch" and is_shared:
         return "in this format several processes write the same files"
     if args.ckpt_format == "torch" and (args.optimizer != "adam" or args.fp8_param_gather):
-        return "nobody has seen this state come back from this format"
+        return "loading this state from this format has not been tested"
     return ""
 
 

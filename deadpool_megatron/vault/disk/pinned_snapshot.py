@@ -120,7 +120,7 @@ class _Taker:
                 raise NoRoom(f"{needed} bytes needed on {self.path.parent}, as a test wants it")
             self._state.table.budget.allocate(self._file, self.path, [(0, max(1, needed))])
         except NoRoom as error:
-            text = f"no room to set the state of role {self._role} aside: {error}"
+            text = f"no room to pin the state of role {self._role}: {error}"
             raise VaultError(text) from error
 
     def copy_shard(self, limit: float) -> None:

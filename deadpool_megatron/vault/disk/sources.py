@@ -64,8 +64,8 @@ def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundar
         held = next((one for one in found if holds(one, name, generation.iteration)), None)
         if held is None:
             raise VaultError(
-                f"part {name} of role {role} does not lie in {directory} as bytes: a run that goes"
-                " on from there computes it"
+                f"part {name} of role {role} is not in {directory} as bytes: a run that"
+                " continues from there computes it"
             )
         entry = held.entry(0, name)
         parts[name] = (held.offset(0, name), entry.nbytes, entry.checksum)

@@ -428,7 +428,7 @@ class Decoder:
                 if wanted is None:
                     continue
             if source is None:
-                raise BlockError(number, None, "was contributed, but nobody is said to hold it")
+                raise BlockError(number, None, "was contributed, but no node is known to hold it")
             blocks.append(self._block(number, source, name, wanted))
         return blocks
 

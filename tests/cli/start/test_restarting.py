@@ -113,7 +113,7 @@ def test_what_a_run_can_go_on_from_is_not_removed_without_a_word(
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     line = complain("clean", str(left.path))
     assert line.startswith(f"deadpool clean: run {RUN_ID} holds 0.0 MiB in memory")
-    assert line.endswith("say so with --yes")
+    assert line.endswith("with --yes")
     status, out, _ = carry_out("clean")
     assert (status, "left alone" in out) == (0, True)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -184,5 +184,5 @@ def test_an_agent_of_a_run_that_ended_with_its_slots_says_how_they_go_on(
     write_json(left.final, {"exit_status": 2, "reason": "", "slots_kept": kept})
     line = complain("agent", "--run-dir", str(left.path), "--node-id", "0")
     resume = f"'deadpool agent --resume {left.path} --run-dir NEW'"
-    told = f"; what it holds in memory goes on in a new directory: {resume}" if kept else ""
+    told = f"; its state in memory continues in a new directory: {resume}" if kept else ""
     assert line.endswith(f"the run in {left.path} is over{told}")

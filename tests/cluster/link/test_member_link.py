@@ -231,5 +231,5 @@ def test_what_is_too_large_is_refused_and_what_nobody_wrote_is_named(line: Line)
     assert line.sent == []
     line.store.set(3, "world/0", b"me")
     assert line.store.get(3, "world/0", 0.0) == b"me"
-    with pytest.raises(StoreError, match="nobody wrote 'world/1' within 0 s"):
+    with pytest.raises(StoreError, match="'world/1' was not written within 0 s"):
         line.store.wait(3, ["world/1"], 0.0)

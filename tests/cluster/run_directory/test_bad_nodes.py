@@ -83,7 +83,7 @@ def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten
     add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
     now = NODE.wall_seconds + 3600.0
     said = why_left_out(tmp_path, "node7", "another", now)
-    assert said.startswith("run 0a0a0a0a put node7 aside on ")
+    assert said.startswith("run 0a0a0a0a quarantined node7 on ")
     assert "(device-error: Xid 79)" in said
     assert f"'deadpool bad-nodes --forget node7 {tmp_path}'" in said
     for host, run, when in (
@@ -107,10 +107,10 @@ def test_a_run_on_a_bad_host_is_refused_before_it_starts(
     start = ["run", "--run-dir", str(run), *size, "--", "-m", "json.tool"]
     assert cli.main(start) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "this host is left out: run 0a0a0a0a put " in line
+    assert "run 0a0a0a0a quarantined " in line
     assert not run.exists()
     assert cli.main(["check", "--runs", str(tmp_path)]) == 1
-    assert "problem: run 0a0a0a0a put " in capsys.readouterr().out
+    assert "problem: run 0a0a0a0a quarantined " in capsys.readouterr().out
 
 
 def test_a_lost_connection_or_a_drain_says_nothing_of_the_host() -> None:

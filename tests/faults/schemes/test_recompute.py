@@ -128,7 +128,7 @@ def test_what_is_left_in_memory_is_put_together_and_recomputed(
     resumed = run_job(
         tmp_path / "resumed", PP2_DP2, ITERATIONS, settings=SETTINGS, arguments=resume
     )
-    assert "goes on from generation 1:7 in the dump" in resumed.output, resumed.story()
+    assert "generation 1:7 in the dump" in resumed.output, resumed.story()
     assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
 

@@ -103,7 +103,7 @@ def test_where_the_bytes_of_a_role_lie(tmp_path: Path) -> None:
 
 def test_what_is_there_as_gradients_only_has_no_bytes(tmp_path: Path) -> None:
     write(tmp_path, 5, {4: {"first", *STEP, "extras@step"}, 3: {"second"}})
-    with pytest.raises(VaultError, match=r"part second of role 0 does not lie in .* as bytes"):
+    with pytest.raises(VaultError, match=r"part second of role 0 is not in .* as bytes"):
         snapshot_of_dump(tmp_path, 0, G(1, 4), "step")
     with pytest.raises(VaultError, match="nothing of role 1"):
         snapshot_of_dump(tmp_path, 1, G(1, 4), "step")

@@ -123,7 +123,7 @@ def test_without_room_it_is_refused_and_training_goes_on(tmp_path: Path) -> None
     with cluster(tmp_path, 2, faults=[full]) as running:
         members = two_members(running)
         taking = order(running.nodes[0], 2)
-        with pytest.raises(VaultError, match=r"no room .* role 0 aside: \d+ bytes needed on "):
+        with pytest.raises(VaultError, match=r"no room .* role 0: \d+ bytes needed on "):
             taking.result(DEADLINE)
         steps(members, range(4))
         assert left(running.nodes[0]) == []

@@ -105,7 +105,7 @@ def test_a_program_that_ends_by_itself_is_not_tried_again(has_trained: bool, sta
         rig.feed(*(ev.Dumped(node, g(7)) for node in rig.one(act.Dump).nodes))
     finish = rig.one(act.Finish)
     assert finish.exit_status == status
-    words = "the program ended by itself: ERROR: Invalid metadata file [role 0 on node 0"
+    words = "the program ended: ERROR: Invalid metadata file [role 0 on node 0"
     assert finish.reason.startswith(words)
 
 

@@ -22,7 +22,7 @@ from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
 GONE = "deadpool: no GPU for this process: AssertionError: Torch not compiled with CUDA enabled"
 R = TypeVar("R", bound=Rig)
-LEFT_OUT = "left out: host1 was quarantined for the rest of this run"
+LEFT_OUT = "excluded: host1 was quarantined for the rest of this run"
 
 
 def fallen_back(*saved: int, gone: tuple[int, ...] = ()) -> Rig:
@@ -65,7 +65,7 @@ def test_what_is_gone_is_not_decided_on(gone: tuple[int, ...], found: int) -> No
     assert (path(rig), rig.record.restore.generation.iteration) == (f"/ck/{found}", found)
     assert rig.record.epoch == 2, "nobody has tried the others"
     for k in gone:
-        assert f"checkpoint /ck/{k} is not there any more" in told(rig)
+        assert f"checkpoint /ck/{k} does not exist any more" in told(rig)
 
 
 def test_a_look_that_is_not_answered_holds_nobody_up() -> None:
@@ -82,7 +82,7 @@ def test_a_look_that_is_not_answered_holds_nobody_up() -> None:
 def test_the_next_older_one_is_tried_whoever_speaks_first() -> None:
     rig = fallen_back(10, 20, 30)
     assert path(fails(rig, 0)) == "/ck/20"
-    assert "checkpoint /ck/30 is struck off: role 0 cannot be restored" in told(rig)
+    assert "checkpoint /ck/30 is not used any more: role 0 cannot be restored" in told(rig)
     assert path(fails(rig, 1)) == "/ck/10"
     # The last one that is left gets a second try, and a third is no use whoever asks for it.
     assert path(fails(rig, 1)) == "/ck/10"

@@ -97,7 +97,7 @@ RECOMPUTE = Settings(protection="recompute")
             plan_of_kind("parity", Settings(), 1, 256),
             Settings(),
             300,
-            "at most 255 roles beside 1 block, not 256: choose a smaller --group",
+            "at most 255 roles next to 1 block, not 256: choose a smaller --group",
         ),
         (first_plan(RECOMPUTE), RECOMPUTE, 2, ""),
         (replace(first_plan(RECOMPUTE), every=2), RECOMPUTE, 2, "a cadence of 1"),
