@@ -230,6 +230,8 @@ def damaged_bytes(target: Target) -> str:
 
 @contextlib.contextmanager
 def _filled(target: Target) -> Iterator[None]:
+    if not target.isolated:
+        raise NotNow("needs a mount namespace")
     filler = target.run.path.parent / "filler"
     try:
         with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -242,8 +244,6 @@ def _filled(target: Target) -> Iterator[None]:
 
 def full_disk(target: Target) -> str:
     """Fill the file system of the run directory for some seconds."""
-    if not target.isolated:
-        raise NotNow("needs a mount namespace")
     with _filled(target):
         target.is_seen = shutil.disk_usage(target.run.path).free == 0
         time.sleep(_FULL_SECONDS)
@@ -252,8 +252,6 @@ def full_disk(target: Target) -> str:
 
 def full_disk_and_process(target: Target) -> str:
     """Kill a training process while the run directory is full: decisions have to wait."""
-    if not target.isolated:
-        raise NotNow("needs a mount namespace")
     with _filled(target):
         what = process(target)
         time.sleep(_FULL_SECONDS)

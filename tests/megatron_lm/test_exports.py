@@ -12,7 +12,7 @@ from deadpool_megatron.vault.shm.slot_check import Verdict
 from tests.faults.harness.jobs import Outcome, Program, assert_unnoticed, run_program, undisturbed
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS, TAG
-from tests.megatron_lm.harness.ranks import RankParent
+from tests.megatron_lm.harness.ranks import train
 from tests.megatron_lm.harness.runs import (
     PP2_DP2,
     assert_printed,
@@ -72,17 +72,13 @@ def test_stock_megatron_goes_on_from_an_export(
     it has saved itself (hooks/checkpoints/loading.py); so there is none.
     """
     outcome = saved_and_exported(tmp_path, monkeypatch, PLAIN)
-    parent = RankParent(tree(), tmp_path)
     went_on = []
-    try:
-        for folder in ("saves", "exports"):
-            saves = outcome.directory / folder
-            (saves / "latest_checkpointed_iteration.txt").write_text("4")
-            flags = small(**PLAIN, **EXPORTED_SEGMENTS, load=saves, train_iters=8)
-            ranks = parent.train(4, flags, exact=False)
-            went_on.append([(r.losses, r.norms, r.skipped, r.state) for r in ranks])
-    finally:
-        parent.close()
+    for folder in ("saves", "exports"):
+        saves = outcome.directory / folder
+        (saves / "latest_checkpointed_iteration.txt").write_text("4")
+        flags = small(**PLAIN, **EXPORTED_SEGMENTS, load=saves, train_iters=8)
+        ranks = train(tree(), tmp_path / f"ranks-{folder}", flags, exact=False)
+        went_on.append([(r.losses, r.norms, r.skipped, r.state) for r in ranks])
     assert went_on[0] == went_on[1], "from its own save and from the export"
     steps = {str(step["iteration"]): step["loss"] for step in outcome.final["steps"]}
     assert went_on[1][-1][0] == {number: steps[number] for number in ("5", "6", "7", "8")}

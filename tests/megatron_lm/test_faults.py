@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,19 +65,3 @@ def test_at_both_ends_in_a_patched_tree(tmp_path: Path, patched: Path) -> None:
     ]
     wanted = undisturbed(gpt(**BASE))
     strike(tmp_path / "run", gpt(within=patched, **BASE), plan, wanted)
-    assert wrapped_at_run_time(patched) == []
-
-
-def wrapped_at_run_time(checkout: Path) -> list[str]:
-    """The functions that the launcher has to wrap, in a process of its own."""
-    program = """
-import json, pathlib, sys
-from deadpool_megatron.megatron_lm.importing import import_megatron
-import_megatron(pathlib.Path(sys.argv[1]))
-from deadpool_megatron.support import versions
-print(json.dumps(versions.install_points()))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", program, str(checkout / "pretrain_gpt.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    names: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return names

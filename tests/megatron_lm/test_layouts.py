@@ -121,36 +121,6 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             dies("log", "log.end", 3, 7),
         ],
     ),
-    "experts beside shared ones": (
-        {
-            **PP2_DP2,
-            **MOE,
-            "disable_bias_linear": True,
-            "moe_shared_expert_intermediate_size": 64,
-            "moe_shared_expert_overlap": True,
-            # The first stage has none: its optimizer of experts is empty.
-            "moe_layer_freq": "([0]*2+[1]*2)",
-        },
-        # Between the parts of an overlapped pass: in the exchange of tokens.
-        [
-            COMMON[0],
-            dies("exchange", "comm", 2, 3, nth=3, when_op="all_to_all_single"),
-            *COMMON[1:],
-        ],
-    ),
-    "experts whose exchange is hidden, virtual pipeline": (
-        {
-            **PP2_DP2,
-            **MOE,
-            "num_layers_per_virtual_pipeline_stage": 1,
-            "overlap_moe_expert_parallel_comm": True,
-        },
-        [
-            COMMON[0],
-            dies("exchange", "comm", 2, 3, nth=3, when_op="all_to_all_single"),
-            *COMMON[1:],
-        ],
-    ),
     "kinds of layers, segments that differ": (
         {
             **PP2_DP2,
@@ -164,28 +134,6 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         },
         # A spare for role 0 is there first, and role 3 has other layers, none with experts.
         [dies("forward", "forward", 3, 2, nth=2), *COMMON[1:]],
-    ),
-    "momentum only, experts": (
-        {
-            **SEGMENTS,
-            **MOE,
-            "bf16": True,
-            "optimizer": "sgd",
-            "tensor_model_parallel_size": 1,
-            "decoupled_lr": 2e-3,
-        },
-        COMMON,
-    ),
-    "whole matrices, experts": (
-        {
-            **SEGMENTS,
-            **MOE,
-            "bf16": True,
-            "pipeline_model_parallel_size": 2,
-            "optimizer": "muon",
-            "muon_extra_scale_factor": 0.2,
-        },
-        COMMON,
     ),
     "whole matrices dealt out": (
         {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import runpy
-import shutil
 from pathlib import Path
 
 import pytest
@@ -59,26 +58,6 @@ def test_places_of_families_are_among_the_names() -> None:
             # What is built in has no definition there.
             name = path.removesuffix(".open")
             assert name == "open" or (module.replace(".", "/") + ".py", name) in expected
-
-
-def test_what_is_gone_is_named(tree: Path, tmp_path: Path) -> None:
-    """Of a version that nobody tried: a function, a parameter, and what a method sets."""
-    for file in {name.file for name in versions.NAMES}:
-        if (tree / file).is_file():
-            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(tree / file, tmp_path / file)
-    for file, old, new in (
-        ("megatron/core/timers.py", "_started", "_begun"),
-        ("megatron/core/rerun_state_machine.py", "def get_rerun_state_machine", "def get_machine"),
-        (_TRAINING, "prefix", "title"),
-    ):
-        path = tmp_path / file
-        path.write_text(path.read_text().replace(old, new))
-    assert set(versions.lacking(tmp_path, version_of(tree))) == {
-        "Timer._started in megatron/core/timers.py",
-        "get_rerun_state_machine in megatron/core/rerun_state_machine.py",
-        f"prefix of evaluate_and_print_results() in {_TRAINING}",
-    }
 
 
 def test_a_step_answers_in_the_known_order(tree: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.run_result import read_result
-from deadpool_megatron.events import EventTail
-from tests.common.waiting import wait_for
+from tests.faults.harness.jobs import await_event
 from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
@@ -103,18 +102,6 @@ def run(here: Path, commands: list[str]) -> str:
         return end_of(running)
 
 
-def await_step(run_directory: Path, number: int, running: subprocess.Popen[str]) -> None:
-    """Until that step was printed."""
-    tail = EventTail(run_directory / "events.jsonl")
-
-    def has_stepped() -> bool:
-        return any(event.kind == "step" and event.iteration == number for event in tail.poll())
-
-    wait_for(
-        f"step {number}", has_stepped, SECONDS, lambda: "" if running.poll() is None else "end"
-    )
-
-
 @pytest.mark.full(every_time=True)
 def test_a_node_is_killed_as_readme_says(here: Path) -> None:
     clone, *commands = the_block()
@@ -127,7 +114,7 @@ def test_a_node_is_killed_as_readme_says(here: Path) -> None:
     assert kill is not None
 
     with shell(here, text.splitlines()) as running:
-        await_step(here / "runs" / "lm", 3, running)
+        await_event(here / "runs" / "lm", lambda e: e.kind == "step" and e.iteration == 3)
         run(here, [kill[1]])
         printed = end_of(running)
     # What README shows of it.

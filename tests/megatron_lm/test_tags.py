@@ -16,35 +16,24 @@ from tests.megatron_lm.harness.runs import BASE, dies, gpt, stock, strike
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full]
 
 
-@pytest.mark.parametrize("tag", [tag for tag in TREES if tag != TAG])
-def test_nodes_die_and_stock_megatron_computes_the_same(tag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tag", "more"), [*((tag, {}) for tag in TREES if tag != TAG), (UNTAGGED, MOE)]
+)
+def test_nodes_die_and_stock_megatron_computes_the_same(
+    tag: str, more: dict[str, object], tmp_path: Path
+) -> None:
     tree = checkout(tag)
     if tree is None:
         pytest.skip(f"no checkout of {tag}")
-    program = gpt(within=tree, **BASE)
+    program = gpt(within=tree, **BASE, **more)
     steps = undisturbed(program).final["steps"]
-    plain = stock(tmp_path / "stock", tree)[-1]
+    plain = stock(tmp_path / "stock", tree, **more)[-1]
     assert plain.losses == {str(step["iteration"]): step["loss"] for step in steps}
     assert plain.norms == {str(step["iteration"]): step["grad_norm"] for step in steps}
     plan = [
         dies("role 0 in its update", "optimizer.inside", 0, 4),
         dies("a role in the middle, in an evaluation", "evaluation.begin", 1, 8),
         dies("the last role in a save", "save.written", 3, 9),
-    ]
-    outcome = strike(tmp_path / "struck", program, plan)
-    assert restart_kinds(outcome)[1:] == ["memory"] * len(plan)
-    last = Path(outcome.of_kind("durable")[-1].data["path"])
-    assert {one.verdict for one in verify_checkpoint(last, lambda _: None)} == {Verdict.GOOD}
-
-
-def test_experts_of_the_commit_without_a_tag(tmp_path: Path) -> None:
-    tree = checkout(UNTAGGED)
-    if tree is None:
-        pytest.skip(f"no checkout of {UNTAGGED}")
-    program = gpt(within=tree, **{**BASE, **MOE, "train_iters": 7})
-    plan = [
-        dies("a role in the middle, in a forward pass", "forward", 1, 3),
-        dies("the last role in a save", "save.written", 3, 6),
     ]
     outcome = strike(tmp_path / "struck", program, plan)
     assert restart_kinds(outcome)[1:] == ["memory"] * len(plan)

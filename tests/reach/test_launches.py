@@ -5,43 +5,26 @@ takes its place where there is one."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.support.judgement import allowances, judge
 from tests.common.turns import in_turn
 from tests.conftest import commit
-from tests.faults.harness.jobs import Program
 from tests.megatron_lm.harness.checkout import TAG, TAGS, needs_megatron_lm
-from tests.megatron_lm.harness.runs import dies, strike, tree
+from tests.reach.command import SHRUNK
+from tests.reach.shrinking import Shrunk
+from tests.reach.trial import Result, trial
 
 pytestmark = [
     *(pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, needs_megatron_lm),
     pytest.mark.skipif(TAGS[-1] != TAG, reason=f"their flags are of {TAGS[-1]}"),
 ]
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-FOLDERS = (ROOT, ROOT / "tests" / "megatron_lm" / "harness" / "emerging")
-COMMON = (HERE / "common.args").read_text().split()
-LAUNCHES = {
-    row["id"]: row for row in map(json.loads, (HERE / "shrunk.jsonl").read_text().splitlines())
-}
-SIX = in_turn([*LAUNCHES], lambda name: True, lambda name: name, commit())[:6]
+LAUNCHES = [Shrunk(**json.loads(line)) for line in SHRUNK.read_text().splitlines()]
+SIX = in_turn(LAUNCHES, lambda one: True, lambda one: one.id, commit())[:6]
 
 
-@pytest.mark.parametrize("name", SIX)
-def test_what_people_run_survives(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the update of role 1, which has changed a part of the weights."""
-    paths = os.pathsep.join(map(str, (*FOLDERS, tree())))
-    monkeypatch.setenv("PYTHONPATH", paths, prepend=os.pathsep)
-    script, flags = LAUNCHES[name]["script"], LAUNCHES[name]["flags"]
-    path = HERE / script if (HERE / script).exists() else tree() / script
-    command = (str(path), *COMMON, *flags.split(), "--deadpool")
-    owed = " ".join(allowances(judge(command))).split()
-    cut = [f"--{kind}-model-parallel-size 2" in flags for kind in ("tensor", "pipeline")]
-    program = Program((*command, *owed), 4, 2 if all(cut) else 1)
-    strike(tmp_path / "run", program, [dies("loss", "optimizer.inside", 1, 5)])
+@pytest.mark.parametrize("shrunk", SIX, ids=lambda one: one.id)
+def test_what_people_run_survives(tmp_path: Path, shrunk: Shrunk) -> None:
+    assert trial(tmp_path, shrunk) == (Result.IDENTICAL, "")

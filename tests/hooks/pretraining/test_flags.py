@@ -283,7 +283,9 @@ def with_parser(test: Callable[..., None]) -> Callable[..., None]:
 def parsers() -> dict[str, dict[str, list[str]]]:
     """By tag: each flag of its parser, and the values that are listed of it."""
     return {
-        tag: {flag: listed or [] for flag, listed in map(json.loads, in_checkout("flags", tag=tag))}
+        tag: {
+            flag: listed or [] for flag, listed, _ in map(json.loads, in_checkout("flags", tag=tag))
+        }
         for tag in TREES
         if checkout(tag) is not None
     }

@@ -122,8 +122,8 @@ def _as_asked(question: dict[str, Any]) -> Iterator[None]:
 
 
 def _flags() -> list[str]:
-    """Every flag of the parser without ours, and the values that it lists, as a user writes them;
-    None where it lists none."""
+    """Every flag of the parser without ours, the values that it lists, as a user writes them (None
+    where it lists none), and whether it takes a value."""
     import argparse
     import enum
 
@@ -137,7 +137,9 @@ def _flags() -> list[str]:
         return [each.name if isinstance(each, enum.Enum) else str(each) for each in choices]
 
     found = sorted(parser._option_string_actions.items())
-    return [json.dumps([flag, written(action.choices)]) for flag, action in found]
+    return [
+        json.dumps([flag, written(action.choices), action.nargs != 0]) for flag, action in found
+    ]
 
 
 def _points() -> list[str]:

@@ -1,31 +1,26 @@
-"""Runs pretrain_gpt.py on several ranks: Megatron-LM is imported once, and the ranks are forks.
+"""Runs pretrain_gpt.py on several ranks without protection: forks of a process that has imported
+Megatron-LM with the stand-ins for a GPU, and nothing else of this package.
 
-The parent of the ranks is a process of its own, because other tests of the same session import
-megatron.core from site-packages. ``python -m tests.megatron_lm.harness.ranks CHECKOUT`` is that
-parent: it takes one request per line and answers each with one line.
+``python -m tests.megatron_lm.harness.ranks CHECKOUT RESULT LOADING ARGUMENTS...`` is one rank.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import subprocess
 import sys
-import time
-import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.common import forks
 from tests.common.ports import free_port
+from tests.common.waiting import wait_for
+from tests.megatron_lm.harness.stock import TREE_VARIABLE
 
-IMPORT_SECONDS = 90.0
 RUN_SECONDS = 90.0
-_REPOSITORY = Path(__file__).parents[3]
+_EXACT = "exact"
 
 
 @dataclass
@@ -43,157 +38,60 @@ class Trained:
     state: str = ""
     replicated: dict[str, str] = field(default_factory=dict)
     forks: int = 0
-    output: str = ""
 
 
-class RankParent:
-    """The parent process of the ranks, as the tests see it."""
+def train(
+    checkout: Path, folder: Path, arguments: Sequence[str], *, exact: bool = True
+) -> list[Trained]:
+    """One run of four ranks; answers what each saw. ``folder``: a new one; ``exact``: checkpoints
+    are loaded as a protected run does it; else nothing of Megatron-LM's own loading is changed.
 
-    def __init__(self, checkout: Path, folder: Path) -> None:
-        self._folder = folder
-        self._runs = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron_lm.harness.ranks", str(checkout)],
-            cwd=_REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # numpy's OpenBLAS would start threads, and a fork needs there be none.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            text=True,
-        )
-        self.facts = self._answer(IMPORT_SECONDS)
+    Raises AssertionError with the output of a rank that failed.
+    """
+    folder.mkdir()
+    server = forks.server(["tests.megatron_lm.harness.stock"], {TREE_VARIABLE: str(checkout)})
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
+    place["GLOO_SOCKET_IFNAME"] = "lo"
+    loading = _EXACT if exact else "its own"
+    ranks, logs = [], [folder / f"{rank}.log" for rank in range(4)]
+    for rank, log in enumerate(logs):
+        with log.open("wb") as output, open(os.devnull, "rb") as nothing:
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), TREE_VARIABLE: str(checkout)}
+            words = (str(checkout), str(log.with_suffix(".result")), loading, *arguments)
+            started = server.start(
+                *("tests.megatron_lm.harness.ranks", *words),
+                environment={**os.environ, **place, **own},
+                handles={0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()},
+            )
+            ranks.append(started)
 
-    def train(
-        self, world_size: int, arguments: Sequence[str], *, exact: bool = True
-    ) -> list[Trained]:
-        """One run; answers what each rank saw. ``exact``: checkpoints are loaded as a protected run
-        does it; else nothing of Megatron-LM's own loading is changed.
+    def failed() -> list[str]:
+        return [log.read_text()[-4000:] for one, log in zip(ranks, logs, strict=True) if one.poll()]
 
-        Raises AssertionError with the output of the first rank that failed.
-        """
-        self._runs += 1
-        folder = self._folder / f"run{self._runs}"
-        folder.mkdir()
-        request = {
-            "world_size": world_size,
-            "arguments": list(arguments),
-            "exact": exact,
-            "folder": str(folder),
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        problem = self._answer(RUN_SECONDS + 10.0)["problem"]
-        assert not problem, problem
-        return [
-            Trained(**json.loads((folder / f"{rank}.result").read_text()))
-            for rank in range(world_size)
-        ]
+    def ended() -> bool:
+        return bool(failed()) or all(one.poll() is not None for one in ranks)
 
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(10.0)
-        self._process.stdout.close()
-
-    def _answer(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        assert ready, "the parent of the ranks does not answer"
-        line = self._process.stdout.readline()
-        assert line, "the parent of the ranks has ended"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-# --- in the parent ----------------------------------------------------------------------------
-
-
-def _serve(checkout: Path) -> None:
-    warnings.simplefilter("ignore")
-    from deadpool_megatron.platform import stand_ins
-
-    stand_ins.install_megatron_lm(checkout)
-    import megatron.core
-    import megatron.training
-    import torch
-
-    torch.set_num_threads(1)
-    facts = {
-        "threads": len(list(Path("/proc/self/task").iterdir())),
-        "core": str(megatron.core.__file__),
-        "training": str(megatron.training.__file__),
-        "cuda here": torch.cuda.is_available(),
-    }
-    print(json.dumps(facts), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        problem = _run(checkout, request)
-        print(json.dumps({"problem": problem}), flush=True)
-
-
-def _run(checkout: Path, request: dict[str, Any]) -> str:
-    """Fork the ranks and wait for them; answers what went wrong, or nothing."""
-    folder = Path(request["folder"])
-    port = free_port()
-    pids = {}
-    for rank in range(request["world_size"]):
-        pid = os.fork()
-        if pid == 0:
-            _rank(checkout, request, rank, port)
-        pids[pid] = rank
-    deadline = time.monotonic() + RUN_SECONDS
-    failed: list[int] = []
-    while pids and time.monotonic() < deadline:
-        for pid, rank in list(pids.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del pids[pid]
-            if done and status:
-                failed.append(rank)
-                deadline = min(deadline, time.monotonic() + 1.0)
-        time.sleep(0.005)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if not failed and not pids:
-        return ""
-    first = failed[0] if failed else min(pids.values())
-    verdict = "failed" if failed else "did not finish in time"
-    return f"rank {first} {verdict}:\n{(folder / f'{first}.log').read_text()[-4000:]}"
-
-
-def _rank(checkout: Path, request: dict[str, Any], rank: int, port: int) -> None:
-    status = 1
-    folder = Path(request["folder"])
-    log = folder / f"{rank}.log"
     try:
-        with log.open("w") as stream:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.fileno(), 2)
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(request["world_size"]),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            GLOO_SOCKET_IFNAME="lo",
-        )
-        seen = Trained()
-        _record(seen, exact=request["exact"])
-        _train(checkout, request["arguments"])
-        sys.stdout.flush()
-        seen.output = log.read_text()
-        (folder / f"{rank}.result").write_text(json.dumps(asdict(seen)))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
+        wait_for("the end of all ranks", ended, RUN_SECONDS)
+        assert not (problems := failed()), problems[0]
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        for one in ranks:
+            one.kill()
+            one.wait(10.0)
+    return [Trained(**json.loads(log.with_suffix(".result").read_text())) for log in logs]
+
+
+# --- in a rank --------------------------------------------------------------------------------
+
+
+def _rank(checkout: Path, result: Path, loading: str, arguments: list[str]) -> None:
+    seen = Trained()
+    _record(seen, exact=loading == _EXACT)
+    _train(checkout, arguments)
+    result.write_text(json.dumps(asdict(seen)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _train(checkout: Path, arguments: list[str]) -> None:
@@ -286,4 +184,4 @@ def _bytes(tensor: Any) -> bytes:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    _rank(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

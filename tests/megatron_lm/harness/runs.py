@@ -23,7 +23,7 @@ from tests.faults.harness.jobs import (
 )
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout
-from tests.megatron_lm.harness.ranks import RankParent, Trained
+from tests.megatron_lm.harness.ranks import Trained, train
 
 #: a checkpoint, an evaluation and a test on the way, each in the directory of its own run
 SEGMENTS: dict[str, object] = {
@@ -89,15 +89,10 @@ def gpt(
     return Program((str(path), *small(**flags), "--deadpool"), nodes)
 
 
-def stock(folder: Path, within: Path) -> list[Trained]:
+def stock(folder: Path, within: Path, **more: object) -> list[Trained]:
     """What :data:`BASE` trains on the stock communicators, without --deadpool."""
-    flags = {**BASE, "save": None, "tensorboard_dir": None}
-    folder.mkdir()
-    parent = RankParent(within, folder)
-    try:
-        return parent.train(4, small(**flags))
-    finally:
-        parent.close()
+    flags = {**BASE, **more, "save": None, "tensorboard_dir": None}
+    return train(within, folder, small(**flags))
 
 
 def dies(

@@ -1,0 +1,18 @@
+"""Imported once for all ranks: the Megatron-LM that a variable names, as it is, on a CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from deadpool_megatron.platform import stand_ins
+
+TREE_VARIABLE = "DEADPOOL_TEST_TREE"
+
+if tree := os.environ.get(TREE_VARIABLE):
+    stand_ins.install_megatron_lm(Path(tree))
+    import megatron.core
+    import megatron.training
+
+    for module in (megatron.core, megatron.training):
+        assert str(module.__file__).startswith(tree)
