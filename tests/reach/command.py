@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps({**asdict(small), "result": result, "why": why}), flush=True)
             else:
-                without = f", without {', '.join(small.without)}" if small.without else ""
-                display.line(f"{small.id}: {result}{without}", _STYLES.get(result, ""))
+                more = why if result is Result.REFUSED else f"left out: {', '.join(small.without) or 'nothing'}"
+                display.line(f"{small.id}: {result}; {more}", _STYLES.get(result, ""))
     finally:
         forks.stop()
         display.close()

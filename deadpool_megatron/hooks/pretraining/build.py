@@ -109,6 +109,7 @@ class Build:
         self.train_arguments: dict[str, Any] = {}
         self._sources: list[_Source] = []
         self._setup_call: Callable[..., tuple[Any, ...]] = _not_reached
+        self._train_iters: int | None = None
 
     def handlers(self) -> Mapping[str, Handler]:
         """The scene of the pass."""
@@ -154,6 +155,9 @@ class Build:
         self.objects = (model, None, None)
         self.train_arguments.update(optimizer=None, opt_param_scheduler=None)
         gc.collect()
+        # Where the user names samples, the first call has noted their iterations here: with them the
+        # schedule would be that of a run which is told by iterations, without a warm-up.
+        get_args().train_iters = self._train_iters
         made_up = {"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}
         with acting(made_up), self.kinds_told():
             self.objects = family().set_up_around(self._setup_call, model)
@@ -229,7 +233,10 @@ class Build:
         self.kinds = told
 
     def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
         self._setup_call = functools.partial(original, *args, **kwargs)
+        self._train_iters = get_args().train_iters
         self.objects = self._setup_call()
         return self.objects
 

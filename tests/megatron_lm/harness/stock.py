@@ -13,6 +13,8 @@ if tree := os.environ.get(TREE_VARIABLE):
     stand_ins.install_megatron_lm(Path(tree))
     import megatron.core
     import megatron.training
+    import torch
 
+    torch.set_num_threads(1)  # as members have
     for module in (megatron.core, megatron.training):
         assert str(module.__file__).startswith(tree)
