@@ -40,7 +40,9 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
     "fp32, whole optimizer, untied": (
         {
             # A schedule that is told by samples is Megatron's own for a role taken in place, too.
-            **{"train_iters": None, "train_samples": 64, "lr_warmup_samples": 40},
+            "train_iters": None,
+            "train_samples": 64,
+            "lr_warmup_samples": 40,
             "pipeline_model_parallel_size": 2,
             "untie_embeddings_and_output_weights": True,
             "mtp_num_layers": 1,

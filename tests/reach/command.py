@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps({**asdict(small), "result": result, "why": why}), flush=True)
             else:
-                more = why if result is Result.REFUSED else f"left out: {', '.join(small.without) or 'nothing'}"
+                without = ", ".join(small.without) or "nothing"
+                more = why if result is Result.REFUSED else f"left out: {without}"
                 display.line(f"{small.id}: {result}; {more}", _STYLES.get(result, ""))
     finally:
         forks.stop()

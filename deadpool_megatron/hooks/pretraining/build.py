@@ -155,8 +155,8 @@ class Build:
         self.objects = (model, None, None)
         self.train_arguments.update(optimizer=None, opt_param_scheduler=None)
         gc.collect()
-        # Where the user names samples, the first call has noted their iterations here: with them the
-        # schedule would be that of a run which is told by iterations, without a warm-up.
+        # Where the user names samples, the first call noted their iterations here: with them the
+        # schedule would be that of a run that is told by iterations, without a warm-up.
         get_args().train_iters = self._train_iters
         made_up = {"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}
         with acting(made_up), self.kinds_told():
