@@ -65,7 +65,7 @@ class RestoreFailed(RuntimeError):
         self.part = part
 
 
-class OtherModel(ValueError):
+class OtherModel(RestoreFailed):
     """The state that the run was to continue from is not this program's; the message is one
     line."""
 
@@ -193,8 +193,9 @@ class EpochEntry:
         layout = self.protection.layout
         if restore.kind == "dump" and (why := dump_differs(Path(restore.path), layout)):
             raise OtherModel(
+                "",
                 f"the state in {restore.path} is of another model or other flags: role {role}:"
-                f" {why}; resume it with the command that wrote it"
+                f" {why}; resume it with the command that wrote it",
             )
         if restore.kind != "memory" and not self._vault.has_segment(self.role):
             # Before any is taken. A run that continues from memory has its slots, and lives with

@@ -140,7 +140,7 @@ class Session:
             self._follow_records()
         except StopOrder:
             pass
-        except (TemplateError, UnsupportedOptimizer, ExtrasError, OtherModel) as error:
+        except (TemplateError, UnsupportedOptimizer, ExtrasError) as error:
             # What this program is cannot be protected: where it says so is of no use to anybody.
             print(f"deadpool: {error}", file=sys.stderr, flush=True)
             sys.exit(ExitStatus.BAD_INPUT)
@@ -306,8 +306,8 @@ class Session:
         """
         if self._link.closed_epoch < epoch and not self._link.stopped:
             if isinstance(error, RestoreFailed | PeerMismatch):
-                part = getattr(error, "part", "")
-                self._reports.say("restore-failed", part=part, text=str(error))
+                part, other = getattr(error, "part", ""), isinstance(error, OtherModel)
+                self._reports.say("restore-failed", part=part, text=str(error), other_program=other)
             elif isinstance(error, CommunicatorFault):
                 self._on_fault(error.group, error.operation, error.cause)
             elif isinstance(error, NoRoom | ExtrasOutgrown):

@@ -248,7 +248,7 @@ class BlockMembers:
 
 
 class CodedShelf:
-    """All parity blocks in the inventories of live nodes: which shard parts they can give.
+    """All parity blocks in the inventories: which shard parts they can give.
 
     Looked at only for parts of which no whole copy is left, so a loss costs what was lost, not what
     the run consists of. The layouts of parity roles stand in the inventories and say all there is
@@ -269,11 +269,11 @@ class CodedShelf:
         self._of_role: dict[int, list[_Composition]] | None = None
         self._held: dict[tuple[int, Generation], list[tuple[int, frozenset[str]]]] = {}
 
-    def decoding(self, role: int, part: str, generation: Generation) -> Decoding | None:
-        """All blocks that are left of one group of ``role``, if they are enough.
+    def decodings(self, role: int, part: str, generation: Generation) -> list[Decoding]:
+        """All blocks that are left of each group of ``role`` that has enough of them.
 
-        Groups of several epochs may be held: the one with the most blocks, since each that is
-        left over can stand in for one that turns out to be damaged.
+        Groups of several epochs may be held. The one with the most blocks is the first, since each
+        that is left over can stand in for one that turns out to be damaged.
         """
         if self._of_role is None:
             self._of_role = self._index()
@@ -282,7 +282,7 @@ class CodedShelf:
             for one in self._of_role.get(role, ())
             if len(blocks := self._blocks(one, role, part, generation)) >= len(one.group)
         ]
-        return max(found, key=lambda one: (len(one.blocks), one.group), default=None)
+        return sorted(found, key=lambda one: (len(one.blocks), one.group), reverse=True)
 
     def _index(self) -> dict[int, list[_Composition]]:
         compositions: dict[tuple[tuple[int, ...], int, tuple[str, ...]], _Composition] = {}

@@ -97,7 +97,7 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     Memory that the checkpoint has overtaken by more generations than slots hold is of a host that
     left the run long ago, and not looked at.
     """
-    shelf = _Shelf(query)
+    shelf = Shelf(query)
     refusals: list[str] = []
     for generation in sorted(shelf.generations, reverse=True):
         if shelf.is_overtaken(generation):
@@ -198,8 +198,8 @@ def is_thrown_away(generation: Generation, nonfinite: Mapping[int, int]) -> bool
     )
 
 
-class _Shelf:
-    """All sealed parts on live nodes, as far as they may be used for the query."""
+class Shelf:
+    """All sealed parts in the inventories, as far as they may be used for the query."""
 
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
@@ -231,20 +231,30 @@ class _Shelf:
             layout = self._layouts.get(role)
             if layout is None:
                 return f"the layout of role {role}"
-            sources[role] = {}
-            lacking: list[str] = []
-            shard_parts = layout.shard_parts
-            for part in layout.parts:
-                if part.name in shard_parts:
-                    found = sources[role][part.name] = self._sources(role, part, generation)
-                    if not found:
-                        lacking.append(part.name)
-            if lacking:
+            shards = layout.shard_parts
+            found = {
+                part.name: self._sources(role, part, generation)
+                for part in layout.parts
+                if part.name in shards
+            }
+            sources[role] = found
+            if lacking := [name for name, places in found.items() if not places]:
                 recipe = self._recipe(layout, lacking, generation)
                 if isinstance(recipe, str):
                     return recipe
                 recipes[role] = recipe
         return self._at_latest_boundary(generation, sources, recipes)
+
+    def recipe(self, layout: RoleLayout, generation: Generation) -> Recipe | None:
+        """Return how a role gets the parts that nobody holds whole; None where it cannot."""
+        copies, role = self._whole_copies, layout.role
+        lacking = [name for name in layout.shard_parts if not copies(role, name, generation)]
+        found = self._recipe(layout, lacking, generation)
+        return found if isinstance(found, Recipe) else None
+
+    def decodings(self, role: int, part: str, generation: Generation) -> list[Decoding]:
+        """Return the ways to compute a part from parity blocks, the one with the most first."""
+        return [] if self._coded is None else self._coded.decodings(role, part, generation)
 
     def _recipe(
         self, layout: RoleLayout, lacking: list[str], generation: Generation
@@ -252,10 +262,8 @@ class _Shelf:
         """Return how a role gets parts that nobody holds whole, or what is missing for it."""
         decodings, role = dict[str, Decoding](), layout.role
         for name in lacking:
-            coded = self._coded
-            decoding = None if coded is None else coded.decoding(role, name, generation)
-            if decoding is not None:
-                decodings[name] = decoding
+            if ways := self.decodings(role, name, generation):
+                decodings[name] = ways[0]
         left = [name for name in lacking if name not in decodings]
         if not left:
             return Recipe(decodings)
@@ -303,7 +311,7 @@ class _Shelf:
 
     def _sources(self, role: int, part: PartInfo, generation: Generation) -> tuple[Source, ...]:
         """New seat's node, previous owner's node, buddies, then the same of each replica role."""
-        holders = self._holders[generation].get(part.name, {})
+        holders = self._holders.get(generation, {}).get(part.name, {})
         found = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
         for other in part.replicas:
             layout = self._layouts.get(other)

@@ -12,8 +12,6 @@ from typing import Any
 
 from deadpool_megatron.layout.records import RoleLayout
 
-#: why a dump is of no use to a role that is laid out in another way
-OTHER_LAYOUT = "other layout"
 #: of the facts in a meaning
 SEPARATOR = "; "
 # So many at equal distances are written as one run.

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from deadpool_megatron.layout.planner import Shelf
 from deadpool_megatron.layout.records import (
     Decoding,
     EpochRecord,
@@ -30,10 +31,9 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.replaying import key
-from deadpool_megatron.layout.words import OTHER_LAYOUT
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.sources import dumped_parts, recomputed_from, slots_of
+from deadpool_megatron.vault.disk.sources import dumped_shelf, node_of, slots_of
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError, is_shortage
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
@@ -90,16 +90,14 @@ class Restorer:
         self._decoder: Decoder | None = None
         self._extras = extras_part(record.restore.boundary)
         self._recipe = record.restore.recipes.get(role)
-        replay = None if self._recipe is None else self._recipe.replay
-        # Generation -> part -> places, of what has to be recomputed from; and into which parts.
-        self._replayed_from = {} if replay is None else replay.sources
-        self._recomputed = () if replay is None else frozenset(replay.sources[replay.base])
+        self._shelf: Shelf | None = None
 
     def describe(self) -> RoleLayout | None:
         """Ask the sources what the role consists of, so that fetching need not wait for it."""
         found = [*self._record.restore.sources.get(self._role, {}).values()]
-        for parts in self._replayed_from.values():
-            found += parts.values()
+        if self._recipe is not None and self._recipe.replay is not None:
+            for parts in self._recipe.replay.sources.values():
+                found += parts.values()
         nodes = {s.node for listed in found for s in listed if s.role == self._role}
         for node in sorted(nodes - {self._state.node}):
             try:
@@ -124,11 +122,9 @@ class Restorer:
         with contextlib.closing(self):
             while True:
                 try:
-                    is_dump = self._record.restore.kind == "dump"
-                    wanted = self._wanted_of_dump(layout) if is_dump else self._wanted(layout)
                     return {
                         text: self._obtain_part(layout, one, deadline, text)
-                        for text, one in wanted.items()
+                        for text, one in self._wanted(layout).items()
                     }
                 except OSError as error:  # the directory of a dump cannot be read
                     if not is_shortage(error) or time.monotonic() > deadline:
@@ -140,28 +136,21 @@ class Restorer:
 
     def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
         restore = self._record.restore
+        if restore.kind == "dump":
+            known, size = {self._role: layout}, len(self._record.seats)
+            self._shelf = dumped_shelf(Path(restore.path), restore.generation, size, known)
+            self._recipe = self._shelf.recipe(layout, restore.generation)
         sources = restore.sources.get(self._role, {})
+        replay = None if self._recipe is None else self._recipe.replay
         wanted = {
             name: _Wanted(restore.generation, name, sources.get(name, ()))
             for name in self._names(layout)
-            if name not in self._recomputed
+            if replay is None or name not in replay.sources[replay.base]
         }
-        for generation, parts in self._replayed_from.items():
+        for generation, parts in {} if replay is None else replay.sources.items():
             for name, found in parts.items():
-                wanted[key(generation, name)] = _Wanted(generation, name, found, leads=True)
-        return wanted
-
-    def _wanted_of_dump(self, layout: RoleLayout) -> dict[str, _Wanted]:
-        restore = self._record.restore
-        held = dumped_parts(Path(restore.path), self._role, restore.generation)
-        chains = recomputed_from(held, restore.generation, layout)
-        wanted = {
-            name: _Wanted(restore.generation, name, ())
-            for name in self._names(layout)
-            if name not in chains
-        }
-        for generation, name in (one for line in chains.values() for one in line):
-            wanted[key(generation, name)] = _Wanted(generation, name, (), leads=True)
+                places = found if self._shelf is None else ()  # files are no live nodes
+                wanted[key(generation, name)] = _Wanted(generation, name, places, leads=True)
         return wanted
 
     def _names(self, layout: RoleLayout) -> tuple[str, ...]:
@@ -203,8 +192,8 @@ class Restorer:
                         sources.remove(source)
                         tried.append((source.node, source.role, f"unreachable: {error}"))
             self._state.pause(self._record.epoch, _PAUSE_SECONDS)
-        if self._record.restore.kind == "dump":
-            return self._load(layout, wanted, deadline, text)
+        if self._shelf is not None:
+            return self._load(self._shelf, layout, wanted, deadline, text)
         decoding = None if self._recipe is None else self._recipe.decodings.get(text)
         if decoding is None:
             raise RestoreUnavailable(text, tuple(tried))
@@ -284,7 +273,9 @@ class Restorer:
                 raise _Hopeless("checksum does not match")
             return state.seal_copy(segment, slot, name, nbytes, expected, epoch)
 
-    def _load(self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str) -> Place:
+    def _load(
+        self, shelf: Shelf, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
+    ) -> Place:
         """Read a part from the files of a dump: of the role, else of one with the same bytes; or
         decode it from them."""
         tried: list[tuple[int, int, str]] = []
@@ -302,13 +293,9 @@ class Restorer:
                         place, why = None, f"{type(error).__name__}: {error}"
                     if place is not None:
                         return place
-                node = int(dumped.path.stem.rsplit("-", 1)[1])
-                tried.append((node, role, why))
-        if wanted.generation != restored:
-            raise RestoreUnavailable(text, tuple(tried))
-        from deadpool_megatron.vault.schemes.parity_decode import dumped_decodings
-
-        for decoding in dumped_decodings(directory, self._role, wanted.name, restored.iteration):
+                tried.append((node_of(dumped), role, why))
+        ways = shelf.decodings(self._role, wanted.name, restored)
+        for decoding in ways if wanted.generation == restored else ():
             with contextlib.suppress(RestoreUnavailable):
                 return self._decode(layout, wanted.name, decoding, tried, deadline)
         raise RestoreUnavailable(text, tuple(tried))
@@ -320,7 +307,7 @@ class Restorer:
         turn out to be damaged."""
         if dumped.layout.role == layout.role:
             if dumped.layout.layout_hash != layout.layout_hash:
-                return None, OTHER_LAYOUT
+                return None, "other layout"
         elif not any(dumped.layout.has(p) for p in layout.parts if p.name == wanted.name):
             return None, "other parameters"
         for slot, generation in slots_of(dumped, self._record.restore.generation):

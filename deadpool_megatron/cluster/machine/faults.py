@@ -18,7 +18,6 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import recomputes, without_recompute
-from deadpool_megatron.layout.words import OTHER_LAYOUT
 
 
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
@@ -68,11 +67,10 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     role, record = core.player(event), core.state.record
     if role is None or record is None:
         return
-    restore, generation = record.restore, record.restore.generation
-    if restore.kind == "dump" and OTHER_LAYOUT in event.text and not core.state.lineage.ever_ran:
-        why = f"{restore.path} is of another model or other flags: role {role}: {event.text}"
-        finish(core, ExitStatus.BAD_INPUT, why, kind=FailureKind.OTHER_PROGRAM)
+    if event.other_program and not core.state.lineage.ever_ran:
+        finish(core, ExitStatus.BAD_INPUT, event.text, kind=FailureKind.OTHER_PROGRAM)
         return
+    restore, generation = record.restore, record.restore.generation
     tried = [*restore.sources.get(role, {}).get(event.part, ())]
     recipe = restore.recipes.get(role)
     decoding = recipe.decodings.get(event.part) if recipe is not None else None

@@ -166,10 +166,12 @@ class Restored(OfPlayer):
 
 @dataclass(frozen=True)
 class NotRestored(OfPlayer):
-    """No source of ``part`` gave good bytes; "" when it was not one part (peers' hashes differ)."""
+    """No source of ``part`` gave good bytes; "" when it was not one part (peers' hashes differ).
+    ``other_program``: the state is laid out for another model, or other flags."""
 
     part: str
     text: str
+    other_program: bool = False
 
 
 @dataclass(frozen=True)

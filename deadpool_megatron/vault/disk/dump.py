@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 _What = tuple[Generation, str]  # a part of a generation
 
 
-def dump_files(directory: Path, role: int) -> Iterator[Segment]:
+def dump_files(directory: Path, role: int | None = None) -> Iterator[Segment]:
     """The readable dump files of a role, in order of the node that wrote them. Raises OSError at a
     shortage: what is there is not known then."""
-    for path in sorted(directory.glob(f"dump-{role}-*.seg")):
+    for path in sorted(directory.glob(f"dump-{'*' if role is None else role}-*.seg")):
         try:
             dumped = Segment.open(path, writable=False)
         except (SegmentError, OSError) as error:

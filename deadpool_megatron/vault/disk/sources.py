@@ -1,4 +1,4 @@
-"""The content of a dump's files: whole parts, chains to make others of, and whether that is all.
+"""The content of a dump's files: parts, what others are computed from, and whether that is all.
 
 Of however many nodes and failures they are. Checksums are compared when parts are loaded.
 """
@@ -7,40 +7,59 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from deadpool_megatron.layout.planner import is_kept
+from deadpool_megatron.layout.history import NO_LIMIT
+from deadpool_megatron.layout.planner import RestoreQuery, Shelf, is_kept
 from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    SUMS_PART,
-    UPDATE_PART,
     Generation,
+    Holding,
+    Inventory,
     Restore,
     RoleLayout,
     extras_part,
-    gradients_part,
 )
-from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.layout.words import difference
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 
+NONE_KNOWN: Mapping[int, RoleLayout] = {}
 _NAME = re.compile(r"(\d+)-(\d+)")
 
 
-def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Generation, set[str]]:
-    """Generation -> parts that the files of a role hold, up to the iteration of ``generation``.
+def dumped_shelf(
+    directory: Path,
+    generation: Generation,
+    world_size: int,
+    layouts: Mapping[int, RoleLayout] = NONE_KNOWN,
+) -> Shelf:
+    """Return what the files of a dump can give, by the same rules as the memory of live nodes.
 
     The run that wrote them gave them other lineages; all have that of ``generation`` here.
+    ``layouts``: of roles of which it is known; for others the files tell.
     """
-    found: dict[Generation, set[str]] = {}
-    for dumped in dump_files(directory, role):
+    holdings = defaultdict[int, list[Holding]](list)
+    described = defaultdict[int, list[RoleLayout]](list)
+    for dumped in dump_files(directory):
+        node, role = node_of(dumped), dumped.layout.role
+        described[node].append(dumped.layout)
         for slot, one in slots_of(dumped, generation):
-            found.setdefault(one, set()).update(_sealed(dumped, slot))
-    return found
+            holdings[node].append(Holding(role, one, frozenset(_sealed(dumped, slot))))
+    found = {
+        node: Inventory(node, 0, tuple(holdings[node]), tuple(known))
+        for node, known in described.items()
+    }
+    kept = {generation.lineage: NO_LIMIT}
+    return Shelf(RestoreQuery(0, world_size, found, {}, {}, kept, layouts))
+
+
+def node_of(dumped: Segment) -> int:
+    """Return the number of the node that wrote a dump file."""
+    return int(dumped.path.stem.rsplit("-", 1)[1])
 
 
 def snapshot_of_dump(directory: Path, role: int, generation: Generation, boundary: str) -> Snapshot:
@@ -99,19 +118,6 @@ def holds(dumped: Segment, part: str, iteration: int) -> bool:
     return dumped.generation(0).iteration == iteration and part in _sealed(dumped, 0)
 
 
-def recomputed_from(
-    held: dict[Generation, set[str]], generation: Generation, layout: RoleLayout
-) -> dict[str, list[tuple[Generation, str]]]:
-    """Shard parts that the files of a dump hold as chains only -> what leads to each."""
-    found: dict[str, list[tuple[Generation, str]]] = {}
-    for shard in layout.shard_parts:
-        line = chain(held, generation, shard)
-        if len(line) > 1:
-            steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
-            found[shard] = [(line[0], shard), *((g, name) for g in line[1:] for name in steps)]
-    return found
-
-
 def newest_whole(
     base: Path, world_size: int, kept: Mapping[int, int]
 ) -> tuple[Restore | None, list[str]]:
@@ -145,47 +151,8 @@ def last_boundary(
     directory: Path, generation: Generation, world_size: int
 ) -> tuple[str | None, str]:
     """The last boundary that all roles have reached in this dump, or None and what is missing."""
-    iteration = generation.iteration
-    layouts: dict[int, RoleLayout] = {}
-    parts: dict[int, set[str]] = {}
-    for role in range(world_size):
-        for dumped in dump_files(directory, role):
-            known = layouts.setdefault(role, dumped.layout)
-            if known.layout_hash != dumped.layout.layout_hash:
-                return None, f"one layout for role {role}: its files have two"
-            parts.setdefault(role, set()).update(_sealed(dumped, 0))
-        if role not in layouts:
-            return None, f"role {role}"
-    for role, layout in layouts.items():
-        shards = set(layout.shard_parts)
-        # What every role recomputes it begins at one whole copy, as in any restore.
-        chains = recomputed_from(dumped_parts(directory, role, generation), generation, layout)
-        if len({line[0][0] for line in chains.values()}) > 1:
-            return None, f"one whole copy of role {role} to recompute all its parts from"
-        for part in layout.parts:
-            same = [r for r in part.replicas if r in layouts and layouts[r].has(part)]
-            held = any(part.name in parts[other] for other in (role, *same))
-            if part.name not in shards or held:
-                continue
-            if part.name in chains or _is_coded(directory, role, part.name, iteration):
-                continue
-            return None, f"part {part.name} of role {role}"
-    lacking = ""
-    for boundary in reversed(BOUNDARIES):
-        name = extras_part(boundary)
-        without = [role for role in layouts if name not in parts[role]]
-        if not without:
-            return boundary, ""
-        lacking = f"part {name} of role {without[0]}"
-    return None, lacking
-
-
-def _is_coded(directory: Path, role: int, part: str, iteration: int) -> bool:
-    from deadpool_megatron.vault.schemes.parity_decode import (
-        dumped_decodings,  # most have no blocks
-    )
-
-    return bool(dumped_decodings(directory, role, part, iteration))
+    found = dumped_shelf(directory, generation, world_size).produce(generation)
+    return (None, found) if isinstance(found, str) else (found.boundary, "")
 
 
 def _sealed(dumped: Segment, slot: int) -> set[str]:

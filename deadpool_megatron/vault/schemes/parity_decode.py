@@ -28,26 +28,21 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers, combines, parity_numbers
+from deadpool_megatron.layout.parity_groups import MEMBERS, BlockMembers
 from deadpool_megatron.layout.records import (
     Decoding,
     EpochRecord,
     Generation,
     RoleLayout,
     Source,
-    is_parity_role,
 )
-from deadpool_megatron.vault.disk.dump import dump_files
-from deadpool_megatron.vault.disk.sources import holds
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import (
     MALFORMED,
     RestoreUnavailable,
-    SegmentError,
     VaultError,
-    is_shortage,
 )
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name, parse_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, dump_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.transport import UNREACHABLE, Channel, ask_part, begin_thread
 
@@ -481,53 +476,3 @@ class Decoder:
         blocks = {str(n): one.to_list() for n, one in choice.items() if one}
         facts = {"part": name, "bytes": nbytes, "seconds": seconds, "blocks": blocks}
         reports.emit(Kind.DECODED, self._role, self._generation, facts)
-
-
-def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> list[Decoding]:
-    """Return how a part can be computed from the files, the way with the most blocks first.
-
-    The generation may have had another lineage in the run that wrote them. Reads descriptions and
-    headers only: whether the bytes are intact turns out when they are used.
-    """
-    found: dict[tuple[tuple[int, ...], int, tuple[str, ...]], dict[int, tuple[Source, ...]]] = {}
-    for dumped in _parity_files(directory, role):
-        if holds(dumped, part, iteration) and holds(dumped, MEMBERS, iteration):
-            layout = dumped.layout
-            files = [one for other in layout.peers for one in dump_files(directory, other)]
-            if not combines(layout, {one.layout.role: one.layout for one in files}):
-                continue
-            number, parities = parity_numbers(layout)
-            key = layout.peers, parities, tuple(one.name for one in layout.parts)
-            places = found.setdefault(key, {})
-            block = len(layout.peers) + number
-            places[block] = (*places.get(block, ()), _source(dumped))
-    decodings = []
-    for (group, parities, _), places in found.items():
-        for number, other in enumerate(group):
-            files = list(dump_files(directory, other)) if other != role else []
-            held = tuple(_source(one) for one in files if holds(one, part, iteration))
-            if held or any(part not in one.layout.shard_parts for one in files):
-                places[number] = held
-        if len(places) >= len(group):
-            decodings.append(Decoding(group, parities, dict(sorted(places.items()))))
-    return sorted(decodings, key=lambda one: (-len(one.blocks), one.group))
-
-
-def _parity_files(directory: Path, role: int) -> list[Segment]:
-    """Readable files of parity blocks of any group of ``role``."""
-    found = []
-    for path in sorted(directory.glob("dump-*-*.seg")):
-        try:
-            if is_parity_role(parse_name(path.name)[0]):
-                dumped = Segment.open(path, writable=False)
-                if role in dumped.layout.peers:
-                    found.append(dumped)
-        except (SegmentError, OSError) as error:
-            if is_shortage(error):
-                raise
-            log.warning("dump: %s", error)
-    return found
-
-
-def _source(dumped: Segment) -> Source:
-    return Source(int(dumped.path.stem.rsplit("-", 1)[1]), dumped.layout.role)

@@ -33,7 +33,6 @@ from deadpool_megatron.vault.disk.sources import last_boundary
 from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restore import Restorer
-from deadpool_megatron.vault.schemes.parity_decode import dumped_decodings
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name, dump_name, own_name
 from tests.cluster.machine.rig import Rig
 from tests.trainer.layouts import BF16, MODEL, MOE, PP2, TP2, make_loop
@@ -175,7 +174,9 @@ WAYS: dict[str, Callable[[Path, Layouts, Layouts], bool]] = {
         last_boundary(dump(at, peers(own[0], kept[0]), 0), NEWEST, 2)[0]
     ),
     "dump with parity": lambda at, kept, own: bool(
-        dumped_decodings(dump(at, [*own.values(), coded(kept)], 0), 0, SHARD, 7)
+        sources.dumped_shelf(dump(at, [*own.values(), coded(kept)], 0), NEWEST, 2).decodings(
+            0, SHARD, NEWEST
+        )
     ),
     "export of a dump": lambda at, kept, own: passes(
         sources.snapshot_of_dump, dump(at, peers(own[0], kept[0]), 0), 0, NEWEST, "step"

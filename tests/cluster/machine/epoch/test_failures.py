@@ -79,8 +79,7 @@ def test_a_better_cause_that_comes_late_is_the_cause() -> None:
 def test_a_dump_of_another_program_is_bad_input_and_no_damage() -> None:
     rig = Rig(start=Restore("dump", g(7), "step", path="/dump/1-7"))
     rig.opening()
-    text = "part main cannot be restored: role 1 on node 1: other layout"
-    rig.feed(ev.NotRestored(*rig.seat(1), 1, "main", text))
+    rig.feed(ev.NotRestored(*rig.seat(1), 1, "", "of another model", other_program=True))
     end = rig.one(act.Finish)
     assert (end.exit_status, end.kind) == (2, "other-program")
 
