@@ -32,6 +32,7 @@ from deadpool_megatron.layout.records import (
     is_parity_role,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind
+from deadpool_megatron.wire.forms import Coded
 
 _PARITY_END = 1 << 52  # below it numbers survive any JSON reader
 # The part of a parity role that says what has been combined into its blocks.
@@ -204,7 +205,7 @@ def combines(block: RoleLayout, layouts: Mapping[int, RoleLayout]) -> bool:
 
 
 @dataclass(frozen=True)
-class BlockMembers:
+class BlockMembers(Coded):
     """The content of the part MEMBERS: what has been combined into a parity block.
 
     ``group``: roles in the order of their data blocks; ``contributions``: role -> shard part ->
@@ -218,33 +219,12 @@ class BlockMembers:
 
     def encode(self) -> bytes:
         """JSON form; fits in the capacity that :func:`parity_layout` gives the part."""
-        values = {
-            "group": list(self.group),
-            "number": self.number,
-            "parities": self.parities,
-            "roles": {
-                str(role): {name: list(pair) for name, pair in parts.items()}
-                for role, parts in self.contributions.items()
-            },
-        }
-        return json.dumps(values, separators=(",", ":")).encode()
+        return json.dumps(self.to_dict(), separators=(",", ":")).encode()
 
     @staticmethod
     def decode(text: bytes | memoryview) -> BlockMembers:
         """Inverse of :meth:`encode`. Raises ValueError, KeyError or TypeError for other bytes."""
-        values = json.loads(bytes(text))
-        return BlockMembers(
-            tuple(int(role) for role in values["group"]),
-            int(values["number"]),
-            int(values["parities"]),
-            {
-                int(role): {
-                    str(name): (int(nbytes), int(digest))
-                    for name, (nbytes, digest) in parts.items()
-                }
-                for role, parts in values["roles"].items()
-            },
-        )
+        return BlockMembers.from_dict(json.loads(bytes(text)))
 
 
 class CodedShelf:

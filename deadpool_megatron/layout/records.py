@@ -19,9 +19,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from deadpool_megatron.layout.history import NO_LIMIT, History
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.wire.forms import Coded, Listed, read
+from deadpool_megatron.wire.forms import Coded, Listed
 
 # Moments after training iteration k at which extras are captured, in the order they happen.
 BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test")
@@ -305,19 +305,6 @@ class EpochRecord(Coded):
     cause: str = ""
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
     history: History = field(default_factory=History)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> EpochRecord:
-        """Inverse of :meth:`to_dict`. A record without a plan is one of 0.3, which only copied; one
-        without a history (0.4) keeps what was restored.
-        """
-        if values.get("history") is None:
-            restore, line = values["restore"], [[values["epoch"], NO_LIMIT]]
-            if restore["kind"] == "memory":
-                line.insert(0, restore["generation"])
-            values = {**values, "history": {**History().to_dict(), "kept": line}}
-        found: EpochRecord = read(cls, values)
-        return found
 
 
 def is_due(iteration: int, every: int) -> bool:

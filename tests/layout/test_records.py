@@ -83,13 +83,6 @@ def test_nothing_of_a_record_is_lost_on_its_way() -> None:
     assert rec.RoleLayout.from_dict(json.loads(json.dumps(LAYOUT.to_dict()))) == LAYOUT
 
 
-def test_an_older_record_keeps_a_line_in_memory_only() -> None:
-    """A checkpoint begins a new one: what was computed before is of an abandoned lineage."""
-    durable = replace(RECORD, restore=rec.Restore("durable", G, path="/here")).to_dict()
-    del durable["history"]
-    assert G.lineage not in rec.EpochRecord.from_dict(durable).history.kept
-
-
 def test_slots_are_as_large_as_copies_and_replicas_make_them() -> None:
     shared = (replace(LAYOUT.parts[0], replicas=(3, 4)),)
     assert replace(LAYOUT, parts=shared).shape != LAYOUT.shape

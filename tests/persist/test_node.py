@@ -50,7 +50,8 @@ def node_of(directory: Path) -> tuple[NodeExports, SlowVault, list[dict[str, Any
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     (run.path / "logs").mkdir(parents=True)
     logs = LocalLogs(directory / "logs")
-    exports = NodeExports(0, run, info, directory, vault.take, logs, lambda m: said.append(dict(m)))
+    options: Any = SimpleNamespace(node=0, run=run, info=info, segments=directory)
+    exports = NodeExports(options, vault.take, logs, lambda m: said.append(dict(m)))
     return exports, vault, said
 
 

@@ -50,7 +50,8 @@ async def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> Non
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id=RUN)
     said: list[Any] = []
     logs = LocalLogs(tmp_path / "segments" / "logs")
-    exports = NodeExports(0, run, info, tmp_path / "segments", None, logs, said.append)  # type: ignore[arg-type]
+    options: Any = SimpleNamespace(node=0, run=run, info=info, segments=tmp_path / "segments")
+    exports = NodeExports(options, None, logs, said.append)  # type: ignore[arg-type]
     facts = {"name": "1.1", "iteration": 1, "dump": {"roles": [0]}, "directory": str(thesis)}
     exports.order({"t": "export-dump", **facts})
     exports.order({"t": "export-drop", "name": "1.1"})

@@ -115,18 +115,14 @@ class Agent:
         self._store = StoreRelay(self._link.send)
         self._stacks = LastStacks(self._node, lambda: self._record, self._link.send)
         self._vault = VaultKeeper(
-            self._node,
-            self._options.run,
-            self._options.info,
-            self._segments,
-            self._options.host,
+            self._options,
             report=self._link.send,
             listing_changed=self._write_listing,
             logs=self._logs,
         )
         self._examiner = Examiner(self._options, self._link.send, lambda: self._shown)
-        place = (self._node, self._options.run, self._options.info, self._segments)
-        self._exports = NodeExports(*place, self._vault.take, self._logs, self._link.send)
+        vault, send = self._vault, self._link.send
+        self._exports = NodeExports(self._options, vault.take, self._logs, send)
         run, run_id = self._options.run, self._options.info.run_id
         self._names = held_names(run, run_id, self._node, self._segments)
         self._looked, self._began, self._said = 0.0, time.monotonic(), ""

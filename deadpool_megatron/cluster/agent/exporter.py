@@ -16,12 +16,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd, start_child
 from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
 from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
-    RunDirectory,
-    RunInfo,
     export_directory,
     export_name,
     unfinished_export,
@@ -40,27 +39,23 @@ class NodeExports:
 
     def __init__(
         self,
-        node: int,
-        run: RunDirectory,
-        info: RunInfo,
-        segments: Path,
+        options: AgentOptions,
         take: Callable[[str, int, float], Awaitable[list[Snapshot]]],
         logs: LocalLogs,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._node = node
-        self._run = run
-        self._info = info
-        self._segments = segments
+        self._options, self._segments = options, options.segments
         self._take_aside = take
-        self._log = logs.log(f"node{node}-persist")
+        self._log = logs.log(f"node{options.node}-persist")
         self._send = send
         self._name = ""
         self._taken: list[Snapshot] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
         self._removals: list[threading.Thread] = []
-        drop_snapshots(segments)  # of an agent that was killed: nobody else would ever give it back
+        drop_snapshots(
+            self._segments
+        )  # of an agent that was killed: nobody else would ever give it back
 
     def order(self, message: Mapping[str, Any]) -> None:
         """An order of the coordinator: ``export-take`` and then ``export-write``, ``export-dump``
@@ -69,7 +64,7 @@ class NodeExports:
         try:
             export_name(name)
             if "directory" in message:
-                unfinished = unfinished_export(Path("/"), self._info.run_id, name)
+                unfinished = unfinished_export(Path("/"), self._options.info.run_id, name)
                 export_directory(str(message["directory"]), unfinished.name)
         except OutsideError as error:
             self._tell(name, "failed", text=f"the order was refused: {error}")
@@ -112,7 +107,7 @@ class NodeExports:
                     await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _take(self, name: str, iteration: int) -> None:
-        limit = self._info.settings.persist_seconds
+        limit = self._options.info.settings.persist_seconds
         failure, code, taken = "", Code.FAILED, list[Snapshot]()
         try:
             taken = await self._take_aside(name, iteration, limit)
@@ -142,19 +137,19 @@ class NodeExports:
         job = self._segments / "export.json"
         dump = message.get("dump")
         # Of roles that are lost with their nodes only the shared disk has the state templates.
-        templates = self._segments if dump is None else self._run.templates
+        templates = self._segments if dump is None else self._options.run.templates
         roles = [one.role for one in self._taken] if dump is None else dump["roles"]
         facts = {
-            "node": self._node,
-            "run_dir": str(self._run.path),
+            "node": self._options.node,
+            "run_dir": str(self._options.run.path),
             "directory": message["directory"],
             "iteration": message["iteration"],
             "skeletons": str(templates),
             "taken": [one.to_dict() for one in self._taken],
             "dump": dump,
-            "world_size": self._info.world_size,
+            "world_size": self._options.info.world_size,
             "joins": 0 in roles,
-            "deadline_seconds": self._info.settings.persist_seconds,
+            "deadline_seconds": self._options.info.settings.persist_seconds,
         }
         job.write_text(json.dumps(facts))
         self._writer = start_child(

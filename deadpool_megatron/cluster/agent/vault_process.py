@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.link.protocol import report_of
 from deadpool_megatron.cluster.process.children import (
@@ -27,8 +27,6 @@ from deadpool_megatron.cluster.process.children import (
 from deadpool_megatron.cluster.process.logs import LocalLogs, last_line
 from deadpool_megatron.cluster.run_directory.directory import (
     OutsideError,
-    RunDirectory,
-    RunInfo,
     dump_directory,
 )
 from deadpool_megatron.events import Event, Kind
@@ -67,30 +65,23 @@ class VaultKeeper:
 
     def __init__(
         self,
-        node: int,
-        run: RunDirectory,
-        info: RunInfo,
-        segments: Path,
-        host: str,
+        options: AgentOptions,
         report: Callable[[Mapping[str, Any]], None],
         listing_changed: Callable[[], None],
         logs: LocalLogs,
     ) -> None:
-        self._node = node
-        self._run = run
-        self._info = info
-        self._settings = info.settings
-        self._stage_seconds = info.settings.stage_seconds
-        self._segments = segments
+        self._options = options
+        self._node, self._segments = options.node, options.segments
+        self._settings = options.info.settings
         self._report = report
         self._listing_changed = listing_changed
-        self._log_path = logs.log(f"node{node}-vault")
+        self._log_path = logs.log(f"node{options.node}-vault")
         self._tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._tcp.bind((host, 0))
+        self._tcp.bind((options.host, 0))
         self._tcp.listen(_BACKLOG)
         self._listen()
-        self._name = HeldName(segments / VAULT_SOCKET, self._listen)
-        self._memory_bytes = usable_bytes(segments, info.settings.memory_bytes)
+        self._name = HeldName(self._segments / VAULT_SOCKET, self._listen)
+        self._memory_bytes = usable_bytes(self._segments, self._settings.memory_bytes)
         self._watch: ChildWatch | None = None
         self._control: VaultControl | None = None
         self._ready = asyncio.Event()
@@ -133,7 +124,7 @@ class VaultKeeper:
     async def _start(self) -> ChildWatch:
         self._name.look()  # a vault that had to listen there again has taken that with it
         unix, tcp = self._unix.fileno(), self._tcp.fileno()
-        places = ["--run-dir", str(self._run.path), "--segment-dir", str(self._segments)]
+        places = ["--run-dir", str(self._options.run.path), "--segment-dir", str(self._segments)]
         sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
         return start_child(
             ["-m", "deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
@@ -183,7 +174,7 @@ class VaultKeeper:
         if control is None:
             return  # a vault that starts is closed
         try:
-            await control.close_epoch(epoch, self._stage_seconds)
+            await control.close_epoch(epoch, self._settings.stage_seconds)
         except _ERRORS as error:
             await self._kill(f"epoch {epoch} was not closed: {error}")
 
@@ -194,7 +185,7 @@ class VaultKeeper:
         Only a vault that was up is killed: after one that is slow to start the next one would be as
         slow, and begin again.
         """
-        clock, stage = asyncio.get_running_loop().time, self._stage_seconds
+        clock, stage = asyncio.get_running_loop().time, self._settings.stage_seconds
         deadline = clock() + 4 * stage
         why = f"no inventory of epoch {epoch}"
         for _ in range(2):
@@ -231,7 +222,7 @@ class VaultKeeper:
         Raises OSError, TimeoutError or VaultError.
         """
         try:
-            directory = dump_directory(str(message["directory"]), self._run)
+            directory = dump_directory(str(message["directory"]), self._options.run)
         except OutsideError as error:
             raise VaultError(str(error)) from error
         control = await self._connected()
@@ -322,10 +313,10 @@ class VaultKeeper:
         """Kill a vault and wait for its end. Raises VaultGivenUp: the kernel does not let it go,
         and another one on the same slots must not be started.
         """
-        if not await watch.end(self._stage_seconds):
+        if not await watch.end(self._settings.stage_seconds):
             raise VaultGivenUp(
                 f"its vault (process {watch.pid}) was killed, as {why}, and did not end within"
-                f" {self._stage_seconds:g} s"
+                f" {self._settings.stage_seconds:g} s"
             )
 
     def _ended(self, ending: ProcessEnd) -> None:
@@ -337,7 +328,7 @@ class VaultKeeper:
 
     def _event(self, event: Event) -> None:
         if event.kind in _ROUTINE and not is_told(
-            event.role or 0, event.iteration or 0, self._info.world_size
+            event.role or 0, event.iteration or 0, self._options.info.world_size
         ):
             return
         epoch = event.epoch or (0 if self._record is None else self._record.epoch)

@@ -17,7 +17,6 @@ the run directory, and what is removed elsewhere has a name that only this run g
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -32,10 +31,7 @@ from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import WRITTEN_MODE, write_once, write_text
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError
-
-# Settings of 0.5: those on which what a run holds depends unless they have this value, and others.
-_USUAL = {"share_snapshots": "off", "journal": "directory"}
-_GONE = {"bad_node_command", "numa", "tls_authority", "tls_certificate", "tls_key", "vault_cpus"}
+from deadpool_megatron.wire.forms import read, write
 
 # In the directory of a node in shared memory: what its processes print, before it is copied.
 LOGS = "logs"
@@ -93,21 +89,15 @@ class RunInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the version that writes it."""
-        values = {"version": deadpool_megatron.__version__, **dataclasses.asdict(self)}
-        return {**values, "command": list(self.command), "restore": dict(self.restore)}
+        return {"version": deadpool_megatron.__version__, **write(self)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RunInfo:
         """Inverse of :meth:`to_dict`. Raises KeyError, TypeError, ValueError or SettingsError."""
-        run_id = str(values["run_id"])
-        if not RUN_ID.fullmatch(run_id):  # it becomes part of a path that is removed
-            raise ValueError(f"{run_id!r} is no run id")
-        kinds = {"int": int, "str": str, "bool": bool}
-        known = {one.name: kinds.get(str(one.type)) for one in dataclasses.fields(RunInfo)}
-        read = {name: kind(values[name]) for name, kind in known.items() if kind and name in values}
-        command, settings = tuple(values["command"]), Settings(**values["settings"])
-        restore = dict(values.get("restore", {}))
-        return RunInfo(**read, command=command, settings=settings, restore=restore)
+        if not RUN_ID.fullmatch(str(values["run_id"])):  # it becomes part of a path that is removed
+            raise ValueError(f"{values['run_id']!r} is no run id")
+        info: RunInfo = read(RunInfo, values)
+        return info
 
 
 def member_log_name(node: int, slot: int, incarnation: int) -> str:
@@ -190,7 +180,7 @@ class RunDirectory:
         if not only_to_show:
             self._check_owner()
         try:
-            values = _of_now(read_json(self.path / RUN_FILE))
+            values = read_json(self.path / RUN_FILE)
             _check_version(self.path / RUN_FILE, values)
             return RunInfo.from_dict(values)
         except FileNotFoundError as error:
@@ -231,23 +221,6 @@ class RunDirectory:
             except (OSError, *DAMAGE):
                 continue  # being replaced, or of a node that was killed before its first write
         return found
-
-
-def _of_now(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a run file of 0.5 without the settings that are gone since, unless
-    what the run holds depends on them."""
-    given = values.get("settings")
-    if not isinstance(given, dict):
-        return values
-    settings = {name: value for name, value in given.items() if name not in _GONE}
-    for name, usual in _USUAL.items():
-        if given.get(name) == usual:
-            del settings[name]
-    if "persist_interval" in given:
-        settings["persist_interval"] = str(given["persist_interval"])
-    if given.get("check") == "links":
-        settings["check"] = "facts"
-    return {**values, "settings": settings}
 
 
 def _check_version(path: Path, values: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.layout.words import roles_in
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.forms import Listed, read
 
 # Sections that have first_step_seconds instead of hang_seconds.
 LONG_SECTIONS = frozenset({"build", "first-step", "load", *BOUNDARIES[1:]})
@@ -48,7 +49,7 @@ MESSAGES = frozenset({"send", "recv", "recv_anysource"})
 
 
 @dataclass(frozen=True)
-class Entered:
+class Entered(Listed):
     """A communication a role has entered and not left. ``sequence`` counts within the group."""
 
     group: str
@@ -57,7 +58,7 @@ class Entered:
 
 
 @dataclass(frozen=True)
-class OnHost:
+class OnHost(Listed):
     """A group in which the host of one role itself waits: how many collectives, and how many
     messages, it has begun."""
 
@@ -67,7 +68,7 @@ class OnHost:
 
 
 @dataclass(frozen=True)
-class OnDevice:
+class OnDevice(Listed):
     """A group on the device of one role: numbers of the operations that were enqueued, started and
     completed. ``collective``: the same number is the same operation on all roles; else collectives
     and messages are counted apart, and a number may be that of either. ``started``: None where it
@@ -111,23 +112,9 @@ class RoleStatus:
     @staticmethod
     def from_beat(beat: Mapping[str, Any], still_seconds: float) -> RoleStatus:
         """From the body of a beat. Raises KeyError, TypeError or ValueError for anything else."""
-        waiting, on_device, device = beat.get("waiting"), beat.get("device"), None
-        if waiting is not None:
-            waiting = Entered(str(waiting[0]), str(waiting[1]), int(waiting[2]))
-        if on_device is not None:
-            device = tuple(
-                OnDevice(
-                    str(group),
-                    int(given),
-                    None if begun is None else int(begun),
-                    int(done),
-                    bool(same),
-                )
-                for group, given, begun, done, same in on_device
-            )
-        host = tuple(OnHost(str(group), int(c), int(m)) for group, c, m in beat.get("begun", ()))
-        section, numbers = str(beat["section"]), (int(beat["iteration"]), int(beat["progress"]))
-        return RoleStatus(section, numbers[0], waiting, numbers[1], still_seconds, device, host)
+        more = {"still_seconds": still_seconds, "host": beat.get("begun", ())}
+        found: RoleStatus = read(RoleStatus, {"waiting": None, **beat, **more})
+        return found
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,18 @@ from deadpool_megatron.hooks.capture import update_replay
 from deadpool_megatron.hooks.capture.optimizer import parameters_of, plain_values
 from deadpool_megatron.persist.state_template import dtype_name, dtype_of
 from deadpool_megatron.state import extras as codec
+from deadpool_megatron.wire.forms import Coded, Listed
 
 _ALIGNMENT = 16
 _GRADIENT = "gradient"
 
 
-class Looks(NamedTuple):
+@dataclass(frozen=True)
+class Looks(Listed):
     """One tensor without its values: its type by name, and where its optimizer keeps it."""
 
     dtype: str
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     is_on_host: bool
 
     @property
@@ -44,7 +47,8 @@ class Looks(NamedTuple):
         return Looks(dtype_name(tensor.dtype), tuple(tensor.shape), tensor.device.type == "cpu")
 
 
-class Parameter(NamedTuple):
+@dataclass(frozen=True)
+class Parameter(Listed):
     """One of a chunk. ``tensors``: under the empty name itself, then its state, by name, and its
     gradient where it has one; ``values``: state that is no tensor."""
 
@@ -54,11 +58,12 @@ class Parameter(NamedTuple):
     values: Mapping[str, Any]
 
 
-class Description(NamedTuple):
+@dataclass(frozen=True)
+class Description(Coded):
     """Of one inner update: the plain values of its groups, and what is in each chunk."""
 
-    groups: list[dict[str, Any]]
-    chunks: list[list[Parameter]]
+    groups: tuple[Mapping[str, Any], ...]
+    chunks: tuple[tuple[Parameter, ...], ...]
 
 
 def describe(inner: Any) -> bytes:
@@ -74,29 +79,22 @@ def describe(inner: Any) -> bytes:
             looks = {name: Looks.of(tensor) for name, tensor in tensors.items()}
             number, values = next(parameters), plain_values(inner, parameter)
             found[-1].append(Parameter(number, groups[number], looks, values))
-    return codec.encode({"groups": update_replay.used_values(inner), "chunks": found})
+    whole = Description(update_replay.used_values(inner), tuple(map(tuple, found)))
+    return codec.encode(whole.to_dict())
 
 
 def described(payload: bytes) -> Description:
     """Inverse of :func:`describe`."""
-    values = codec.decode(payload)
-    chunks = [
-        [
-            Parameter(number, group, {name: Looks(*one) for name, one in looks.items()}, plain)
-            for number, group, looks, plain in chunk
-        ]
-        for chunk in values["chunks"]
-    ]
-    return Description(values["groups"], chunks)
+    return Description.from_dict(codec.decode(payload))
 
 
-def chunk_bytes(chunk: list[Parameter]) -> int:
+def chunk_bytes(chunk: Sequence[Parameter]) -> int:
     """Length of the flat tensor of a chunk."""
     return sum(_padded(looks.nbytes) for one in chunk for looks in one.tensors.values())
 
 
 def pack(
-    inner: Any, chunk: list[Parameter], before: Callable[[Tensor], Tensor], device: torch.device
+    inner: Any, chunk: Sequence[Parameter], before: Callable[[Tensor], Tensor], device: torch.device
 ) -> Tensor:
     """The bytes of a chunk: gradients as they are, all else as ``before`` gives it."""
     flat = torch.zeros(chunk_bytes(chunk), dtype=torch.uint8, device=device)
@@ -110,14 +108,14 @@ def pack(
     return flat
 
 
-def unpack(chunk: list[Parameter], flat: Tensor) -> list[update_replay.ParameterCopy]:
+def unpack(chunk: Sequence[Parameter], flat: Tensor) -> list[update_replay.ParameterCopy]:
     """Inverse of :func:`pack`, on memory of its own, with the gradients in place."""
     copies = []
     for one, places in _places(chunk, flat):
         tensors = {}
         for name, looks in one.tensors.items():
             own = places[name].to("cpu" if looks.is_on_host else flat.device, copy=True)
-            tensors[name] = own.view(dtype_of(looks.dtype)).view(tuple(looks.shape))
+            tensors[name] = own.view(dtype_of(looks.dtype)).view(looks.shape)
         gradient = tensors.pop(_GRADIENT, None)
         copy = update_replay.ParameterCopy(one.number, one.group, tensors, one.values)
         copy.parameter.grad = gradient
@@ -138,7 +136,9 @@ def broadcast_bytes(
     return flat.cpu().numpy().tobytes()
 
 
-def _places(chunk: list[Parameter], flat: Tensor) -> Iterator[tuple[Parameter, dict[str, Tensor]]]:
+def _places(
+    chunk: Sequence[Parameter], flat: Tensor
+) -> Iterator[tuple[Parameter, dict[str, Tensor]]]:
     """For each parameter where the bytes of its tensors lie, by name."""
     start = 0
     for one in chunk:

@@ -164,7 +164,7 @@ class StepKeeper(UpdateCapture):
         if not self.keeps():
             return sizes, copies
         found = [updates.get(index) for index in range(len(self._inner))]
-        payload = codec.encode({"inner": [one and one.to_json() for one in found]})
+        payload = codec.encode({"inner": [one and one.to_dict() for one in found]})
         if len(payload) > self._capacity:
             return sizes, copies
         writer.part(UPDATE_PART)[: len(payload)] = payload
@@ -221,7 +221,7 @@ class StepKeeper(UpdateCapture):
                 if update is None or shard.name not in names:
                     continue  # this update was skipped, or the part was held whole
                 held = gradients.views(restored.part(key(step, gradients.name)))
-                replay(inner, InnerUpdate.from_json(update), held)
+                replay(inner, InnerUpdate.from_dict(update), held)
         return len(steps)
 
     def _state_before(self, previous: Generation) -> list[memoryview] | None:

@@ -27,6 +27,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     state_tensors,
 )
 from deadpool_megatron.state.packing import Part
+from deadpool_megatron.wire.forms import Coded
 
 # What a rehearsal takes of device memory at a time: state before, and gradients, about this much.
 _CHUNK_BYTES = 64 << 20
@@ -36,21 +37,12 @@ _KNOWN = frozenset({"Adam", "AdamW", "FusedAdam"})
 
 
 @dataclass(frozen=True)
-class InnerUpdate:
+class InnerUpdate(Coded):
     """Everything that one inner optimizer used: ``groups`` holds the plain values of its parameter
     groups, ``without_gradient`` the numbers of parameters (over all groups) that had none."""
 
-    groups: list[dict[str, Any]]
+    groups: tuple[Mapping[str, Any], ...]
     without_gradient: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON form; tuples (betas) become lists."""
-        return {"groups": self.groups, "without_gradient": list(self.without_gradient)}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> InnerUpdate:
-        """Inverse of :meth:`to_json`, but for the tuples."""
-        return InnerUpdate(list(values["groups"]), tuple(values["without_gradient"]))
 
 
 def why_not_replayed(optimizer: Any) -> str:
@@ -82,16 +74,16 @@ def refuse_what_cannot_be_replayed(optimizer: Any) -> None:
         )
 
 
-def used_values(inner: Any) -> list[dict[str, Any]]:
+def used_values(inner: Any) -> tuple[dict[str, Any], ...]:
     """The plain values of each parameter group as they are now: learning rate, betas, ..."""
-    return [
+    return tuple(
         {
             key: value
             for key, value in group.items()
             if key != "params" and (isinstance(value, _PLAIN) or _is_plain_tuple(value))
         }
         for group in inner.optimizer.param_groups
-    ]
+    )
 
 
 def replay(inner: Any, update: InnerUpdate, gradients: list[Tensor]) -> None:

@@ -71,18 +71,3 @@ def test_a_run_of_another_version_is_not_called_damaged(
     assert f"was written by another version of deadpool{told}: use that one" in err
     assert "warp_factor" in err
     assert "damaged" not in err
-
-
-def test_settings_of_before_that_are_gone_are_passed_over_unless_slots_depend_on_them(
-    run: RunDirectory, carry_out: CarryOut
-) -> None:
-    values = read_json(run.path / "run.json")
-    before = {"numa": "off", "tls_key": "/k", "check": "links", "share_snapshots": "off"}
-    values["settings"] |= before
-    write_json(run.path / "run.json", values)
-    assert run.read_run().settings == Settings()
-    values["settings"]["share_snapshots"] = "on"
-    write_json(run.path / "run.json", values)
-    status, _, err = carry_out("status", str(run.path))
-    assert status == 2
-    assert "does not know the settings share_snapshots" in err

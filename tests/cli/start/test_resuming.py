@@ -120,7 +120,7 @@ def test_a_dump_that_is_not_whole_any_more_is_not_gone_on_from(
     dump = host.old.dump / "1-9"
     dump.mkdir(parents=True)
     write_json(host.old.latest, Restore("dump", Generation(1, 9), path=str(dump)).to_dict())
-    with pytest.raises(CommandError, match=r"dump/1-9 lacks role 0"):
+    with pytest.raises(CommandError, match=r"dump/1-9 lacks the layout of role 0"):
         resume_point(host.old, ARGS)
     host.pauses = 1  # an older one is whole
     assert resume_point(host.old, ARGS) == WHOLE.to_dict()

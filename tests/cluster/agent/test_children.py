@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,10 +115,9 @@ def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultKeeper]:
     run, segments = RunDirectory(tmp_path / "run"), tmp_path / "segments"
     run.create(info)
     segments.mkdir()
-    made = VaultKeeper(
-        *(0, run, info, segments, "127.0.0.1", lambda _: None, lambda: None),
-        LocalLogs(segments / "logs"),
-    )
+    options: Any = SimpleNamespace(node=0, run=run, info=info, segments=segments, host="127.0.0.1")
+    logs = LocalLogs(segments / "logs")
+    made = VaultKeeper(options, lambda _: None, lambda: None, logs)
     yield made
     made._tcp.close()
     made._unix.close()
@@ -227,7 +227,7 @@ def test_a_vault_that_still_comes_up_is_not_killed_for_its_inventory(
 ) -> None:
     """``vaults``: one after the other, how long each takes to come up, whether it answers then."""
     keeper._settings = replace(keeper._settings, connect_seconds=200.0)
-    assert keeper._stage_seconds == 5.0
+    assert keeper._settings.stage_seconds == 5.0
     started = note_starts(monkeypatch)
 
     async def connect(*_: object) -> Any:

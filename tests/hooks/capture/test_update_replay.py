@@ -90,7 +90,7 @@ class Rig:
             parameter.grad = None
         for group in self.adam.param_groups:
             group["lr"] = -1.0  # the scheduler goes on
-        return InnerUpdate.from_json(used.to_json()), held
+        return InnerUpdate.from_dict(used.to_dict()), held
 
     def views(self, held: memoryview) -> list[Tensor]:
         return self.gradients.views(held)
@@ -275,7 +275,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
                 skipped += 1
                 continue
             held = keeper.gradients[index].views(slot[keeper.gradients[index].name])
-            replay(inner[index], InnerUpdate.from_json(used), held)
+            replay(inner[index], InnerUpdate.from_dict(used), held)
     keep_shard()
     return {
         "matched": vault.matched,
