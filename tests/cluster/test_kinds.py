@@ -16,25 +16,8 @@ from tests.cluster.running import Run, deadpool, send
 pytestmark = pytest.mark.slow
 
 
-def poison(name: str, iteration: int) -> dict[str, Any]:
-    """Role 0 reports a loss that is not a number, once."""
-    match = {"iteration": iteration}
-    return {"id": name, "point": "member.loss", "match": match, "action": "mark"}
-
-
 def kinds_of(final: dict[str, Any]) -> list[str]:
     return [recovery["kind"] for recovery in final["recoveries"]]
-
-
-def test_nan_stops_with_status_4_and_what_is_known(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", faults=[poison("nan", 6)]) as run:
-        final = run.wait_end(4)
-    assert final["kind"] == "nonfinite-loss"
-    assert "the loss of iteration 6 is nan (role 0, node 0)" in final["reason"]
-    assert "state dumped to" in final["reason"]
-    assert "--resume" in final["reason"]
-    (dumped,) = run.events(Kind.DUMPED)
-    assert dumped.data["generation"][1] == 5, "what was computed before it"
 
 
 def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -46,21 +29,6 @@ def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
     assert lost.data["kind"] == "process-crash"
     assert "Fatal Python error: Segmentation fault" in lost.data["cause"]
     assert kinds_of(final) == ["process-crash"]
-
-
-@pytest.mark.full
-def test_three_crashes_on_one_node_move_its_role_to_the_spare(tmp_path: Path) -> None:
-    with Run(tmp_path / "r") as run:
-        for count in range(1, 4):
-            run.wait_iteration(3 + run.newest_iteration())
-            send(run.listing(1)["members"]["0"])
-            run.wait_event(Kind.RECOVERED, count)
-        aside = run.wait_event(Kind.NODE_ASIDE)
-        assert aside.node == 1
-        shown = deadpool("status", str(run.run.path)).stdout
-        final = run.finish()
-    assert "quarantined, used only when no other spare is left: [1]" in shown
-    assert final["recoveries"][-1]["seats_changed"]["1"][1][0] == 2
 
 
 @pytest.mark.full

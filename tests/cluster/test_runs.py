@@ -249,17 +249,6 @@ def _text(log: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
-def test_replayed_step_with_other_numbers_ends_the_run(tmp_path: Path) -> None:
-    faults = [{"id": "n", "point": "member.seal", "match": {"role": 1, "iteration": 6}}]
-    with Run(
-        tmp_path / "r", "--iterations", "20", "--misbehave", "diverge", spares=0, faults=faults
-    ) as run:
-        final = run.wait_end(3)
-    assert len(run.events(Kind.STALE_DIVERGENCE)) == 1
-    assert "was" in final["reason"]
-    assert "state dumped to" in final["reason"], "for whoever wants to look into it"
-
-
 # For every interpreter of a run that finds it: files of events have no room.
 _NO_ROOM_FOR_EVENTS = """
 import errno, os

@@ -308,31 +308,6 @@ def test_waiting_for_names_the_culprit() -> None:
         assert all(ranks.results().values())
 
 
-def backward(member: Member) -> bool:
-    """EpochClosed comes through the autograd engine and through C++ functional collectives."""
-    import torch.distributed._functional_collectives as functional
-
-    member.init(epoch=0)
-    parameter = torch.ones(3, requires_grad=True)
-
-    def hook(gradient: torch.Tensor) -> None:
-        member.comms.interrupt(0)
-        dist.all_reduce(gradient)
-
-    parameter.register_hook(hook)
-    with pytest.raises(EpochClosed):
-        (parameter * 2).sum().backward()
-    with pytest.raises(EpochClosed):
-        functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
-    try:
-        dist.barrier()
-    except Exception:
-        raise AssertionError("swallowed") from None
-    except EpochClosed:
-        return True
-    return False
-
-
 def other_thread(member: Member) -> dict[str, Any]:
     """The interrupt of a rank that waits for a living peer which waits for nobody."""
     member.init(epoch=3)

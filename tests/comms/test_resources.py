@@ -60,13 +60,6 @@ def test_fifty_swaps(interrupts: bool) -> None:
         assert last["kib"] <= first["kib"] + (120_000 if interrupts else 30_000), results
 
 
-def victim(member: Member, epoch: int) -> None:
-    member.init()
-    dist.new_group([0, 1])
-    member.attach(epoch)
-    load(member, "messages")
-
-
 def without_store(member: Member) -> bool:
     member.init()
     group = dist.new_group([0, 1])

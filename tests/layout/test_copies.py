@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -128,8 +127,3 @@ def test_domains_file() -> None:
 def test_malformed_domains_file_names_the_line(text: str) -> None:
     with pytest.raises(DomainsError, match=r"line [12]"):
         parse_domains(text)
-
-
-def drawn(role: int, node: int) -> int:
-    digest = hashlib.blake2b(f"{role}:{node}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -155,37 +155,6 @@ def decoding(answer: Restore, role: int, part: str = "main") -> Decoding:
     return answer.recipes[role].decodings[part]
 
 
-def test_one_loss_more_than_there_are_parities_falls_to_what_is_left() -> None:
-    world = World({role: role for role in range(4)}, 6, group=4, parities=2)
-    world.lost = {0, 3}
-    assert set(chosen(world).recipes) == {0, 3}
-    world.lost = {0, 1, 3}
-    refused = choose_restore(world.ask())
-    assert isinstance(refused, NoRestore)
-    assert "lacks part main of role 0" in refused.reason
-
-
-def test_damaged_blocks_are_not_counted() -> None:
-    world = World({role: role for role in range(3)}, 5, group=3, parities=2)
-    world.lost = {1}
-    (group,) = world.placement.groups
-    found = decoding(chosen(world), 1)
-    assert sorted(found.blocks) == [0, 2, 3, 4]
-    world.bad = {BadPart(group.holders[0], group.blocks[0], NEW, "main")}
-    assert sorted(decoding(chosen(world), 1).blocks) == [0, 2, 4]
-    # What the other parity was computed from cannot be told any more: too few for the newest.
-    world.bad.add(BadPart(group.holders[1], group.blocks[1], NEW, MEMBERS))
-    answer = chosen(world)
-    assert answer.generation == OLD
-    assert sorted(decoding(answer, 1).blocks) == [0, 2, 3, 4]
-
-
-def test_a_damaged_own_slot_is_decoded_too() -> None:
-    world = World({role: role for role in range(3)}, 4, group=3, parities=1)
-    world.bad = {BadPart(1, 1, NEW, "main")}
-    assert sorted(decoding(chosen(world), 1).blocks) == [0, 2, 3]
-
-
 def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
     world = World({role: role for role in range(4)}, 8, group=2, parities=2)
     other = world.place(4)
@@ -197,16 +166,6 @@ def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
     world.bad = {BadPart(node, group.blocks[0], NEW, "main") for node in range(8)}
     world.bad |= {BadPart(node, group.blocks[1], NEW, "main") for node in range(8)}
     assert len(decoding(chosen(world), 0).group) == 2
-
-
-def test_a_role_without_such_a_part_counts_as_zeros() -> None:
-    parts = {0: ("main", "expert"), 1: ("main",), 2: ("main", "expert")}
-    world = World({role: role for role in range(3)}, 5, group=3, parities=1, parts=parts)
-    world.lost = {0}
-    found = decoding(chosen(world), 0, "expert")
-    assert found.blocks[1] == ()
-    assert found.blocks[2] == (Source(2, 2),)
-    assert decoding(chosen(world), 0).blocks[1] == (Source(1, 1),)
 
 
 @st.composite

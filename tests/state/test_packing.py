@@ -129,14 +129,3 @@ def test_a_tensor_just_behind_a_part_is_not_in_it() -> None:
     for other in (memory[4:], memory[3:5]):
         with pytest.raises(KeyError):
             part.offset_of(other)
-
-
-def at_once(tensors: list[torch.Tensor]) -> list[int]:
-    """The same sums in integers of any size."""
-    plain = weighted = 0
-    for index, tensor in enumerate(tensors):
-        integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-        for place, word in enumerate(tensor.contiguous().reshape(-1).view(integer).tolist()):
-            plain += word
-            weighted += word * (place % 8191 + index + 1)
-    return [(total + (1 << 63)) % (1 << 64) - (1 << 63) for total in (plain, weighted)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -368,18 +367,6 @@ def test_memory_is_given_back_without_the_lock(
     assert room.give_back(state, NEW)
     assert given == [0, 1]
     assert not state.table.writers
-
-
-def test_a_removed_segment_is_let_go_later(state: VaultState) -> None:
-    """Its memory is gigabytes, and whoever removes it holds the lock."""
-    copy = room.ensure_copy(state, make_layout(7, nbytes=1 << 20), NEW)
-    alive = weakref.ref(copy)
-    with state.lock:
-        state.table.remove(copy)
-        del copy
-        assert alive() is not None
-    state.table.removed.clear()
-    assert alive() is None
 
 
 def test_only_what_is_in_a_slot_of_the_one_who_plays_the_role_is_sealed(state: VaultState) -> None:

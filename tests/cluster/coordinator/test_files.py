@@ -20,10 +20,6 @@ from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Rig
 
 
-def step(iteration: int) -> Event:
-    return Event(Kind.STEP, 1, role=0, iteration=iteration, data={"loss": "0x1p+0"})
-
-
 def info() -> RunInfo:
     return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/deadpool-ab")
 

@@ -12,23 +12,9 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import _TOPICS
 from deadpool_megatron.cluster.machine.state import MemberState, MemberStatus, MemberTable
 from deadpool_megatron.layout.history import NO_LIMIT, History
-from deadpool_megatron.layout.records import EpochRecord
-from tests.cluster.machine.rig import Rig, g, killed
+from tests.cluster.machine.rig import Rig
 
-items = st.integers(0, 20)
 places = st.tuples(st.integers(0, 3), st.integers(0, 2))
-
-
-def written(record: EpochRecord) -> EpochRecord:
-    """The record as it is read from a journal."""
-    return EpochRecord.from_dict(json.loads(json.dumps(record.to_dict())))
-
-
-def lose(rig: Rig, role: int, *left: tuple[int, int]) -> None:
-    """A process dies, and an epoch is opened from what is left."""
-    rig.feed(killed(rig, role))
-    rig.closed(*(g(iteration, lineage) for lineage, iteration in left))
-    rig.opened()
 
 
 def test_each_input_has_a_topic() -> None:

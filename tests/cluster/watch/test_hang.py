@@ -340,12 +340,6 @@ def on_host(waiting: tuple[str, str, int] | None, *begun: tuple[str, int, int]) 
     return RoleStatus("step", 7, entered, 50, 11.0, host=tuple(OnHost(*one) for one in begun))
 
 
-def device_of(*groups: tuple[str, int, int | None, int], collective: bool = True) -> RoleStatus:
-    """Group, enqueued, started, completed."""
-    device = tuple(OnDevice(*group, collective) for group in groups)
-    return RoleStatus("step", 7, None, 50, 11.0, device)
-
-
 def table(statuses: Mapping[int, RoleStatus]) -> list[dict[str, Any]]:
     """Its groups, held against the schema."""
     found = table_of(statuses)
@@ -395,9 +389,9 @@ def test_who_waits_in_another_operation_is_told_with_it() -> None:
 def test_on_devices_the_numbers_are_those_of_the_recorder() -> None:
     (group,) = table(
         {
-            0: device_of(("dp(0-2)", 5, 5, 4), ("tp(0)", 7, 7, 7)),
-            1: device_of(("dp(0-2)", 4, 4, 4)),
-            2: device_of(("dp(0-2)", 5, 4, 4)),
+            0: on_device(("dp(0-2)", 5, 5, 4), ("tp(0)", 7, 7, 7)),
+            1: on_device(("dp(0-2)", 4, 4, 4)),
+            2: on_device(("dp(0-2)", 5, 4, 4)),
         }
     )
     assert (group["operation"], group["number"]) == ("", 5)

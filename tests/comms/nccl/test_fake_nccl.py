@@ -171,34 +171,6 @@ def test_what_synchronises_the_host() -> None:
     assert all(run(2, host_points, kind=KIND).values())
 
 
-def untouched(member: Member) -> bool:
-    """What an operation does not write is good while it runs, and after an abort too."""
-    member.init("nccl", epoch=0)
-    rank = member.rank
-    whole = torch.full((4,), float(rank))
-    own = whole[2 * rank : 2 * rank + 2]
-    dist.all_gather_single(whole, own)
-    assert memory_of(own) == rank
-    assert whole.tolist() == [0.0, 0.0, 1.0, 1.0]
-    value = torch.full((1,), float(rank + 1))
-    dist.broadcast(value, src=0)
-    assert rank == 1 or memory_of(value) == 1.0
-    assert value.item() == 1.0
-    dist.reduce(value, dst=1)
-    assert rank == 1 or memory_of(value) == 1.0
-    assert value.item() == 1.0 + rank
-    # Sizes that differ by rank, which gloo by itself refuses.
-    parts = [torch.zeros(1), torch.zeros(3)]
-    dist.all_gather(parts, torch.full((1 + 2 * rank,), float(rank)))
-    assert [part.tolist() for part in parts] == [[0.0], [1.0, 1.0, 1.0]]
-    with c10d._coalescing_manager(async_ops=True) as coalesced:
-        for part in parts:
-            dist.all_reduce(part)
-    coalesced.wait()
-    assert [part.tolist() for part in parts] == [[0.0], [2.0, 2.0, 2.0]]
-    return True
-
-
 def stock_batch(member: Member) -> bool:
     """torch's own batch_isend_irecv does not batch on a Python group: noticed (trap B1)."""
     stock = c10d.batch_isend_irecv
@@ -263,24 +235,6 @@ def test_junk_after_an_abort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (entry,) = map(json.loads, (tmp_path / "junk").read_text().splitlines())
     assert entry["operation"] == "allreduce"
     assert "junk" in entry["readers"]
-
-
-def lazy(member: Member) -> bool:
-    """A communicator that is not made by attach needs the store (trap B9): noticed."""
-    fake_nccl.FakeCommunicator.eager_connect_single_device = (  # type: ignore[method-assign]
-        lambda self, device: None
-    )
-    member.init("nccl")
-    dist.new_group([0, 1], group_desc="LAZY")
-    group = next(g for g in c10d._world.pg_map if g.group_desc == "LAZY")
-    member.attach(0)
-    member.say(("ready", None))
-    member.order("go").wait()
-    try:
-        dist.all_reduce(torch.ones(1), group=group)
-    except (RuntimeError, EpochClosed) as error:
-        return "all_reduce" not in str(error)
-    return False
 
 
 def whole_set(member: Member) -> bool:

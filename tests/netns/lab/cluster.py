@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import select
 import subprocess
@@ -15,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term
-from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
@@ -123,15 +120,6 @@ class Cluster(Told):
         found = sorted(read_events(self.run.events), key=lambda event: event.wall_seconds)
         return [event for event in found if not kinds or event.kind in kinds]
 
-    def first_term(self) -> list[Event]:
-        """What the first coordinator wrote."""
-        return [Event.from_dict(json.loads(line)) for line in self.run.events.open()]
-
-    @property
-    def faults_fired(self) -> Path:
-        """Holds a file for each planned fault that has fired."""
-        return Path(f"{self.extra[failpoints.ENVIRONMENT_NAME]}.fired")
-
     def happened(self, kind: Kind, since: float) -> list[Event]:
         """Events of a kind after a moment of the wall clock."""
         return [event for event in self.events(kind) if event.wall_seconds >= since]
@@ -182,15 +170,6 @@ class Cluster(Told):
             return "" if any(a.poll() is None for a in self.agents.values()) else "no agent is left"
 
         return wait_for(what, ready, PATIENCE_SECONDS, over)
-
-    def stopped_at(self, marker: Path) -> int:
-        """Number here of the process that a planned fault has stopped; 0: it is not, or not yet."""
-        facts = json.loads(marker.read_text() or "{}") if marker.exists() else {}
-        if not facts:
-            return 0
-        pid = self.hosts[facts["node"]].processes().get(facts["pid"], 0)
-        state = posix.state_and_cpu_ticks(pid)
-        return pid if state is not None and state[0] == "T" else 0
 
     def wait_progress(self, steps: int = 1) -> int:
         """Until so many more iterations were reported; answers the newest."""

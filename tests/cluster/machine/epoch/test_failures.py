@@ -195,14 +195,6 @@ def test_nothing_to_go_on_from_ends_the_run_with_the_reason() -> None:
     assert "no generation can be restored" in rig.one(act.Finish).reason
 
 
-def test_abandoned_lineage_is_not_used_even_if_a_vault_still_shows_it() -> None:
-    rig = Rig().run(7)
-    rig.kill(1, g(6))
-    rig.opened()
-    rig.kill(1, g(6), g(7))
-    assert rig.pending.restore.generation == g(6)
-
-
 # Giving up.
 
 

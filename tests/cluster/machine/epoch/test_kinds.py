@@ -109,16 +109,6 @@ def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
     assert "ECC error" in end.reason
 
 
-def test_device_errors_without_a_spare_end_after_three_at_one_step() -> None:
-    rig = Rig(spares=0).run(3)
-    for _ in range(2):
-        rig.feed(ended(rig, 1, CUDA))
-        recover(rig, 3)
-        assert nodes_of(rig.record) == {0: 0, 1: 1}
-    rig.feed(ended(rig, 1, CUDA))
-    assert rig.saved_end(g(3)).kind == "bug"
-
-
 def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
     rig.feed(killed(rig, 1, 11))
     recover(rig, iteration)
