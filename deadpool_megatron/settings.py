@@ -98,7 +98,8 @@ class Settings:
     )
     notify: str = _setting(
         "",
-        "URL that gets a POST at a failure, a recovery, a quarantine, a wait for a spare, the end",
+        "URL that gets a POST at a failure, a recovery, a quarantine, a wait for a spare, the end;"
+        " @/FILE: the file that holds the URL",
     )
     on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
     domains_file: str = _setting(
@@ -420,7 +421,7 @@ _FORMS: Mapping[str, tuple[str, str]] = {
         f"auto or a number from 1 to {LONGEST_CADENCE}",
     ),
     "persist_interval": (r"auto|off|\d+", "auto, off or a number of iterations"),
-    "notify": (r"(?:https?://[^/\s]\S*)?", "a URL of http or https"),
+    "notify": (r"(?:https?://[^/\s]\S*|@/.+)?", "a URL of http or https, or @/FILE"),
     "persist_directory": (r"(?s:/.*)?", "an absolute path (every node writes to it)"),
 }
 

@@ -29,6 +29,7 @@ from deadpool_megatron.cluster.journal.journal import JournalError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
 from deadpool_megatron.failpoints import FaultPlanError
 from deadpool_megatron.layout.placement import DomainsError
+from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.planning.plan_file import PlanError
 from deadpool_megatron.settings import SettingsError
@@ -160,7 +161,7 @@ def _carry_out(given: list[str]) -> int:
         with contextlib.nullcontext() if is_part else refusing_system_errors():
             return int(_module(COMMANDS[args.subcommand]).run(args))
     except _REFUSALS as error:
-        print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)
+        print(shown(f"deadpool {args.subcommand}: {error}"), file=sys.stderr)
         return ExitStatus.BAD_INPUT
     except KeyboardInterrupt:
         return 130

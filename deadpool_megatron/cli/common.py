@@ -192,10 +192,15 @@ def ask_at(
     except (OSError, UnicodeError, WireError) as error:
         if run.final.exists():
             raise RunNotReachable(f"the run in {run.path} is over") from error
+        advice = (
+            f"the same command as before, with --run-dir {run.path}, continues from memory;"
+            f" 'deadpool clean {run.path}' discards it"
+        )
+        if isinstance(error, auth.AuthenticationError):  # the run may be in the best of health
+            advice = f"if one is there, give {auth.ENVIRONMENT_NAME} as the run has it"
         raise RunNotReachable(
             f"no coordinator at {address[0]}:{address[1]} for {run.path}"
-            f" ({getattr(error, 'strerror', None) or error}); the same command as before, with"
-            f" --run-dir {run.path}, continues from memory; 'deadpool clean {run.path}' discards it"
+            f" ({getattr(error, 'strerror', None) or error}); {advice}"
         ) from error
     if "refused" in answer:
         raise RequestRefused(str(answer["refused"]))

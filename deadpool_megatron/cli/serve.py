@@ -12,6 +12,7 @@ exit status: 0 interrupted, 2 bad arguments
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
 import json
 import math
@@ -51,7 +52,7 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
 }
 _LOOK_SECONDS = 0.5
-_REQUEST_SECONDS = 20.0
+_REQUEST_SECONDS, _MOST_REQUESTS = 20.0, 32
 _SHOWN_LINES = 200
 _SHOWN_RECOVERIES = 50
 _SHOWN_NODES = 50  # of those that were lost
@@ -317,12 +318,25 @@ def make_server(watched: WatchedPage, host: str, port: int, token: str) -> Threa
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
 
+        def __init__(self) -> None:
+            super().__init__((host, port), Handler)
+            self._taken: deque[Any] = deque()
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            """See the base class. Of too many the oldest ends, if it has not by itself."""
+            self._taken.append(request)
+            if len(self._taken) > _MOST_REQUESTS:
+                with contextlib.suppress(OSError):
+                    self._taken.popleft().shutdown(socket.SHUT_RDWR)
+            super().process_request(request, client_address)
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             """Say nothing of a reader that went away, or that is too slow."""
-            if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            quiet = ConnectionError | TimeoutError | RuntimeError  # the last: no more threads
+            if not isinstance(sys.exc_info()[1], quiet):
                 super().handle_error(request, client_address)
 
-    return PageServer((host, port), Handler)
+    return PageServer()
 
 
 def run(args: argparse.Namespace) -> int:

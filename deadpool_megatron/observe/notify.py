@@ -18,11 +18,12 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind, in_words
 from deadpool_megatron.events import Event, Kind, date
-from deadpool_megatron.observe.narration import count
+from deadpool_megatron.observe.narration import count, shown
 from deadpool_megatron.preflight.health import run_by_shell
 
 _MOST_WAITING = 64
@@ -94,7 +95,7 @@ class Notices:
         """Tell of an event that somebody elsewhere should hear of. Does not block."""
         text = ""
         with contextlib.suppress(LookupError, TypeError, ValueError):  # of a damaged event
-            text = notice_text(event) if self._outlets else ""
+            text = shown(notice_text(event)) if self._outlets else ""
         told: dict[str, Any] = {"text": f"{self._run_id}: {text}", "run": self._run_id}
         told |= {"at": date(event.wall_seconds), "event": event.to_dict()}
         for outlet in self._outlets if text else ():
@@ -128,8 +129,11 @@ def notice_text(event: Event) -> str:
 
 
 def post(url: str, notice: Mapping[str, Any]) -> None:
-    """POST a notice. Raises OSError; the URL, which may be a secret, is not in its text."""
+    """POST a notice to a URL, or to that in the file ``@FILE``. Raises OSError; the URL, which may
+    be a secret, is not in its text."""
     kind, why = {"Content-Type": "application/json"}, ""
+    if url.startswith("@"):
+        url = Path(url[1:]).read_text().strip()
     try:
         request = urllib.request.Request(url, json.dumps(notice).encode(), kind)
         with urllib.request.urlopen(request, timeout=_POST_SECONDS):

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
+
 _SHOWN_CHARACTERS = 200
 _NOT_FOUND = (126, 127)  # by the shell: not executable, not there
 KERNEL_LOG = Path("/dev/kmsg")
@@ -76,7 +78,10 @@ def run_by_shell(
     given: bytes = b"",
     environment: Mapping[str, str] | None = None,
 ) -> End:
-    """Run a command with ``given`` on its standard input; blocks for ``limit_seconds`` at most."""
+    """Run a command with ``given`` on its standard input; blocks for ``limit_seconds`` at most. It
+    needs the run's secret no more than training does."""
+    own = dict(os.environ if environment is None else environment)
+    own.pop(SECRET_VARIABLE, None)
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
         source.write(given)
         source.seek(0)
@@ -85,7 +90,7 @@ def run_by_shell(
             stdin=source,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=own,
             start_new_session=True,
         )
         status: int | None = None

@@ -111,7 +111,7 @@ class TrainerConfig:
     eval_iters: int = _flag(2, "batches per evaluation")
     save: Path | None = _flag(None, "folder for checkpoints")  # noqa: RUF009
     save_interval: int | None = _flag(None, "iterations between checkpoints")
-    load: Path | None = _flag(None, "where to start from")  # noqa: RUF009
+    load: Path | None = _flag(None, "where to start from; under deadpool run: --resume")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         """Raise BadArgumentsError for anything that is wrong whatever the number of ranks."""

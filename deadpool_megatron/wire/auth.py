@@ -69,8 +69,11 @@ def load_secret(run_directory: Path) -> bytes:
 
 
 def create_secret(run_directory: Path) -> None:
-    """Write a fresh secret, mode 0600, unless one exists already; nobody ever reads half of it."""
-    write_once(run_directory / "secret", secrets.token_hex(32).encode(), 0o600)
+    """Write a fresh secret, mode 0600, unless one exists already; nobody ever reads half of it.
+    Where the environment has the run's secret there is none to write: another one would be wrong.
+    """
+    if not os.environ.get(ENVIRONMENT_NAME):
+        write_once(run_directory / "secret", secrets.token_hex(32).encode(), 0o600)
 
 
 def _checked(secret: bytes, place: str) -> bytes:

@@ -307,4 +307,9 @@ def test_bad_addresses_and_readers_that_go_away_leave_nothing_on_the_terminal(
             client.sendall(f"GET /state?token={TOKEN} HTTP/1.0\r\n\r\n".encode())
             assert client.recv(1)
         wait_for("the thread of the request to end", lambda: not requests())
+        first, *others = (socket.create_connection((host, int(port)), 10) for _ in range(40))
+        assert first.recv(1) == b"", "it has asked nothing, and there are many"
+        assert get(f"{address}/state?token={TOKEN}")[0] == 200
+        for one in (first, *others):
+            one.close()
     assert capfd.readouterr().err == ""

@@ -25,7 +25,7 @@ RECOVERED = Event(
     2,
     data={"kind": "node-lost", "cause": "node 3: gone", "seconds": 1.25, "steps_recomputed": 1},
 )
-ENDED = Event(Kind.RUN_ENDED, 2, data={"exit_status": 75, "reason": "no spare", "kind": ""})
+ENDED = Event(Kind.RUN_ENDED, 2, data={"exit_status": 75, "reason": "no spare\x1b]0;x", "kind": ""})
 PLANNED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "drained", "cause": "drain of node 1"})
 
 
@@ -74,21 +74,29 @@ def flush(tellers: notify.Notices) -> None:
     tellers.flush(time.monotonic() + 30.0)
 
 
-def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path: Path) -> None:
+def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The URL may stand in a file; the command gets no secret, and no terminal a control code."""
     warned: list[str] = []
-    told = tmp_path / "told"
-    command = f'echo "$DEADPOOL_EVENT_KIND $DEADPOOL_EVENT_TEXT" >> {told};'
+    told, address = tmp_path / "told", tmp_path / "address"
+    monkeypatch.setenv("DEADPOOL_SECRET", "0" * 32)
+    command = (
+        f'[ -z "$DEADPOOL_SECRET" ] && echo "$DEADPOOL_EVENT_KIND $DEADPOOL_EVENT_TEXT" >> {told};'
+    )
     command += f" (cat; echo) >> {told}.json"
     damaged = Event(Kind.RECOVERED, 1, data={"seconds": "x"})
     with serving() as (server, url):
-        tellers = notify.Notices("r1", url, command, warned.append)
+        address.write_text(f"{url}\n")
+        tellers = notify.Notices("r1", f"@{address}", command, warned.append)
         for event in (PLANNED, CLOSED, OPENED, damaged, WAITS, RECOVERED, ENDED):
             tellers.note(event)
         flush(tellers)
     assert [told["event"] for told in server.told] == [
         event.to_dict() for event in (CLOSED, WAITS, RECOVERED, ENDED)
     ]
-    assert all(told["text"].startswith("r1: ") for told in server.told)
+    texts = [told["text"] for told in server.told]
+    assert all(text.startswith("r1: ") and text.isprintable() for text in texts)
     kinds = [line.split()[0] for line in told.read_text().splitlines()]
     assert kinds == ["epoch-closed", "waiting-for-spare", "recovered", "run-ended"]
     given = [json.loads(line) for line in (tmp_path / "told.json").read_text().splitlines()]

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 import deadpool_megatron
+from deadpool_megatron import cli
 from deadpool_megatron.cli.display import Display
+from deadpool_megatron.cli.start import run
 from deadpool_megatron.cluster.process import member_main
 from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.wire import auth
@@ -22,7 +25,9 @@ from deadpool_megatron.wire import auth
 PACKAGE = Path(deadpool_megatron.__file__).parent
 
 
-def test_text_of_others_does_nothing_to_a_terminal() -> None:
+def test_text_of_others_does_nothing_to_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "loss\x1b]0;owned\x07 1.5 é\r\u009b2J\n\tnext"
     assert shown(text) == "loss?]0;owned? 1.5 é??2J\n\tnext"
     stream = io.StringIO()
@@ -31,6 +36,9 @@ def test_text_of_others_does_nothing_to_a_terminal() -> None:
     display.status(text)
     display.close()
     assert "\x1b" not in stream.getvalue()
+    run._say_result(RunDirectory(tmp_path), 1, text)
+    assert cli.main(["status", str(tmp_path / text)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_a_member_does_not_have_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,8 @@ def test_the_environment_comes_first_and_a_line_end_does_not_count(
     known = load_secret(tmp_path)
     monkeypatch.setenv("DEADPOOL_SECRET", known.decode() + "\n")
     assert load_secret(tmp_path / "elsewhere") == known
+    (tmp_path / "elsewhere").mkdir()
+    create_secret(tmp_path / "elsewhere")  # another one would only mislead
     monkeypatch.delenv("DEADPOOL_SECRET")
     with pytest.raises(AuthenticationError, match="no run secret: set DEADPOOL_SECRET"):
         load_secret(tmp_path / "elsewhere")

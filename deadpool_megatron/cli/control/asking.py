@@ -299,7 +299,7 @@ def _may_be_alive(run: RunDirectory) -> bool:
 
 def _refused(command: str, why: str) -> int:
     """Print it; returns the exit status."""
-    print(f"deadpool {command}: refused: {why}", file=sys.stderr)
+    print(shown(f"deadpool {command}: refused: {why}"), file=sys.stderr)
     return EXIT_REFUSED
 
 

@@ -32,6 +32,7 @@ from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
 from deadpool_megatron.cluster.run_directory.cleanup import kept_memory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
+from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.settings import NEVER
 
 _DESCRIPTION = """\
@@ -183,4 +184,4 @@ def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
             reason = str(error)
     if status != 0:
         reason = reason or ("interrupted" if status == ExitStatus.STOPPED else "no reason known")
-        print(f"deadpool run: exit status {status}: {reason}", file=sys.stderr)
+        print(shown(f"deadpool run: exit status {status}: {reason}"), file=sys.stderr)

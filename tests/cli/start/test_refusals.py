@@ -9,6 +9,7 @@ import socket
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.wire import auth
 from tests.cli.start.refused import RUN_ID, agent_arguments, old_run, run_arguments
 from tests.cli.told import Complain
 
@@ -131,7 +133,9 @@ def test_too_little_shared_memory(
     assert "missing or not writable" in complain(*run_arguments(tmp_path / "r"))
 
 
-def test_run_whose_coordinator_is_dead(tmp_path: Path, complain: Complain) -> None:
+def test_run_whose_coordinator_is_dead_or_has_another_secret(
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = old_run(tmp_path / "old")
     assert "no coordinator yet" in complain("status", str(run.path))
     with socket.socket() as unused:
@@ -143,6 +147,10 @@ def test_run_whose_coordinator_is_dead(tmp_path: Path, complain: Complain) -> No
         line = complain(command[0], str(run.path), *command[1:])
         assert f"no coordinator at 127.0.0.1:{port}" in line
         assert "deadpool clean" in line
+    with monkeypatch.context() as patched:
+        patched.setattr(auth, "connect", Mock(side_effect=auth.AuthenticationError("no")))
+        line = complain("status", str(run.path))
+    assert ("DEADPOOL_SECRET" in line, "clean" in line) == (True, False)
     join = ("agent", "--run-dir", str(run.path), "--node-id", "0")
     wrong = (*join, "--coordinator", f"127.0.0.1:{port}")
     assert f"no coordinator at 127.0.0.1:{port}" in complain(*wrong)
