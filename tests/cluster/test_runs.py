@@ -415,7 +415,7 @@ def test_status_of_a_live_and_of_a_finished_run(tmp_path: Path) -> None:
         assert not any(line.startswith("  role ") for line in shown)
         every = deadpool("status", str(run.run.path), "--all").stdout
         assert "role   3: process 1 of node 1" in every
-        assert deadpool("stop", str(run.run.path)).returncode == 0
+        assert deadpool("stop", "--discard", str(run.run.path)).returncode == 0
         run.wait_end(130)
     shown = deadpool("status", str(run.run.path))
     assert shown.returncode == 0

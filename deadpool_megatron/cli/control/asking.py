@@ -95,11 +95,14 @@ def add_parser(subparsers: Any) -> None:
 
     stop = subparsers.add_parser("stop", help="shut a run down cleanly (exit status 130)")
     add_run_directory(stop)
-    stop.add_argument(
+    state = stop.add_mutually_exclusive_group()
+    state.add_argument(
         "--dump",
         action="store_true",
-        help="save the state first, for --resume (exit status 75 of the run)",
+        help="save the state first, for --resume (exit status 75 of the run); without it the state"
+        " stays in memory: the same command continues, 'deadpool clean' on each host removes it",
     )
+    state.add_argument("--discard", action="store_true", help="remove the state from memory")
     stop.add_argument(
         "--within",
         type=float,
@@ -224,7 +227,7 @@ def _stop(args: argparse.Namespace) -> int:
     if args.within is not None and not (args.dump and args.within > 0):
         raise CommandError("--within needs --dump, and seconds above 0")
     how = "deadpool stop --dump" if args.dump else "deadpool stop"
-    what = {"dump": args.dump, "reason": f"stopped by '{how}'"}
+    what = {"dump": args.dump, "keeps": not args.discard, "reason": f"stopped by '{how}'"}
     return request(args, Verb.STOP, lambda _: "the run ends", within=args.within, **what)
 
 

@@ -109,7 +109,8 @@ class Commands:
                     return f"{directory} is no absolute path"
                 return {"directory": directory}
             case Verb.STOP:
-                return {"dump": bool(message["dump"]), "reason": str(message["reason"])}
+                asked = {name: bool(message[name]) for name in ("dump", "keeps")}
+                return {**asked, "reason": str(message["reason"])}
 
     def _strike(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Have an agent send a signal, for a user who wants to see a run recover: to itself, to its

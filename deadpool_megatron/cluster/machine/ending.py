@@ -136,12 +136,21 @@ def end_as_found(core: Core, words: LastWords) -> None:
         reason = f"{words.reason}; nothing was computed yet"
         finish(core, words.status, reason, kind=str(words.kind or ""))
         return
-    run = PurePath(core.config.dump_directory).parent
-    reason = (
-        f"{words.reason}; what the run holds in memory stays: the command that it had, with"
-        f" --run-dir {run}, continues from it, 'deadpool clean {run}' removes it"
+    finish(
+        core,
+        words.status,
+        words.reason + _stays(core),
+        kind=str(words.kind or ""),
+        keeps_slots=True,
     )
-    finish(core, words.status, reason, kind=str(words.kind or ""), keeps_slots=True)
+
+
+def _stays(core: Core) -> str:
+    run = PurePath(core.config.dump_directory).parent
+    return (
+        "; what the run holds in memory stays: the command that it had, with --run-dir"
+        f" {run}, continues from it, 'deadpool clean {run}' removes it"
+    )
 
 
 def _no_spare(core: Core) -> LastWords:
@@ -346,8 +355,8 @@ def stop(core: Core, event: ev.UserStop) -> None:
             end_as_found(core, LastWords(ExitStatus.STOPPED, reason))
         case _:
             keeps = event.keeps and core.state.record is not None
-            stays = "; what the run holds in memory stays" if keeps else ""
-            finish(core, ExitStatus.STOPPED, reason + stays, keeps_slots=keeps)
+            reason += _stays(core) if keeps else ""
+            finish(core, ExitStatus.STOPPED, reason, keeps_slots=keeps)
 
 
 def _finish_dumped(core: Core, dumping: Dumping, checkpoint: str) -> None:

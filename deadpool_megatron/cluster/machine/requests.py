@@ -90,7 +90,7 @@ def _settle(core: Core, request: Request) -> None:
     if core.state.phase in (Phase.ENDING, Phase.ENDED):
         done = request.verb is Verb.STOP
         if done and request.stage is Stage.ASKED:
-            ending.stop(core, ev.UserStop(str(request.what["reason"])))
+            ending.stop(core, _user_stop(request))
         _change(core, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
     elif isinstance(doing, TakingOver) and request.number in doing.requests:
         return
@@ -191,13 +191,16 @@ def _persist(core: Core, request: Request) -> Request:
 def _stop(core: Core, request: Request) -> Request:
     if request.stage is Stage.UNDER_WAY:
         return request
-    reason = str(request.what["reason"])
     if not request.what["dump"]:
-        ending.stop(core, ev.UserStop(reason))
+        ending.stop(core, _user_stop(request))
         return request.at(Stage.DONE)
     left = None if request.until is None else max(0.0, request.until - core.now)
-    core.act(EndRun(reason, left))
+    core.act(EndRun(str(request.what["reason"]), left))
     return request.at(Stage.UNDER_WAY)
+
+
+def _user_stop(request: Request) -> ev.UserStop:
+    return ev.UserStop(str(request.what["reason"]), keeps=bool(request.what["keeps"]))
 
 
 _MOVES: Mapping[Verb, Callable[[Core, Request], Request]] = {

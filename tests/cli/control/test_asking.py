@@ -24,7 +24,7 @@ WHAT: dict[str, dict[str, Any]] = {
     "drain": {"node": 1},
     "protect": {"plan": ProtectionPlan().to_dict(), "words": "buddy"},
     "persist": {"directory": "/run/exports"},
-    "stop": {"dump": True, "reason": "stopped"},
+    "stop": {"dump": True, "keeps": True, "reason": "stopped"},
 }
 Answer = tuple[Stage, str] | Exception
 
@@ -193,3 +193,12 @@ def test_the_time_that_a_run_has_goes_by(command: Any) -> None:
     coordinator = Coordinator(UNDER_WAY)
     assert command(coordinator, "stop", "--dump", "--within", "50")[0] == 0
     assert 49 < coordinator.asked[0]["seconds"] <= 50
+
+
+@pytest.mark.parametrize(("given", "keeps"), [((), True), (("--discard",), False)])
+def test_a_plain_stop_keeps_the_state_in_memory(
+    command: Any, given: tuple[str, ...], keeps: bool
+) -> None:
+    coordinator = Coordinator((Stage.DONE, ""))
+    assert command(coordinator, "stop", *given)[0] == 0
+    assert (coordinator.asked[-1]["dump"], coordinator.asked[-1]["keeps"]) == (False, keeps)

@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.settings import Settings
 
 DRAIN = {"node": 1}
-STOP = {"dump": True, "reason": "enough"}
+STOP = {"dump": True, "keeps": True, "reason": "enough"}
 
 
 class Coordinator:

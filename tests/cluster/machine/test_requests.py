@@ -106,7 +106,7 @@ def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
 STARTED_AGAIN = (Stage.REFUSED, "all processes of the run were started again")
 OPEN = (
     Request(1, "token1", Verb.DRAIN, {"node": 1}),
-    Request(2, "token2", Verb.STOP, {"dump": False, "reason": "enough"}),
+    Request(2, "token2", Verb.STOP, {"dump": False, "keeps": False, "reason": "enough"}),
 )
 
 
