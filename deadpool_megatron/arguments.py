@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None 
     group.add_argument(
         ALLOW_UNTESTED,
         action="store_true",
-        help="accept a version of Megatron-LM that was never tried (default: off)",
+        help="accept a version of Megatron-LM that has not been tested (default: off)",
     )
     group.add_argument(
         ALLOW,
         action="append",
         default=[],
         metavar="NAME",
-        help="take a flag of Megatron-LM that was read and tested in parts, never run whole"
+        help="accept a flag of Megatron-LM that was read and tested in parts, never run whole"
         " (the refusal gives NAME); may be given several times (default: none)",
     )
     group.add_argument(
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults: Settings | None 
         action=_Set,
         default=argparse.SUPPRESS,
         metavar="NAME=VALUE",
-        help="give a value that follows from others, or suits all, where it does not:"
+        help="override a value that is derived from others, or has a common default:"
         f" {', '.join(name.replace('_', '-') for name in FIELDS if not is_chosen(name))}; may be"
         " given several times",
     )

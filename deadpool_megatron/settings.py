@@ -56,31 +56,31 @@ class Settings:
     """Everything a user can choose, and what follows; times in seconds, gb in 10^9 bytes."""
 
     replicas: int = _setting(
-        1, "copies of each role's unique state kept on other nodes (parity: blocks of a group)"
+        1, "number of copies of each role's unique state on other nodes (parity: blocks of a group)"
     )
     protection: str = _setting(
         "buddy",
         "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
-        " the own node only (no node may be lost); local-twice: there twice, against damaged slots;"
-        " recompute: whole copies now and then, gradients in between; mixed: copies if they fit,"
-        " else parity",
+        " the own node only (survives no failed node); local-twice: there twice, against damaged"
+        " slots; recompute: occasional whole copies, gradients in between; mixed: copies if they"
+        " fit, else parity",
     )
     parity_group: int = _setting(4, "parity: roles, on as many nodes, that share parity blocks")
     cadence: str = _setting(
         "auto",
-        "protect every N-th iteration only; auto: every one, and fewer for as long as training"
-        " would have to wait for the network (what a failure costs then is reported)",
+        "protect every N-th iteration only; auto: every one, or fewer while the network is too"
+        " slow (the cost of a failure is then reported)",
     )
     max_lag: int = _setting(0, "iterations by which commits may trail training (more slots)")
     memory_gb: float = _setting(
         0.0,
-        "most host memory for generations on each node: own slots, copies and parity blocks"
+        "limit of host memory for generations on each node: own slots, copies and parity blocks"
         " (0: as much as /dev/shm has)",
     )
     extras_room_mb: float = _setting(
         0.0,
-        "least room for the extras (counters, log sums, buffers) of"
-        " each role, in 10^6 bytes (0: 1.5 times what it takes at the start, and 64 KiB)",
+        "least room for the extras (counters, log sums, buffers) of each role, in 10^6 bytes"
+        " (0: 1.5 times their size at the start, and 64 KiB)",
     )
     shm_gb: float = _setting(
         0.0,
@@ -93,15 +93,17 @@ class Settings:
     )
     health_command: str = _setting(
         "",
-        "the site's own check of a node, by the shell: exit status 0 good, 1 a spare only, 2 out;"
-        " asked when a node joins, each minute, training or not, and after a device error",
+        "shell command that checks a node: exit status 0 good, 1 a spare only, 2 excluded; runs"
+        " when a node joins, each minute, also during training, and after a device error",
     )
     notify: str = _setting(
         "",
         "URL that gets a POST at a failure, a recovery, a quarantine, a wait for a spare, the end;"
         " @/FILE: the file that holds the URL",
     )
-    on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
+    on_event: str = _setting(
+        "", "shell command that runs at these events, with the JSON as its input"
+    )
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
@@ -112,48 +114,47 @@ class Settings:
         " that has it on each node",
     )
     node_silence_seconds: float = _setting(
-        4.7, "roles of a node that was silent for this long may be reassigned"
+        4.7, "the roles of a node that is silent for this long are reassigned"
     )
     hang_seconds: float = _setting(
-        300.0, "no progress of any role for this long, or for 2.5 of the longest steps, is a hang"
+        300.0, "no progress of any role for this long, or 2.5 times the longest step, is a hang"
     )
-    start_seconds: float = _setting(300.0, "limit from start of a member until it is warm")
+    start_seconds: float = _setting(300.0, "limit for a member from its start until it is warm")
     rebuild_seconds: float = _setting(
         60.0, "limit for connecting all groups of a new epoch", nccl=180.0
     )
     spare_timeout_seconds: float = _setting(
-        300.0, "how long to wait for a spare before the state is dumped and the run ends (75)"
+        300.0, "wait for a spare before the state is dumped and the run ends (75)"
     )
     audit_interval: int = _setting(
         0,
-        "every so many iterations peers compare weights, and compute a micro-batch and an update"
-        " of one of them again, to find nodes that compute or hold wrong numbers (0: never)",
+        "iterations between audits: peers compare weights, and recompute a micro-batch and an"
+        " update of one of them, to find nodes with wrong numbers (0: never)",
     )
     evict_slow: str = _setting(
-        "off", "on: a slow node is drained as soon as a spare is there; off: it is only reported"
+        "off", "on: a slow node is drained as soon as there is a spare; off: it is only reported"
     )
     nonfinite: str = _setting(
         "stop",
-        "a loss or gradient norm that is NaN or infinite, where the update is not skipped: stop"
-        " (status 4), rollback (compute the iteration again from the state before it; a second"
-        " time from the checkpoint before that, or stop), ignore",
+        "response to a loss or gradient norm that is NaN or infinite, except in a skipped update:"
+        " stop (status 4), rollback (recompute the iteration from the previous state; the second"
+        " time from an earlier checkpoint, or stop), ignore",
     )
     persist_interval: str = _setting(
         "auto",
-        "write a standard checkpoint in the background every so many iterations, without a pause of"
-        " training; off: only when 'deadpool persist' asks for one; auto: each half hour, less"
-        " often where writing takes long, and off where the run directory is on a disk of this host"
-        " and the script has no --save",
+        "iterations between standard checkpoints in the background, without a pause of training;"
+        " off: only for 'deadpool persist'; auto: each half hour, less often if writing takes long,"
+        " and off if the run directory is on a disk of this host and the script has no --save",
     )
     persist_directory: str = _setting(
-        "", "where these checkpoints go: a directory that all nodes share (empty: in --run-dir)"
+        "", "directory of these checkpoints, shared by all nodes (empty: in --run-dir)"
     )
-    persist_keep: int = _setting(2, "how many of these checkpoints are kept (0: all)")
+    persist_keep: int = _setting(2, "number of these checkpoints that are kept (0: all)")
 
     freeze_seconds: float = _limit(
         "node_silence_seconds",
         3.0,
-        "a member whose process shows no sign of life for this long is declared frozen",
+        "a process without a sign of life for this long is declared frozen",
     )
     fence_seconds: float = _limit(
         "node_silence_seconds",
@@ -168,7 +169,7 @@ class Settings:
     rejoin_seconds: float = _limit(
         "node_silence_seconds",
         12.0,
-        "a node that has not come to the new coordinator for this long is declared lost",
+        "a node that has not joined the new coordinator for this long is declared lost",
     )
     close_seconds: float = _limit(
         "rebuild_seconds",
@@ -179,8 +180,8 @@ class Settings:
     operation_timeout_seconds: float = _limit(
         "rebuild_seconds",
         60.0,
-        "time-out of one communication operation in a step (also bounds what abandoned ones hold);"
-        " while the model is built, and in what first_step_seconds is for, that",
+        "time-out of one communication operation in a step, also of an abandoned one;"
+        " first_step_seconds applies during the build and the operations that it covers",
     )
     health_seconds: float = _limit(
         "start_seconds",
@@ -203,14 +204,11 @@ class Settings:
         1800.0,
         "limit for pinning, writing and checking one of these checkpoints",
     )
-    full_every: int = _fixed(
-        8, "recompute: a whole copy every so many iterations, gradients in between"
-    )
+    full_every: int = _fixed(8, "recompute: iterations between whole copies; gradients in between")
     rebuild: str = _fixed(
         "auto",
-        "how communicators of an epoch are made: one-by-one; side-by-side; split (of that of all"
-        " roles, NCCL); auto:"
-        " one-by-one over NCCL, else side-by-side",
+        "how communicators of an epoch are made: one-by-one; side-by-side; split (from the group"
+        " of all roles, NCCL); auto: one-by-one over NCCL, else side-by-side",
     )
     start_method: str = _fixed(
         "auto", "how members start: auto, fork (from a process with the imports) or exec (parked)"
@@ -221,7 +219,7 @@ class Settings:
     )
     connect_seconds: float = _fixed(20.0, "limit for reaching the coordinator or another vault")
     hash_interval: int = _fixed(
-        0, "hash the whole state of each role every so many iterations (0: at the end only)"
+        0, "iterations between hashes of the whole state (0: at the end only)"
     )
     divergence: str = _fixed(
         "auto",
@@ -229,32 +227,30 @@ class Settings:
         " continue; auto: report where NCCL is used, whose order of sums is not fixed",
     )
     slow_factor: float = _fixed(
-        1.3, "a node that needs so many times as long as its peers for an iteration is reported"
+        1.3, "a node that needs this many times as long as its peers is reported"
     )
     chunk_bytes: int = _fixed(4 << 20, "size of the pieces in which state is shipped")
     rate_limit_gbps: float = _fixed(
         0.0,
-        "most that a node sends for protection (copies, not restores), in gigabits per second;"
+        "limit of what a node sends for protection (not restores), in gigabits per second;"
         " 0: as fast as the pace needs",
     )
     link_share: float = _fixed(
         0.3,
-        "most that copies take of a link while training sends (above 0, up to 1); where that does"
-        " not bring a generation over in half an iteration, they take what does",
+        "largest share of a link for copies while training sends (above 0, up to 1); more if a"
+        " generation would otherwise need over half an iteration",
     )
     link_gaps: str = _fixed(
         "on",
-        "on: copies take the whole link while training does not send, as the counters of its"
-        " interface tell; off: their share of it always",
+        "on: copies use the whole link while training does not send, by the counters of its"
+        " interface; off: always only their share",
     )
     dscp: int = _fixed(
         0,
         "traffic class of the connections that ship copies, as the network's rules name it"
-        " (0 to 63; 8 and 1 are usual for traffic that gives way)",
+        " (0 to 63; 8 and 1 are usual for low-priority traffic)",
     )
-    vault_nice: int = _fixed(
-        5, "how much lower the vault's priority for processors is than training's (0 to 19)"
-    )
+    vault_nice: int = _fixed(5, "priority of the vault's processes below training's (0 to 19)")
     restarts_in_place: int = _fixed(
         20,
         "process restarts on one node within node_crash_window_seconds before the node is given up",
@@ -263,7 +259,7 @@ class Settings:
         3, "crashes on one node within node_crash_window_seconds that move its roles to a spare"
     )
     node_crash_window_seconds: float = _fixed(
-        600.0, "how long crashes and restarts of a node's processes are held against it"
+        600.0, "time for which crashes and restarts count against a node"
     )
 
     def __post_init__(self) -> None:

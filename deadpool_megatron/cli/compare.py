@@ -1,5 +1,5 @@
 """Compares the final states of all roles of two runs, and every step's loss, gradient norm and
-learning rate, exactly: did they end bit-identical, and where do they first differ?
+learning rate, exactly. It prints whether they are bit-identical, or where they first differ.
 
 Exit status: 0 identical, 1 different, 2 bad input.
 """

@@ -252,7 +252,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--gpu",
         action="store_true",
         help=f"on {ON_GPUS.nodes + ON_GPUS.spares} GPUs with NCCL, whose sums may come out in"
-        " another order on the spare's GPU: not bit-identical then need not be a fault",
+        " another order on the spare's GPU: different bits are then no fault",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")

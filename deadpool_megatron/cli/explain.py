@@ -1,5 +1,5 @@
-"""Explains the code of a failure, as it stands in lines, reports and notices: how it was noticed,
-and what to do. Without a code all of them, as docs/codes.md has them.
+"""Explains the code of a failure in lines, reports and notices: its evidence, and your response.
+Without a code it prints all of them, the text of docs/codes.md.
 
 examples:
   deadpool explain node-lost

@@ -1,11 +1,11 @@
-"""Says what a run does as metrics: iterations, recoveries by kind and phase, where the time of its
-nodes went, goodput, exposure. It reads the events of the run and asks the coordinator, as
-`deadpool status` does; no part of the run waits for it. Any node that sees the run directory may
-run it. Without --listen and --textfile it prints them once.
+"""Exports metrics of a run: iterations, recoveries by kind and phase, node time by use, goodput,
+unprotected roles. It reads the events of the run and asks the coordinator, as `deadpool status`
+does; the run does not wait for it. It works on any node that sees the run directory. Without
+--listen and --textfile it prints the metrics once.
 
 examples:
   deadpool metrics runs/first
-  deadpool metrics runs/first --listen 127.0.0.1:9478     for a server that scrapes
+  deadpool metrics runs/first --listen 127.0.0.1:9478     for a Prometheus server
   deadpool metrics runs/first --textfile /var/lib/node_exporter/deadpool.prom
 
 configs/ has a dashboard for Grafana and rules for alerts. Exit status: 0 printed, or the run is

@@ -1,5 +1,4 @@
-"""Tells the story of a run and of each failure in it, from its events and final.json, also while it
-still continues."""
+"""Reports on a run and each failure in it, from its events and final.json, also during the run."""
 
 from __future__ import annotations
 

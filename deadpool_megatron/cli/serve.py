@@ -1,6 +1,6 @@
 """Shows a run on one page: whether all is well, iteration and loss, nodes and roles, each recovery
-with its phases, where the time went, protection and requests. The page is read-only and needs
-nothing from elsewhere; its address, with a token that it asks for, is the first line printed.
+with its phases, node time by use, protection and requests. The page is read-only and loads nothing
+from other servers. The first line printed is its address, with a token.
 
 examples:
   deadpool serve runs/first
@@ -84,7 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--listen",
         default="127.0.0.1:0",
         metavar="ADDR:PORT",
-        help="(default: a free port of this host alone)",
+        help="address of the page (default: a free port, on this host only)",
     )
 
 

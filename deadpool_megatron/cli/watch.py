@@ -1,5 +1,5 @@
-"""Follows a run from any host that sees its run directory: the lines that `deadpool run` prints, on
-a terminal or as plain text, until the run is over. No part of the run waits for it.
+"""Follows a run from any host that sees its run directory: prints the lines of `deadpool run`, on a
+terminal or as plain text, until the run is over. The run does not wait for it.
 
 exit status: 0 the run is over, 2 no such run, 130 interrupted
 """
@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     text = "the lines of a run, from any host"
     parser = subparsers.add_parser("watch", help=text, description=__doc__)
     add_run_directory(parser)
-    text = "begin with so many newest lines (default: %(default)s)"
+    text = "begin with the N newest lines (default: %(default)s)"
     parser.add_argument("--lines", type=int, default=20, metavar="N", help=text)
 
 

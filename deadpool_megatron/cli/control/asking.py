@@ -107,7 +107,7 @@ def add_parser(subparsers: Any) -> None:
         "--within",
         type=float,
         metavar="SECONDS",
-        help="with --dump: how long the run has until something ends it; where exports are"
+        help="with --dump: the time until a limit ends the run; where exports are"
         " configured it trains on and writes a last checkpoint before the dump, for half that time"
         " at most",
     )
@@ -274,7 +274,7 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=math.inf,
         metavar="SECONDS",
-        help="until it is done, and exit with 0 if it was, 1 if it was refused, 5 if it was not"
+        help="wait until it is done; exit with 0 if it was, 1 if it was refused, 5 if it was not"
         " done by then (without SECONDS: as long as it takes)",
     )
 

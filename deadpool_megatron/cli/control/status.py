@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     status = subparsers.add_parser("status", help="what a run does right now")
     add_run_directory(status)
-    status.add_argument("--all", action="store_true", help="every role and node as well")
+    status.add_argument("--all", action="store_true", help="also show every role and node")
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     form.add_argument(

@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_address(parser)
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="memory as 'deadpool plan FILE' says"
+        "--plan", type=Path, metavar="FILE", help="plan that has the shared memory a node needs"
     )
     parser.add_argument(
         "--health-command", default="", metavar="CMD", help="as --deadpool-health-command"

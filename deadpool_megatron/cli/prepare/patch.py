@@ -31,7 +31,7 @@ changes all of them, or none. DIR need not be a git checkout.
 _EXAMPLES = """\
 examples:
   git clone --depth 1 --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM
-  deadpool patch check Megatron-LM     would it work? writes nothing
+  deadpool patch check Megatron-LM     checks whether apply would work; writes nothing
   deadpool patch apply Megatron-LM     does nothing on a patched tree; finishes an interrupted apply
   deadpool patch status Megatron-LM    which files are patched, and where the patches are
   deadpool patch revert Megatron-LM    every file as it was, byte for byte

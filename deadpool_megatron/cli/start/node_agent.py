@@ -123,20 +123,20 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="at SIGTERM, as when a pod is evicted: so long for the roles of this node to move to a"
-        " spare before it ends (default: 0, it ends at once)",
+        help="time for this node's roles to move to a spare after SIGTERM, as in an evicted pod"
+        " (default: 0, it ends at once)",
     )
     agent.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="where the coordinator listens, for a host without the shared run directory",
+        help="address of the coordinator, for a host without the shared run directory",
     )
     agent.add_argument(
         "--coordinator-port",
         type=int,
         default=0,
         metavar="N",
-        help="on which this node's standby listens once it coordinates (default: a free one)",
+        help="port of the coordinator on this node (default: a free one)",
     )
     agent.add_argument(
         "--no-standby", action="store_true", help="this node never takes over as coordinator"
@@ -151,7 +151,9 @@ def add_parser(subparsers: Any) -> None:
     )
     agent.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
     agent.add_argument(
-        "--preload", metavar="MODULES", help="imported once per node (default: torch, megatron)"
+        "--preload",
+        metavar="MODULES",
+        help="modules imported once per node (default: torch, megatron)",
     )
     arguments.add_arguments(agent)
 

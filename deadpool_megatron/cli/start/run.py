@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--preload",
         metavar="MODULES",
-        help="imported once for all processes"
+        help="modules imported once for all processes"
         f" (default: {DEFAULT_PRELOAD}; for a script with --deadpool {scripts.PRELOAD})",
     )
     arguments.add_arguments(parser)

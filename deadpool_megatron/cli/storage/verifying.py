@@ -37,14 +37,14 @@ _INDEX = ".metadata"
 # The files of one of Megatron's older format, each an archive of torch.
 _OF_RANKS = "mp_rank_*/*.pt"
 _DESCRIPTION = """\
-Hashes every sealed part of every generation and compares it with its checksum. Read-only: a run
-that is alive is not disturbed, and a slot that it is just overwriting counts as busy, not as bad.
+Hashes every sealed part of every generation and compares it with its checksum. The
+command is read-only and works during a run: a slot that is being overwritten counts as busy.
 
 DIR may be
   a run directory      all of the run's memory on this host, its dumps, its durable checkpoints,
                        what --resume continues from, its frozen weights
   /dev/shm/deadpool-*  (or nodeN in it) generations in memory
-  a dump               what vaults wrote when a run ended for lack of nodes (RUN/dump/...)
+  a dump               state that vaults wrote when a run ended without a spare (RUN/dump/...)
   a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
                        range that it names is there, and the checksums inside match; of the older
                        format (torch) the checksums alone"""
