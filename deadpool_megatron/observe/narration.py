@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cluster.failures import MEANINGS, FailureKind, in_words, process_name
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.observe.story import Interruption, Story, decimal
 
 # Enough to see which call it is, and who made it.
@@ -46,7 +46,10 @@ class Narrator:
         # A coordinator that took over is told again what is known.
         again = event.kind is Kind.STEP and (event.iteration or 0) <= story.last_iteration
         again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event, event.epoch)
+        known = len(story.failures)
         story.take(event)
+        if event.kind is Kind.EPOCH_OPENED and len(story.failures) > known:  # without a coordinator
+            return [_title_line(story.failures[-1], story), *_advice(story.failures[-1])]
         if again or (was_over and story.ended is not None):  # agents leave
             return []
         match event.kind:
@@ -91,9 +94,7 @@ class Narrator:
         again = count(failure.steps_recomputed, "iteration")
         text = f"{verb} in {failure.seconds or 0.0:.2f} s{_phases(failure.phases)}"
         lines.append(Line(f"{text}; {again} computed again", style, code=failure.kind))
-        if advice := to_do(failure.kind):
-            lines.append(Line(f"to do: {advice}", code=failure.kind))
-        return lines
+        return lines + _advice(failure)
 
     def _is_known(self, event: Event, number: int) -> bool:
         """Return whether another one has said the same: a coordinator that took over says again
@@ -145,7 +146,7 @@ def tell(event: Event) -> Line | None:
         case Kind.DRAIN:
             return Line(str(data.get("text", f"drain of node {event.node}")))
         case Kind.WAITING_FOR_SPARE:
-            return Line(str(data["text"]), "yellow")
+            return Line(describe_wait(event), "yellow")
         case Kind.LOG if data.get("level") != "info":  # those are for the report of the run
             return Line(str(data.get("text")))
         case Kind.PROTECTION:
@@ -228,6 +229,11 @@ def to_do(kind: str) -> str:
     return f"{known.to_do} (deadpool explain {kind})" if known and known.to_do else ""
 
 
+def _advice(failure: Interruption) -> list[Line]:
+    advice = to_do(failure.kind)
+    return [Line(f"to do: {advice}", code=failure.kind)] if advice else []
+
+
 def _title_line(failure: Interruption, story: Story) -> Line:
     calm = (FailureKind.COORDINATOR, FailureKind.RESTART)
     style = "" if failure.planned else "yellow" if failure.kind in calm else "bold red"
@@ -275,6 +281,14 @@ def describe_coordinator(event: Event) -> str:
     """``term 2 on host b7 (node 5)``."""
     beside = "" if event.node is None else f" (node {event.node})"
     return f"term {event.data.get('term')} on host {event.data.get('hostname')}{beside}"
+
+
+def describe_wait(event: Event) -> str:
+    """``roles [0] wait for a spare node to join; since 12:23:51 until 12:28:51, ...``."""
+    until = event.wall_seconds + float(event.data["limit_seconds"])
+    since, until_text = date(event.wall_seconds)[11:19], date(until)[11:19]
+    then = "then the run saves what it holds and ends"
+    return f"{event.data['text']}; since {since} until {until_text}, {then}"
 
 
 def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:

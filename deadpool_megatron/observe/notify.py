@@ -23,7 +23,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind, in_words
 from deadpool_megatron.events import Event, Kind, date
-from deadpool_megatron.observe.narration import count, shown
+from deadpool_megatron.observe.narration import count, describe_wait, shown
 from deadpool_megatron.preflight.health import run_by_shell
 
 _MOST_WAITING = 64
@@ -120,7 +120,7 @@ def notice_text(event: Event) -> str:
         case Kind.NODE_ASIDE:
             return str(data.get("cause"))
         case Kind.WAITING_FOR_SPARE:
-            return f"waits for a node: {data.get('text')}"
+            return f"waits for a node: {describe_wait(event)}"
         case Kind.RUN_ENDED:
             why = f": {data['reason']}" if data.get("reason") else ""
             return f"ended with status {data.get('exit_status')}{why}"

@@ -12,12 +12,12 @@ import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind, rank
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.observe.account import Account
 
 # The phases of a recovery in the order in which they begin; ``reprotect`` runs beside the later
@@ -131,7 +131,8 @@ class Interruption:
     else failed meanwhile. ``generation``: (lineage, iteration) of the state the run continued from,
     once decided. ``exposed_seconds``: until every state had its copies again, as far as reported.
     ``closed``: the event that told of it; its causes, as known by now, are those of :attr:`best`.
-    Times are wall clock, seconds; what stands below ``is_over`` is known then.
+    Times are wall clock, seconds; what stands below ``is_over`` is known then. ``is_cut_short``:
+    the run ended before it was over. The loss of a coordinator that interrupts nothing is one, too.
     """
 
     number: int
@@ -148,6 +149,7 @@ class Interruption:
     generation: tuple[int, int] | None = None
     exposed_seconds: float = 0.0
     ended: float | None = None
+    is_cut_short: bool = False
     is_over: bool = False
     phases: Mapping[str, float] = field(default_factory=dict)
     seconds: float | None = None
@@ -234,6 +236,7 @@ class Story:
         self.protections: list[Event] = []
         self.durable: list[Event] = []
         self.coordinators: list[Event] = []
+        self.waiting: Event | None = None  # for a spare
         # Losses that closed no epoch: a spare, a vault that was started again.
         self.ignored_losses: list[Event] = []
         self.hosts: dict[int, str] = {}  # by node
@@ -244,12 +247,13 @@ class Story:
         self._losses: list[Event] = []
         self._stacks: list[Event] = []
         self._hangs: list[Event] = []
+        self._silence: Event | None = None  # of the coordinator before, until all agents are back
 
     def take(self, event: Event) -> None:
         """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
         data = event.data
         self.account.take(event)
-        self.last_wall = max(self.last_wall, event.wall_seconds)
+        heard, self.last_wall = self.last_wall, max(self.last_wall, event.wall_seconds)
         self.epoch = max(self.epoch, event.epoch)
         if event.kind in _COUNTED:
             self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
@@ -269,6 +273,7 @@ class Story:
                 self.started_at = event.wall_seconds
             case Kind.RUN_ENDED:
                 self.ended, self.exit_status = event, int(data.get("exit_status", 0))
+                self._cut_short()
             case Kind.NODE_JOINED if self.ended is not None:
                 # The run continues from what it had saved.
                 self.ended = self.exit_status = None
@@ -292,8 +297,15 @@ class Story:
                 self._of_failure("hangs", self._hangs).append(event)
             case Kind.EPOCH_CLOSED:
                 self._close(event)
-            case Kind.EPOCH_DECIDED if "forgotten_from" in data:
-                self._forget(int(data["forgotten_from"]))
+            case Kind.WAITING_FOR_SPARE:
+                float(data["limit_seconds"])  # raises here, and not where it is told
+                self.waiting = event
+            case Kind.EPOCH_DECIDED:
+                self.waiting = None
+                if "forgotten_from" in data:
+                    self._forget(int(data["forgotten_from"]))
+            case Kind.EPOCH_OPENED if self._silence is not None:
+                self._stay_open(self._silence)
             case Kind.GATE_WAIT:
                 self._wait(event)
             case Kind.NODE_ASIDE:
@@ -313,6 +325,8 @@ class Story:
                 self.durable.append(event)
             case Kind.COORDINATOR:
                 self.term = int(data.get("term", 1))
+                if self.term > 1 and event.epoch and self.ended is None:
+                    self._silence = self._silence or self._silent(event, heard)
                 self.coordinators.append(event)
             case Kind.RECOVERED:
                 kind = str(data.get("kind", "")) or "unknown"
@@ -322,14 +336,14 @@ class Story:
                     self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + spent
             case _:
                 pass
-        if self.failures:
+        if self.failures and self.failures[-1].closed.kind is Kind.EPOCH_CLOSED:
             self._recover(event, self.failures[-1])
 
     @property
     def current(self) -> Interruption | None:
         """The failure the run is recovering from, if any."""
         last = self.failures[-1] if self.failures else None
-        return None if last is None or last.is_over else last
+        return None if last is None or last.is_over or last.is_cut_short else last
 
     @property
     def unrelated_losses(self) -> list[Event]:
@@ -414,10 +428,46 @@ class Story:
             del self.gate_waits[oldest]
             self._waits_over.pop(oldest, None)
 
+    def _silent(self, event: Event, heard: float) -> Event:
+        """Return the loss of the coordinator before, as of when it was last heard of."""
+        before = self.coordinators[-1].node if self.coordinators else None
+        cause = f"the coordinator on node {'?' if before is None else before} was last heard of at"
+        cause += f" {date(heard)[11:19]}; node {event.node} took over at"
+        told = {
+            "kind": FailureKind.COORDINATOR,
+            "cause": f"{cause} {date(event.wall_seconds)[11:19]}",
+        }
+        return Event(Kind.COORDINATOR, event.epoch, before, data=told, wall_seconds=heard)
+
+    def _stay_open(self, silence: Event) -> None:
+        """All agents have come to the new coordinator, and the epoch was not closed."""
+        self._silence = None
+        if self.current is None:
+            cause = f"{silence.data['cause']}; training was not interrupted"
+            silence = replace(silence, data={**silence.data, "cause": cause})
+            lost = Interruption(
+                len(self.failures) + 1,
+                silence.wall_seconds,
+                silence,
+                self.last_iteration,
+                [],
+                [],
+                [],
+            )
+            lost.end({"seconds": 0.0, "steps_recomputed": 0})
+            self.failures.append(lost)
+
+    def _cut_short(self) -> None:
+        self.waiting = None
+        if self.current is not None:
+            self.current.is_cut_short = True
+
     def _close(self, event: Event) -> None:
         self._pace_after = self.last_iteration  # the next step takes as long as the recovery
+        silence, self._silence = self._silence, None
         if event.data.get("kind") == FailureKind.RESTART:
-            self.started_at = event.wall_seconds
+            self.started_at, silence = event.wall_seconds, None
+            self._cut_short()
         if self.current is not None:
             self.current.closes += 1
             self.current.opened = self.current.ended = None
@@ -425,6 +475,7 @@ class Story:
         oldest = event.wall_seconds - _RELATED_SECONDS
         related = [loss for loss in self._losses if loss.wall_seconds >= oldest]
         self.ignored_losses += [loss for loss in self._losses if loss.wall_seconds < oldest]
+        related += [] if silence is None else [silence]
         if len(self.failures) > 1:
             self.failures[-1].parts.clear()  # one for each role; the first failure is drawn
         self.failures.append(
@@ -464,8 +515,14 @@ class Story:
                 failure.end(data)
                 failure.ended = event.wall_seconds
                 if failure.seconds is not None:
-                    # The coordinator knows when it began; we only when it was heard of.
+                    # The coordinator knows when it began; we only when it was heard of. One that
+                    # took over does not know of the time before.
                     failure.began = min(failure.began, event.wall_seconds - failure.seconds)
+                    if any(loss.kind is Kind.COORDINATOR for loss in failure.losses):
+                        whole, phases = event.wall_seconds - failure.began, failure.phases
+                        detect = phases.get("detect", 0.0) + whole - failure.seconds
+                        failure.seconds = whole
+                        failure.phases = ordered_phases({**phases, "detect": detect})
             case _:
                 pass
 

@@ -120,6 +120,42 @@ def test_a_recovery_of_which_nobody_tells_the_end_is_over_all_the_same() -> None
     assert [one.closes for one in story.failures] == [1, 1]
 
 
+def replaced(term: int, node: int, at: float) -> Event:
+    return Event(Kind.COORDINATOR, 1, node, data={"term": term}, wall_seconds=at)
+
+
+REOPENED = Event(Kind.EPOCH_OPENED, 1, data={"phases": {}}, wall_seconds=13.0)
+
+
+def test_the_loss_of_a_coordinator_that_interrupts_nothing_is_a_failure_without_cost() -> None:
+    found = story_of(replaced(1, 2, 0.0), step(1, 10.0), replaced(2, 1, 12.0), REOPENED)
+    (lost,) = found.failures
+    assert (lost.kind, lost.best.node, lost.began) == ("coordinator", 2, 10.0)
+    assert (lost.is_over, lost.seconds, lost.steps_recomputed) == (True, 0.0, 0)
+    assert found.current is None
+    values = {"kind": "node-lost", "seconds": 4.0, "steps_recomputed": 1, "phases": {"detect": 0.5}}
+    recovered = Event(Kind.RECOVERED, 2, data=values, wall_seconds=30.0)
+    (one,) = story_of(
+        replaced(1, 2, 0.0), step(1, 10.0), replaced(2, 1, 12.0), closed(26.0), recovered
+    ).failures
+    assert (one.kind, one.began, one.seconds) == ("node-lost", 10.0, 20.0)
+    assert one.phases == {"detect": 16.5}, "nobody coordinated meanwhile"
+
+
+def test_a_recovery_that_the_end_overtook_is_not_the_one_of_the_next_start() -> None:
+    waits = Event(Kind.WAITING_FOR_SPARE, 1, data={"text": "x", "limit_seconds": 9.0})
+    ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 130}, wall_seconds=6.0)
+    story = story_of(closed(5.0), waits)
+    assert story.waiting is waits
+    story_of(ended, story=story)
+    assert (story.current, story.waiting) == (None, None)
+    assert story.failures[0].is_cut_short
+    joined = Event(Kind.NODE_JOINED, 1, 0, data={"spare": False}, wall_seconds=90.0)
+    story_of(replaced(2, 1, 89.0), joined, closed(91.0, "restart"), story=story)
+    assert [one.kind for one in story.failures] == ["node-lost", "restart"]
+    assert story.failures[1].began == 91.0
+
+
 def test_files_longer_than_a_piece_are_followed_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import chosen_plan
@@ -271,6 +272,8 @@ def _wait_for_spare(core: Core, text: str) -> None:
     if not isinstance(core.state.doing, WaitingSpare):
         limit = core.config.settings.spare_timeout_seconds
         core.state.doing = WaitingSpare(core.now + limit)
+        run = PurePath(core.config.dump_directory).parent
+        text += f"; 'deadpool agent --run-dir {run} --attach' on a host adds a node"
         core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
 
 
@@ -279,8 +282,7 @@ def _wait_or_end(core: Core, why: str, restore: Restore) -> None:
     if not core.state.lineage.ever_ran and restore.kind != "memory":
         finish(core, ExitStatus.BAD_INPUT, why)
     else:
-        limit = core.config.settings.spare_timeout_seconds
-        _wait_for_spare(core, f"{why}; waits {limit:g} s for a node to join")
+        _wait_for_spare(core, f"{why}; waits for a node to join")
 
 
 def _history(state: State, restore: Restore) -> History:

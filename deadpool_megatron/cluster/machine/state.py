@@ -558,8 +558,10 @@ class State:
     def waiting_for(self) -> str:
         """Return what the phase waits for, in words; empty when it waits for nothing."""
         match self.doing:
-            case Bootstrapping() | TakingOver():
+            case Bootstrapping():
                 return "nodes and members to start"
+            case TakingOver():
+                return "the agents to come to the new coordinator"
             case Closing(looks=True):
                 return "a look at the checkpoints"
             case Closing(awaited=awaited):
