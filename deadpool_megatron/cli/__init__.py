@@ -16,6 +16,7 @@ import functools
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,8 +185,11 @@ class _HelpParser(argparse.ArgumentParser):
     leaves the settings of a run out of the help unless it ``shows_all``. Its errors are one line,
     with the option that a wrong one is near to."""
 
-    def __init__(self, *, shows_all: bool = False, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    def __init__(self, *, shows_all: bool = False, description: str = "", **options: Any) -> None:
+        # Of one text, examples and exit statuses come after the options.
+        head, *rest = re.split(r"\n(?=examples:|[Ee]xit status:)", description, maxsplit=1)
+        shown = {"description": head, "epilog": "".join(rest), **options}
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **shown)
         self._shows_all = shows_all
 
     def format_help(self) -> str:

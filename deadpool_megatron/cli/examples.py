@@ -1,5 +1,15 @@
-"""``deadpool examples``: argument files, plans and batch scripts that come with the package, and
-where an installation has such files, which are no modules (patch sets are others)."""
+"""Prints the folder that holds configs/ (models for `deadpool plan`, arguments for the embedded
+trainer and for pretrain_gpt.py, dashboard, alerts, health commands) and scripts/ (Slurm, ssh,
+Kubernetes). The commands in the documentation need a copy of them in the current folder; a
+checkout has them.
+
+examples:
+  cp -rn "$(deadpool examples)"/{configs,scripts} .
+  deadpool plan configs/65b.yaml
+  $EDITOR scripts/slurm/pretrain_65b.sbatch
+
+exit status: 0 done; 2 the files are missing: one line names the folders that were searched
+"""
 
 from __future__ import annotations
 
@@ -12,20 +22,6 @@ from pathlib import Path
 import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError
 
-_DESCRIPTION = """\
-Prints the folder that holds configs/ (models for `deadpool plan`, arguments for the embedded
-trainer and for pretrain_gpt.py, dashboard, alerts, health commands) and scripts/ (Slurm, ssh,
-Kubernetes). The commands in the documentation need a copy of them in the current folder; a
-checkout has them.
-"""
-_EXAMPLES = """\
-examples:
-  cp -rn "$(deadpool examples)"/{configs,scripts} .
-  deadpool plan configs/65b.yaml
-  $EDITOR scripts/slurm/pretrain_65b.sbatch
-
-exit status: 0 done; 2 the files are missing: one line names the folders that were searched
-"""
 # A file by which their folder is known.
 _KNOWN = "configs/tiny.args"
 
@@ -35,8 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     subparsers.add_parser(
         "examples",
         help="print the folder of example configs and batch scripts",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        description=__doc__,
     )
 
 

@@ -1,5 +1,15 @@
-"""``deadpool check``: is this host fit for a run? And what was found out about all nodes of one, as
-a table."""
+"""Shows the facts and problems of this host. 'deadpool agent --check-only' on each node compares
+all nodes of a run.
+
+examples:
+  deadpool check
+  deadpool check --runs runs
+  deadpool check --plan configs/65b.yaml
+  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only --run-dir DIR \\
+      --nodes 64 --spares 2 --nproc-per-node 8
+
+exit status: 0 nothing is wrong, 1 this host has a problem, 2 bad input
+"""
 
 from __future__ import annotations
 
@@ -32,20 +42,6 @@ from deadpool_megatron.preflight import host
 from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems
 from deadpool_megatron.settings import LONGEST_SECONDS
 
-_DESCRIPTION = """\
-Shows the facts and problems of this host. 'deadpool agent --check-only' on each node compares all
-nodes of a run.
-"""
-_EPILOG = """\
-examples:
-  deadpool check
-  deadpool check --runs runs
-  deadpool check --plan configs/65b.yaml
-  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only --run-dir DIR \\
-      --nodes 64 --spares 2 --nproc-per-node 8
-
-exit status: 0 nothing is wrong, 1 this host has a problem, 2 bad input
-"""
 _NOT_GOOD = 1
 _HEADER = ("node", "host", "rack", "GPUs", "/dev/shm free", "memory", "verdict")
 
@@ -55,8 +51,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "check",
         help="check before a run whether this host is fit to train",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        description=__doc__,
     )
     add_address(parser)
     parser.add_argument(

@@ -1,7 +1,18 @@
-"""``deadpool patch``: put deadpool's marks into a checkout of Megatron-LM, or take them out.
+"""Adds one import to four files of Megatron-LM, and one decorator above each function that deadpool
+hooks. The code of the hooks is in this package. Without --deadpool on the command line the patched
+functions behave as before.
 
-``git apply`` does the work. A patch set is a directory named after the tag that it is for, with the
-patches and one table of hashes; the table says what each file of a tree is.
+The files have to be exactly those of a supported release; this is checked first. Then git apply
+changes all of them, or none. DIR need not be a git checkout.
+
+examples:
+  git clone --depth 1 --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM
+  deadpool patch check Megatron-LM     checks whether apply would work; writes nothing
+  deadpool patch apply Megatron-LM     does nothing on a patched tree; finishes an interrupted apply
+  deadpool patch status Megatron-LM    which files are patched, and where the patches are
+  deadpool patch revert Megatron-LM    every file as it was, byte for byte
+
+exit status: 0 done, or nothing to do; 2 refused, one line says why
 """
 
 from __future__ import annotations
@@ -20,24 +31,8 @@ from deadpool_megatron.cli.common import CommandError, system_error_line, table
 from deadpool_megatron.cli.examples import shipped_roots
 from deadpool_megatron.observe.narration import count
 
-_DESCRIPTION = """\
-Adds one import to four files of Megatron-LM, and one decorator above each function that deadpool
-hooks. The code of the hooks is in this package. Without --deadpool on the command line the patched
-functions behave as before.
-
-The files have to be exactly those of a supported release; this is checked first. Then git apply
-changes all of them, or none. DIR need not be a git checkout.
-"""
-_EXAMPLES = """\
-examples:
-  git clone --depth 1 --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM
-  deadpool patch check Megatron-LM     checks whether apply would work; writes nothing
-  deadpool patch apply Megatron-LM     does nothing on a patched tree; finishes an interrupted apply
-  deadpool patch status Megatron-LM    which files are patched, and where the patches are
-  deadpool patch revert Megatron-LM    every file as it was, byte for byte
-
-exit status: 0 done, or nothing to do; 2 refused, one line says why
-"""
+# A patch set is a directory named after the tag that it is for, with patches and one table of
+# hashes, which says what each file of a tree is.
 _HASHES = "hashes"
 _VERSION_FILE = "megatron/core/package_info.py"
 _GIT_SECONDS = 60.0
@@ -89,8 +84,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "patch",
         help="patch a checkout of Megatron-LM, or revert the patch",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        description=__doc__,
     )
     parser.add_argument(
         "action",

@@ -1,4 +1,9 @@
-"""``deadpool plan FILE``: will it hold? Nodes, memory and traffic before a run."""
+"""Computes, from a file of numbers about a model and a cluster, the cost of protecting every
+iteration: nodes, memory, traffic and time of a step. The code that places copies in a run also
+places them here. Nothing is started or measured.
+
+A plan that cannot hold is refused with one line that names the number to change.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,6 @@ from deadpool_megatron.planning.megatron_args import ASSUMED, sections_of
 from deadpool_megatron.planning.plan_file import SECTIONS, PlanError, read_plan
 from deadpool_megatron.planning.sizes import total_parameters
 
-_DESCRIPTION = """\
-Computes, from a file of numbers about a model and a cluster, the cost of protecting every
-iteration: nodes, memory, traffic and time of a step. The code that places copies in a run also
-places them here. Nothing is started or measured.
-
-A plan that cannot hold is refused with one line that names the number to change.
-"""
 _EPILOGUE = """\
 docs/planning.md explains each number, and the limits of the model.
 
@@ -55,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="before a run: nodes, memory and traffic from a file",
-        description=_DESCRIPTION,
+        description=__doc__,
         epilog=_EPILOGUE.format(keys="\n".join(_keys())),
     )
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the plan, YAML")

@@ -1,5 +1,13 @@
-"""``deadpool support``: would a run with this command line be protected? Flag by flag, without
-starting anything."""
+"""Judges a command line of Megatron-LM as the start of a run does. Each flag is supported, set by
+deadpool, accepted by name (its source was read, it was never run), not reviewed, or refused. The
+environment variables of this shell are judged as well. Nothing is started, and no GPU is needed.
+
+examples:
+  deadpool support -- pretrain_gpt.py --num-layers 32 --bf16 --tp-comm-overlap
+  deadpool support --megatron Megatron-LM -- pretrain_gpt.py @my.args
+
+exit status: 0 a run would start; 2 it would not, or bad input
+"""
 
 from __future__ import annotations
 
@@ -19,18 +27,6 @@ from deadpool_megatron.support.flags import Level
 from deadpool_megatron.support.judgement import Judged
 from deadpool_megatron.support.versions import version_beside
 
-_DESCRIPTION = """\
-Judges a command line of Megatron-LM as the start of a run does. Each flag is supported, set by
-deadpool, accepted by name (its source was read, it was never run), not reviewed, or refused. The
-environment variables of this shell are judged as well. Nothing is started, and no GPU is needed.
-"""
-_EPILOG = """\
-examples:
-  deadpool support -- pretrain_gpt.py --num-layers 32 --bf16 --tp-comm-overlap
-  deadpool support --megatron Megatron-LM -- pretrain_gpt.py @my.args
-
-exit status: 0 a run would start; 2 it would not, or bad input
-"""
 _SECONDS = 300.0
 _WORDS = {
     Level.SET: "set for you",
@@ -45,8 +41,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "support",
         help="judge a command line of Megatron-LM",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        description=__doc__,
     )
     parser.add_argument(
         "--megatron",

@@ -1,6 +1,19 @@
-"""``deadpool agent``: the processes of one node, for schedulers and for hosts started by hand.
+"""Start the same command on N + S nodes, each with its own node id. The nodes agree on a
+coordinator. The first one creates the run directory, which all of them share.
 
-``deadpool run`` starts its agents by itself; on a cluster every node runs this one command.
+examples:
+  deadpool agent --run-dir /shared/run1 --node-id $SLURM_PROCID --host $(hostname -i) \\
+      --nodes 16 --spares 2 --nproc-per-node 8 -- -m deadpool_megatron.trainer @train.txt
+  srun --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 \\
+      deadpool agent --from-slurm --run-dir /shared/run1 \\
+      --nodes 16 --spares 2 --nproc-per-node 8 -- train.py
+  deadpool agent --run-dir /shared/run1 --attach --host $(hostname -i)     one more spare, any time
+  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only \\
+      --run-dir /shared/check1 --nodes 16 --spares 2 --nproc-per-node 8
+
+exit status: that of the run, if this node can read it (with --check-only: 0 there are N good nodes,
+1 there are not); 2 bad input or environment; 69 this node was cut off, quarantined, or excluded as
+not fit; 143 it was ended by SIGTERM (--leave-seconds).
 """
 
 from __future__ import annotations
@@ -56,25 +69,6 @@ from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 
-_EXAMPLES = """\
-Start the same command on N + S nodes, each with its own node id. The nodes agree on a coordinator.
-The first one creates the run directory, which all of them share.
-
-examples:
-  deadpool agent --run-dir /shared/run1 --node-id $SLURM_PROCID --host $(hostname -i) \\
-      --nodes 16 --spares 2 --nproc-per-node 8 -- -m deadpool_megatron.trainer @train.txt
-  srun --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 \\
-      deadpool agent --from-slurm --run-dir /shared/run1 \\
-      --nodes 16 --spares 2 --nproc-per-node 8 -- train.py
-  deadpool agent --run-dir /shared/run1 --attach --host $(hostname -i)     one more spare, any time
-  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only \\
-      --run-dir /shared/check1 --nodes 16 --spares 2 --nproc-per-node 8
-
-exit status: that of the run, if this node can read it (with --check-only: 0 there are N good nodes,
-1 there are not); 2 bad input or environment; 69 this node was cut off, quarantined, or excluded as
-not fit; 143 it was ended by SIGTERM (--leave-seconds)."""
-
-
 _PORT_FLAG = "--coordinator-port"
 
 
@@ -85,7 +79,7 @@ def add_parser(subparsers: Any) -> None:
         help="one node of a run (clusters)",
         usage="deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
         " [-- COMMAND]",
-        epilog=_EXAMPLES,
+        description=__doc__,
     )
     agent.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"

@@ -1,4 +1,18 @@
-"""``deadpool run``: a whole run on this host, every node a set of processes."""
+"""Starts N + S nodes (agent, vault, P training processes each) and follows the run.
+A node that dies is replaced by a spare within the running job.
+
+examples:
+  deadpool run -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args)
+  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
+      -- -m deadpool_megatron.trainer --train-iters 500
+  deadpool run --nodes 4 --nproc-per-node 1 --run-dir runs/second --deadpool-replicas 2 -- train.py
+  deadpool run --resume runs/first --run-dir runs/third -- -m deadpool_megatron.trainer
+
+exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
+other numbers; 4 a number was not finite; 75 no spare was left, state was dumped (use --resume);
+76 the extras have outgrown their room (as 75, with the setting that the line names);
+130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +49,6 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunD
 from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.settings import NEVER
 
-_DESCRIPTION = """\
-Starts N + S nodes (agent, vault, P training processes each) and follows the run.
-A node that dies is replaced by a spare within the running job."""
-_EXAMPLES = """\
-examples:
-  deadpool run -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args)
-  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
-      -- -m deadpool_megatron.trainer --train-iters 500
-  deadpool run --nodes 4 --nproc-per-node 1 --run-dir runs/second --deadpool-replicas 2 -- train.py
-  deadpool run --resume runs/first --run-dir runs/third -- -m deadpool_megatron.trainer
-
-exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
-other numbers; 4 a number was not finite; 75 no spare was left, state was dumped (use --resume);
-76 the extras have outgrown their room (as 75, with the setting that the line names);
-130 interrupted."""
-
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
@@ -58,8 +56,7 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="train, and keep training when nodes die",
         usage="deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        description=__doc__,
     )
     add_size(parser, "as many as the visible GPUs allow; without GPUs 2, or as the script needs")
     parser.add_argument(

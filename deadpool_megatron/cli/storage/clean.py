@@ -1,4 +1,9 @@
-"""``deadpool clean``: remove what dead runs have left on this host."""
+"""Removes what dead runs have left on this host.
+
+Removes the shared memory of runs on this host. Without DIR: of every run that has no live process
+and that no command can continue. With DIR: of that run; if it can continue, the command asks first,
+and its live processes are killed only with --force.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,13 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.ownership import OwnershipError
 
-_DESCRIPTION = """\
-Removes the shared memory of runs on this host. Without DIR: of every run that has no live process
-and that no command can continue. With DIR: of that run; if it can continue, the command asks first,
-and its live processes are killed only with --force.
-"""
-
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
         "clean",
         help="remove the shared memory and orphaned processes of dead runs",
-        description=_DESCRIPTION,
+        description=__doc__,
     )
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="DIR", help="run directory")
     parser.add_argument("--force", action="store_true", help="even if the run is alive")

@@ -1,4 +1,24 @@
-"""``deadpool verify``: do all generations, in memory and on disk, still have the bytes they had?"""
+"""Hashes every sealed part of every generation and compares it with its checksum. The
+command is read-only and works during a run: a slot that is being overwritten counts as busy.
+
+DIR may be
+  a run directory      all of the run's memory on this host, its dumps, its durable checkpoints,
+                       what --resume continues from, its frozen weights
+  /dev/shm/deadpool-*  (or nodeN in it) generations in memory
+  a dump               state that vaults wrote when a run ended without a spare (RUN/dump/...)
+  a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
+                       range that it names is there, and the checksums inside match; of the older
+                       format (torch) the checksums alone
+
+examples:
+  deadpool verify /shared/run1
+  deadpool verify --json /dev/shm/deadpool-3f9c21ab/node3
+  deadpool verify /shared/saves/iter_0001000
+  srun --ntasks-per-node=1 deadpool verify RUN        the memory of all nodes
+
+exit status: 0 all good; 1 something is bad (named in the last lines); 2 bad input, nothing to
+verify in DIR, or something that this version does not know and could not verify
+"""
 
 from __future__ import annotations
 
@@ -36,27 +56,6 @@ EXIT_BAD, EXIT_NOT_VERIFIED = 1, 2
 _INDEX = ".metadata"
 # The files of one of Megatron's older format, each an archive of torch.
 _OF_RANKS = "mp_rank_*/*.pt"
-_DESCRIPTION = """\
-Hashes every sealed part of every generation and compares it with its checksum. The
-command is read-only and works during a run: a slot that is being overwritten counts as busy.
-
-DIR may be
-  a run directory      all of the run's memory on this host, its dumps, its durable checkpoints,
-                       what --resume continues from, its frozen weights
-  /dev/shm/deadpool-*  (or nodeN in it) generations in memory
-  a dump               state that vaults wrote when a run ended without a spare (RUN/dump/...)
-  a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
-                       range that it names is there, and the checksums inside match; of the older
-                       format (torch) the checksums alone"""
-_EXAMPLES = """\
-examples:
-  deadpool verify /shared/run1
-  deadpool verify --json /dev/shm/deadpool-3f9c21ab/node3
-  deadpool verify /shared/saves/iter_0001000
-  srun --ntasks-per-node=1 deadpool verify RUN        the memory of all nodes
-
-exit status: 0 all good; 1 something is bad (named in the last lines); 2 bad input, nothing to
-verify in DIR, or something that this version does not know and could not verify"""
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="check the checksums of all generations, in memory and on disk",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        description=__doc__,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="see above")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
