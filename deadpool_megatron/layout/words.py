@@ -84,8 +84,6 @@ def in_words(facts: Mapping[str, Any]) -> str:
 def difference(there: RoleLayout, here: RoleLayout) -> str:
     """The first thing in which what was kept (``there``) differs from this program's state."""
     kept, own = _facts(there), _facts(here)
-    if not kept:
-        return "a version wrote it that did not say what its bytes mean: continue with that version"
     for name in {**own, **kept}:
         if kept.get(name) != own.get(name):
             return f"{name} is {kept.get(name, 'none')} there and {own.get(name, 'none')} here"

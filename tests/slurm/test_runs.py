@@ -32,18 +32,6 @@ def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
     assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
 
 
-def test_middle_node_lost(cluster: Cluster, jobs: Jobs) -> None:
-    job = jobs.submit()
-    job.wait_iteration(5)
-    first = job.first_record()
-    (spare,) = [node for node, known in first.nodes.items() if known.spare]
-    cluster.lose(job.host(first.seats[1].node))
-    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
-    final = job.finish()
-    assert [r["seats_changed"]["1"][1][0] for r in final["recoveries"]] == [spare]
-    assert job.wait_end("COMPLETED")["NumNodes"] == "4"
-
-
 def test_node_that_slurm_drains_gives_its_roles_away(cluster: Cluster, jobs: Jobs) -> None:
     job = jobs.submit()
     job.wait_iteration(3)

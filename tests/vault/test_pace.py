@@ -380,14 +380,6 @@ def test_without_counters_copies_take_their_share_and_the_log_says_why(
     assert [record.args for record in caplog.records if "made0" in record.getMessage()]
 
 
-def test_gaps_are_not_looked_for_where_nobody_wants_them() -> None:
-    link = MadeLink(link_gaps="off")
-    with shipment(link, 1 << 20) as share:
-        assert share.seconds
-        assert not watchers()
-    assert link.reads_done == 0
-
-
 def test_what_copies_have_sent_is_not_training() -> None:
     """Of those under way and of those that are over."""
     link, sent = link_of(), [Sent(0.0, 100)]

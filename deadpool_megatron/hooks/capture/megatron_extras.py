@@ -112,12 +112,12 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
     # Set, not load_state_dict: that one adds the steps to the live value.
     if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
-        vars(loop.scheduler).update(values.get("schedule", {}))
+        vars(loop.scheduler).update(values["schedule"])
     loop.scheduler.num_steps = values["scheduler.num_steps"]
     restore_param_group_values(
         loop.optimizer, values["param_groups"], _named(values, "param_group.")
     )
-    restore_state_numbers(loop.optimizer, values.get("state_numbers", {}))
+    restore_state_numbers(loop.optimizer, values["state_numbers"])
     for name, scaler in loss_scalers(loop.optimizer).items():
         if state := _named(values, f"{name}."):
             # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
@@ -271,7 +271,7 @@ def capture_logits(loop: ProtectedLoop) -> dict[str, Any]:
 
 
 def restore_attributes(loop: ProtectedLoop, values: dict[str, Any]) -> None:
-    """Inverse of :func:`capture_attributes`; older extras know of none of these."""
+    """Inverse of :func:`capture_attributes`."""
     for name, module, device in _attention(loop):
         found = values.get(f"logits.{name}")
         setattr(module, _LOGITS, None if found is None else found.to(device))

@@ -110,12 +110,19 @@ def info(tmp_path: Path) -> RunInfo:
     )
 
 
+def options_of(run: RunDirectory, info: RunInfo) -> AgentOptions:
+    """Of node 0."""
+    places: Any = {"run": run, "info": info, "directory": run.path.parent}
+    how: Any = {"secret": b"", "host": "127.0.0.1", "domain": "", "server": None, "modules": ()}
+    return AgentOptions(0, **places, **how)
+
+
 @pytest.fixture
 def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultKeeper]:
     run, segments = RunDirectory(tmp_path / "run"), tmp_path / "segments"
     run.create(info)
     segments.mkdir()
-    options: Any = SimpleNamespace(node=0, run=run, info=info, segments=segments, host="127.0.0.1")
+    options: Any = SimpleNamespace(**vars(options_of(run, info)), segments=segments)
     logs = LocalLogs(segments / "logs")
     made = VaultKeeper(options, lambda _: None, lambda: None, logs)
     yield made
@@ -261,17 +268,7 @@ def test_the_agent_says_so_and_ends(
     monkeypatch.setattr(vault_keeper, "start_child", no_processes)
     run = RunDirectory(tmp_path / "run")
     run.create(info)
-    options = AgentOptions(
-        node=0,
-        run=run,
-        info=info,
-        secret=b"secret",
-        host="127.0.0.1",
-        domain="rack",
-        server=None,
-        modules=(),
-        directory=tmp_path,
-    )
+    options = options_of(run, info)
     options.segments.mkdir(parents=True)
     agent = Agent(options)
     said: list[Any] = []
@@ -335,18 +332,7 @@ def examiner(
     info = RunInfo("testrun", 1, 1, 1, 1, (), settings or Settings(), "")
     run = RunDirectory(directory)
     sent: list[Any] = []
-    options = AgentOptions(
-        node=0,
-        run=run,
-        info=info,
-        secret=b"",
-        host="127.0.0.1",
-        domain="",
-        server=None,
-        modules=(),
-        directory=directory,
-        facts=FACTS,
-    )
+    options = replace(options_of(run, info), facts=FACTS)
     seats = {0: Seat(seat, 0, 0)}
     nodes = {0: NodeAddress("127.0.0.1", 1, "node0", spare=seat != 0)}
     record = EpochRecord(1, seats, nodes, Restore("initial", Generation(1, 0)))

@@ -42,22 +42,6 @@ def test_entries_come_back_by_kind_in_order(opener: Opener) -> None:
     assert journal.entries("closed") == {1: {}}
 
 
-def test_newest_and_sign_of_life(opener: Opener) -> None:
-    journal = opener()
-    assert journal.newest("term") is None
-    assert journal.last_beat() == ""
-    journal.write("term", 1, {"node": 4})
-    journal.write("term", 2, {"node": 5})
-    journal.write("epoch", 9, {})
-    assert journal.newest("term") == (2, {"node": 5})
-    assert [journal.has("term", number) for number in (1, 2, 3)] == [True, True, False]
-    assert not journal.has("epoch", 2)
-    journal.beat("2 17")
-    journal.beat("2 8")
-    assert opener().last_beat() == "2 8"
-    assert list(journal.entries("epoch")) == [9]
-
-
 @pytest.mark.parametrize("number", [-1, MOST_NUMBER + 1])
 def test_a_number_that_fits_into_no_name_is_not_written(opener: Opener, number: int) -> None:
     """With an entry of such a name nothing in the journal could be read any more."""

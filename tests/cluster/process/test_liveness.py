@@ -71,12 +71,6 @@ def assert_frozen_after_the_limit(detector: FreezeDetector, start_at: float = 0.
     assert 3.0 <= found <= 3.3
 
 
-def test_idle_process_without_beats_is_frozen_after_the_limit(start) -> None:  # type: ignore[no-untyped-def]
-    child = start(IDLE)
-    settle(child.pid)
-    assert_frozen_after_the_limit(FreezeDetector(child.pid, 3.0, 0.0))
-
-
 @pytest.mark.parametrize(
     ("state", "frozen"), [("S", True), ("T", True), ("R", False), ("D", False), ("Z", False)]
 )

@@ -364,13 +364,6 @@ def test_spikes_are_judged_by_what_the_run_has_seen(monkeypatch: pytest.MonkeyPa
     assert is_spike(1e6)
 
 
-def test_extras_that_know_nothing_of_it_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = SimpleNamespace(large_value_counts={"loss": 3}, max_values={"loss": 2.5})
-    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
-    extras.restore_attributes(plain_loop([Attention()]), {})
-    assert machine.max_values == {"loss": 2.5}
-
-
 STYLES = ["linear", "cosine", "inverse-square-root", "WSD"]
 
 

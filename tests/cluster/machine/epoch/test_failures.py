@@ -123,17 +123,6 @@ def test_spare_that_does_not_get_warm_is_restarted() -> None:
     assert rig.one(act.KillMember) == act.KillMember(2, 0, 0)
 
 
-def test_node_with_too_many_restarts_is_put_aside() -> None:
-    rig = Rig(restarts_in_place=2).run()
-    for iteration in (1, 2, 3):
-        rig.steps(iteration)
-        rig.kill(1, g(iteration, rig.record.epoch))
-        if iteration < 3:
-            rig.opened()
-    assert nodes_of(rig.pending) == {0: 0, 1: 2}
-    assert "2 restarts" in rig.state.fleet.removed[1]
-
-
 def test_all_agents_gone_ends_the_coordinator() -> None:
     rig = Rig(nodes=1, spares=0, replicas=1).run()
     rig.feed(ev.MemberDone(*rig.seat(0), 1))
@@ -143,14 +132,6 @@ def test_all_agents_gone_ends_the_coordinator() -> None:
     assert rig.state.phase is Phase.ENDED
     rig.tick(1000)
     assert rig.last == []
-
-
-def test_ends_by_order() -> None:
-    rig = Rig().run()
-    rig.feed(ev.UserStop())
-    assert rig.one(act.Finish).exit_status == 130
-    rig.tick(rig.settings.close_seconds)
-    assert rig.one(act.Exit).exit_status == 130
 
 
 # State that does not restore.
