@@ -145,12 +145,14 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def bring(source: Path, folder: Path) -> int:
+def bring(source: Path, folder: Path, progress: Callable[[float], None] = lambda _: None) -> int:
     """Have the files of another run in ``folder`` too: as links where both lie in one file system,
-    else as copies. Several processes may do so at once. Returns the bytes copied; raises OSError.
+    else as copies. Several processes may do so at once. ``progress`` gets the part that is done (0
+    to 1) before each file. Returns the bytes copied; raises OSError.
     """
-    copied = 0
-    for path in files_in(source):
+    copied, found = 0, files_in(source)
+    for at, path in enumerate(found):
+        progress(at / len(found))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         target = folder / path.name
         if target.exists():

@@ -15,7 +15,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from deadpool_megatron.cli.common import (
     add_run_directory,
     ask,
 )
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.process import posix
@@ -151,19 +153,34 @@ def request(
     status. ``taken``: what is printed of one that is not waited for. ``within``: seconds that the
     run has, which go by meanwhile.
     """
+    with contextlib.closing(Display(sys.stderr)) as display:
+        tell_outcome = _wait(args, verb, taken, within, what, display)
+    return tell_outcome()
+
+
+def _wait(
+    args: argparse.Namespace,
+    verb: Verb,
+    taken: Callable[[Request], str],
+    within: float | None,
+    what: Mapping[str, Any],
+    display: Display,
+) -> Callable[[], int]:
+    """Send the request until it has ended; the display shows its stage. Returns what prints the
+    outcome and gives the exit status."""
     run, began = RunDirectory(args.run_dir), time.monotonic()
     limit = began + (0.0 if args.wait is None else args.wait)
     patience = began + _TAKEOVER_SECONDS if args.wait is None else limit
     message = {"command": str(verb), "token": secrets.token_hex(8), **what}
     known: Request | None = None
-    is_told, told = False, ""
+    is_told = False
     while True:
         if within is not None:
             message["seconds"] = max(0.0, within - (time.monotonic() - began))
         try:
             known = Request.from_dict(ask(run, message)["request"])
         except RequestRefused as error:
-            return _refused(verb, str(error))
+            return partial(_refused, verb, str(error))
         except RunNotReachable as error:
             # Once it is taken, a standby takes over, which may not have heard of it; before, it is
             # in vain where no other coordinator can come.
@@ -173,30 +190,28 @@ def request(
                 if is_over or not may_come or time.monotonic() > patience:
                     raise
                 if not is_told:
-                    print(f"deadpool {verb}: {error}; tried again", file=sys.stderr)
+                    display.line(f"deadpool {verb}: {error}; tried again")
                 is_told = True
         if known is not None and args.wait is None:
             print(taken(known))
-            return _refused(verb, known.why) if known.stage is Stage.REFUSED else 0
+            is_refused = known.stage is Stage.REFUSED
+            return partial(_refused, verb, known.why) if is_refused else lambda: 0
         if known is not None and not known.is_open and verb is not Verb.STOP:
-            if known.stage is Stage.REFUSED:
-                return _refused(verb, known.why)
-            print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
-            return 0
-        if known is not None and sys.stderr.isatty() and told != (told := known.told()):
-            print(shown(told), file=sys.stderr, flush=True)
+            return partial(_ended, known)
+        if known is not None:
+            display.status(known.told())
         again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
         until = patience if known is None else limit
         while time.monotonic() < min(again, until) and not run.final.exists():
             time.sleep(_PAUSE_SECONDS)
         if run.final.exists():
-            return _over(run, verb)
+            return partial(_over, run, verb)
         if known is not None and time.monotonic() >= limit:
             why = f"{known.stage}{f', {known.why}' if known.why else ''}; it continues"
             if verb is Verb.STOP:
                 why = f"the run in {args.run_dir} did not end"
-            print(f"deadpool {verb}: not done within {args.wait:g} s: {why}", file=sys.stderr)
-            return EXIT_NOT_YET
+            display.line(f"deadpool {verb}: not done within {args.wait:g} s: {why}")
+            return lambda: EXIT_NOT_YET
 
 
 def final_line(final: dict[str, Any]) -> str:
@@ -298,6 +313,14 @@ def _may_be_alive(run: RunDirectory) -> bool:
         if listing.get("hostname") != here or posix.is_alive(agent, started):
             return True
     return False
+
+
+def _ended(known: Request) -> int:
+    """Print the outcome; returns the exit status."""
+    if known.stage is Stage.REFUSED:
+        return _refused(known.verb, known.why)
+    print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
+    return 0
 
 
 def _refused(command: str, why: str) -> int:

@@ -10,13 +10,15 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, RunNotReachable, add_run_directory, ask
 from deadpool_megatron.cli.control.asking import final_line
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
 from deadpool_megatron.cluster.failures import process_name
 from deadpool_megatron.cluster.journal.user_requests import Request
+from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, date
 from deadpool_megatron.layout.words import in_short
-from deadpool_megatron.observe.narration import at_risk, count, describe_progress, label, shown
+from deadpool_megatron.observe.narration import Line, at_risk, count, describe_progress, label
 from deadpool_megatron.observe.story import Interruption, Story
 
 _SHOWN_FAILURES = 3
@@ -71,17 +73,23 @@ def run(args: argparse.Namespace) -> int:
             f"the coordinator is of another version of deadpool, and its status has another form"
             f" ({error!r}): use that one, or --json"
         ) from error
-    print(shown("\n".join(lines)))
+    display = Display()
+    for line in lines:
+        display.line(line.text, line.style)
     return 0
 
 
-def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[str]:
+def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
     failures = [
-        f"  {date(failure.began)[:19]} {label(failure, story.hosts)}{_cost(failure)}"
+        Line(
+            f"  {date(failure.began)[:19]} {label(failure, story.hosts)}{_cost(failure)}",
+            "" if failure.planned else "red",
+        )
         for failure in story.failures[-_SHOWN_FAILURES:]
     ]
     if status["phase"] == "over":
-        return [final_line(status), *failures]
+        style = "bold red" if status["exit_status"] else "bold green"
+        return [Line(final_line(status), style), *failures]
     term, rpo = status["coordinator"], status["rpo"]
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
     beside = "" if term["node"] is None else f", next to node {term['node']}"
@@ -89,9 +97,12 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[str]:
     about = "" if seconds is None else f", about {seconds:.1f} s"
     wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
     pace = describe_progress(story, time.time())
-    lines = [
+    first = (
         f"{status['phase']}{waits}; iteration {status['iteration']}{f' ({pace})' if pace else ''};"
-        f" epoch {status['epoch']}",
+        f" epoch {status['epoch']}"
+    )
+    troubles = list[str]()
+    facts = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
         f" spares: {status['spares'] or 'none'}; {status['recoveries']} recoveries",
         f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}",
@@ -99,38 +110,39 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[str]:
         f"  RPO: {at_risk(status)}{about}{wanted}",
     ]
     for role, known in status["roles"].items() if every else ():
-        lines.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")
-    lines += [] if every else _summary_of_roles(status["roles"])
+        facts.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")
     for node, known in status["nodes"].items():
         if every:
             kind = "spare" if known["spare"] else "node "
             protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
-            lines.append(f"  {kind} {node}: {known['host']} {protection}")
+            facts.append(f"  {kind} {node}: {known['host']} {protection}")
         if known["restarts"]:
-            lines.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
-        lines += [f"  node {node} is {known['standing']}: {why}" for why in known["reasons"]]
+            facts.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
+        troubles += [f"  node {node} is {known['standing']}: {why}" for why in known["reasons"]]
     events = status["events"]
     if events["trouble"] or events["dropped"]:
         trouble = events["trouble"] or "events can be written again"
-        lines.append(f"  {trouble}; {events['waiting']} wait, {events['dropped']} were dropped")
-    lines += failures
+        troubles.append(f"  {trouble}; {events['waiting']} wait, {events['dropped']} were dropped")
     if status["failing"]:
-        lines.append(f"  recovering: [{status['failing']['kind']}] {status['failing']['cause']}")
+        troubles.append(f"  recovering: [{status['failing']['kind']}] {status['failing']['cause']}")
     for node, slow in status["slow"].items():
-        lines.append(
+        troubles.append(
             f"  node {node} is slow: {slow['seconds']:.3f} s of its own per iteration, its peers"
             f" {slow['peer_seconds']:.3f} s"
         )
     requests = map(Request.from_dict, status["requests"])
-    lines += [f"  request {one.number}, {one.told()}" for one in requests]
-    lines += _export_lines(status["export"])
+    facts += [f"  request {one.number}, {one.told()}" for one in requests]
+    facts += _export_lines(status["export"])
     if status["aside"]:
-        lines.append(f"  quarantined, used only when no other spare is left: {status['aside']}")
+        troubles.append(f"  quarantined, used only when no other spare is left: {status['aside']}")
     if status["fewer_copies"]:
-        lines.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
+        troubles.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
     if status["diverged"]:
-        lines.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
-    return lines
+        troubles.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
+    roles = [] if every else _summary_of_roles(status["roles"])
+    yellow = (Line(text, "yellow") for text in troubles)
+    style = "bold green" if status["phase"] == Phase.RUNNING else "bold yellow"
+    return [Line(first, style), *map(Line, facts), *roles, *failures, *yellow]
 
 
 def _doing(known: Mapping[str, Any]) -> str:
@@ -139,7 +151,7 @@ def _doing(known: Mapping[str, Any]) -> str:
     return f"{known['section']}{'' if iteration is None else f' {iteration}'}{wait}"
 
 
-def _summary_of_roles(roles: Mapping[str, Any]) -> list[str]:
+def _summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
     """Return a line for all roles that do the same; those that are behind stand first."""
     alike: dict[tuple[int, str], list[int]] = {}
     for role, known in roles.items():
@@ -148,11 +160,12 @@ def _summary_of_roles(roles: Mapping[str, Any]) -> list[str]:
     lines = []
     for (iteration, doing), found in sorted(alike.items()):
         # Beats of roles that step together are not of one moment.
-        late = "  late: " if iteration + 1 < max(alike)[0] else "  "
+        late, style = ("  late: ", "yellow") if iteration + 1 < max(alike)[0] else ("  ", "")
         nodes = in_short(sorted({roles[str(role)]["seat"][0] for role in found}))
-        lines.append(f"{late}roles {in_short(found)} (nodes {nodes}): {doing}")
-    left = len(lines) - _SHOWN_GROUPS
-    return lines[:_SHOWN_GROUPS] + ([f"  and {left} more kinds: --all"] if left > 0 else [])
+        lines.append(Line(f"{late}roles {in_short(found)} (nodes {nodes}): {doing}", style))
+    if (left := len(lines) - _SHOWN_GROUPS) > 0:
+        lines[_SHOWN_GROUPS:] = [Line(f"  and {left} more kinds: --all")]
+    return lines
 
 
 def _cost(failure: Interruption) -> str:

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
             f" got {args.health_seconds:g}"
         )
     plan = None if args.plan is None else assess(read_plan(args.plan))
+    if args.health_command and not args.json:
+        text = f"runs the health command, for {args.health_seconds:g} s at most"
+        print(text, file=sys.stderr, flush=True)
     needs = Needs(nodes=1, shm_bytes=0 if plan is None else plan.busiest("memory_bytes")[1])
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     if args.runs is not None:

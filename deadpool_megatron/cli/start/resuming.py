@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.agent.process import dump_orphans, last_history
 from deadpool_megatron.cluster.coordinator.durable import export_directory, remove_unfinished
 from deadpool_megatron.cluster.journal.journal import JournalError
@@ -192,7 +196,9 @@ def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[s
     source = RunDirectory(old).frozen
     started = time.monotonic()
     try:
-        copied = frozen_file.bring(source, run.frozen)
+        with closing(Display(sys.stderr)) as display:
+            show = partial(display.status, f"copies frozen weights to {run.frozen}")
+            copied = frozen_file.bring(source, run.frozen, show)
     except OSError as error:
         needed = sum(path.stat().st_size for path in frozen_file.files_in(source))
         raise CommandError(
@@ -253,7 +259,9 @@ def _make_orphan_dump(old: RunDirectory, info: RunInfo, kept: Mapping[int, int])
         if not alive:
             # No other run would ever do it, and a dump may need the room.
             remove_unfinished(export_directory(info.settings, old), info.run_id)
-            dump_orphans(old, info, kept)
+            with closing(Display(sys.stderr)) as display:
+                text = f"writes the state in memory to {old.dump}"
+                dump_orphans(old, info, kept, partial(display.status, text))
     except (VaultError, OSError) as error:
         # What is in memory may be newer than anything on disk: to go on without it is no accident.
         remedy = "" if isinstance(error, SegmentError) else "make room, or "

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from deadpool_megatron import failpoints
@@ -87,14 +87,22 @@ def last_history(run: RunDirectory) -> History:
     return History() if newest is None else EpochRecord.from_dict(newest[1]).history
 
 
-def dump_orphans(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:
+def dump_orphans(
+    run: RunDirectory,
+    info: RunInfo,
+    kept: Mapping[int, int],
+    progress: Callable[[float], None] = lambda _: None,
+) -> list[str]:
     """Write what lies on the kept line in directories without a live agent; returns the files.
+    ``progress`` gets the part that is done (0 to 1) before each of them.
 
     What was written leaves the memory. Raises VaultError with one line when it cannot be written,
     or is not understood: then its directory stays, and the others have been written.
     """
     written, unread = [], []
-    for directory in node_directories(info.run_id):
+    found = node_directories(info.run_id)
+    for at, directory in enumerate(found):
+        progress(at / len(found))
         number = directory.name.removeprefix("node")
         if not number.isdigit() or not any(directory.glob("*.seg")):
             continue

@@ -79,11 +79,14 @@ NOBODY = RunNotReachable("no coordinator")
 )
 def test_waiting_ends_with_the_outcome(command: Any, arguments: tuple[str, ...], what: str) -> None:
     coordinator = Coordinator(ASKED, UNDER_WAY, NOBODY, UNDER_WAY, (Stage.DONE, "so it is"))
-    assert command(coordinator, *arguments, "--wait") == (0, f"{what}: done: so it is\n")
+    waits = f"{what}, under way: waits for a spare node\n"
+    # The first is told before the first wait.
+    said = f"{what}: done: so it is\n{what}, asked\n{waits}"
+    assert command(coordinator, *arguments, "--wait") == (0, said)
     tokens = {message["token"] for message in coordinator.asked}
     assert (len(coordinator.asked), len(tokens)) == (5, 1), "the same request again"
     refused = Coordinator(UNDER_WAY, (Stage.REFUSED, "node 1 was lost"))
-    said = f"deadpool {arguments[0]}: refused: node 1 was lost\n"
+    said = f"{waits}deadpool {arguments[0]}: refused: node 1 was lost\n"
     assert command(refused, *arguments, "--wait", "60") == (1, said)
     status, said = command(Coordinator(UNDER_WAY), *arguments, "--wait", "0.01")
     assert status == 5
@@ -109,7 +112,8 @@ def test_a_journal_that_does_not_work_is_waited_for(command: Any) -> None:
     coordinator = Coordinator(trouble, UNDER_WAY, trouble, (Stage.DONE, ""))
     status, said = command(coordinator, "drain", "--node", "1", "--wait")
     told = f"deadpool drain: {trouble}; tried again\n"
-    assert (status, sorted(said.splitlines(True))) == (0, [told, "drain of node 1: done\n"])
+    waits = "drain of node 1, under way: waits for a spare node\n"
+    assert (status, said) == (0, f"drain of node 1: done\n{told}{waits}")
     assert len({message["token"] for message in coordinator.asked}) == 1
     status, said = command(Coordinator(trouble), "drain", "--node", "1")
     assert status == 2
@@ -150,7 +154,8 @@ def test_a_run_that_ends_meanwhile(command: Any, tmp_path: Path) -> None:
     over = "over, exit status 75: enough; 9 iterations"
     assert command(Coordinator(NOBODY), "stop", "--wait") == (0, over + "\n")
     refused = f"deadpool drain: refused: the run is {over}\n"
-    assert command(Coordinator(ASKED, NOBODY), "drain", "--node", "1", "--wait") == (1, refused)
+    told = f"drain of node 1, asked\n{refused}"
+    assert command(Coordinator(ASKED, NOBODY), "drain", "--node", "1", "--wait") == (1, told)
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,19 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_the_verdict_is_one_line_in_which_no_character_acts(
-    run: RunDirectory, carry_out: CarryOut
+    run: RunDirectory, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.final.write_text(json.dumps(FINAL))
     for arguments in (("status", "--verdict"), ("status",), ("stop", "--wait", "5")):
         status, out, _ = carry_out(*arguments, str(run.path))
         assert status == (75 if "--verdict" in arguments else 0)
         assert out == "over, exit status 75: no spare?[31m; 7 iterations\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert carry_out("status", str(run.path))[1].startswith("\x1b[1;31mover")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert carry_out("status", str(run.path))[1].startswith("over")
 
 
 @pytest.mark.parametrize("text", ['{"exit', "", "{}", "[]", '{"exit_status": "a"}', "[" * 100_000])
