@@ -316,7 +316,7 @@ def _check(args: argparse.Namespace) -> None:
     elif not all(map(importlib.util.find_spec, ("torch", "megatron"))):
         complaint = (
             "it trains with torch and megatron-core, which are not installed here:"
-            " pip install 'deadpool-megatron[megatron]'"
+            " pip install '.[megatron]' in the checkout"
         )
     elif args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         complaint = "--plot needs matplotlib: pip install matplotlib"

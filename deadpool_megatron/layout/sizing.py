@@ -164,7 +164,7 @@ def refusal(
     if kind is SchemeKind.PARITY and blocks > 1 and find_spec("zfec") is None:
         return (
             f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
-            " pip install 'deadpool-megatron[parity]'"
+            " pip install '.[parity]' in the checkout"
         )
     if kind is SchemeKind.PARITY and scheme.group < 2:
         return f"a parity group has at least 2 roles, not {scheme.group}"

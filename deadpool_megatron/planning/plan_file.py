@@ -220,7 +220,7 @@ def _parse(text: str) -> Any:
         import yaml
     except ImportError as error:
         raise PlanError(
-            "PyYAML is missing: install it with pip install 'deadpool-megatron[plan]'"
+            "PyYAML is missing: install it with pip install '.[plan]' in the checkout"
         ) from error
     try:
         return yaml.safe_load(text)

@@ -449,7 +449,7 @@ def _import_all() -> None:
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"Megatron-LM needs the package {error.name}:"
-            " pip install 'deadpool-megatron[megatron-lm]'"
+            " pip install '.[megatron-lm]' in the checkout"
         ) from error
 
 

@@ -106,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _given(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Raises PlanError where there is neither a file nor arguments."""
+    if args.args is None and args.nodes is not None:
+        raise PlanError("--nodes belongs to --args: a FILE has its own")
     if args.args is not None and args.nodes is not None:
         try:
             return sections_of(args.args.read_text("utf-8").split(), args.nodes)
