@@ -193,7 +193,5 @@ def test_without_torch_all_but_training_works(light: Installation) -> None:
     assert light.deadpool("status", "runs/none").returncode == 2
     done = light.deadpool("demo")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "deadpool demo: it trains with torch and megatron-core, which are not installed here:"
-        " pip install 'deadpool-megatron[megatron]'"
-    ]
+    (line,) = done.stderr.splitlines()
+    assert "torch and megatron-core" in line
