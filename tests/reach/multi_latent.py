@@ -1,5 +1,5 @@
-"""Runs pretrain_gpt.py with an attention that takes heads of two widths: Megatron-LM's own for
-multi-latent attention is Transformer Engine's. PYTHONPATH names the checkout."""
+"""Runs pretrain_gpt.py with an attention that takes heads of two widths, and packed sequences (as
+one): Megatron-LM's own for these is Transformer Engine's. PYTHONPATH names the checkout."""
 
 from __future__ import annotations
 
@@ -18,8 +18,19 @@ class _Attention(DotProductAttention):
         if v_channels:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(query, key.contiguous(), value.contiguous(), *args, **kwargs)
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        packed = packed_seq_params is not None
+        given = [one.unsqueeze(1) if packed else one.contiguous() for one in (query, key, value)]
+        found = super().forward(*given, *args, packed_seq_params=None, **kwargs)
+        return found.squeeze(1) if packed else found
 
 
 backends.DotProductAttention = _Attention

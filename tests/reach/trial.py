@@ -50,7 +50,7 @@ def trial(directory: Path, shrunk: Shrunk) -> tuple[Result, str]:
     cut = [f"--{kind}-model-parallel-size 2" in shrunk.flags for kind in ("tensor", "pipeline")]
     program = Program((*words, *owed), 4, 2 if all(cut) else 1)
     paths = (*map(str, (*_FOLDERS, tree())), os.environ.get("PYTHONPATH", ""))
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
         wanted = run_program(directory / "undisturbed", program)
         if wanted.status != program.status:
