@@ -31,6 +31,7 @@ from deadpool_megatron.observe.narration import (
     describe_seats,
     describe_slowness,
     describe_stack,
+    describe_wait,
     shown,
     title,
     to_do,
@@ -60,6 +61,7 @@ def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
         return f"ended with exit status {story.ended.data.get('exit_status', '?')}"
     failure = story.current
     state = "running" if failure is None else f"recovering from failure {failure.number}"
+    state += "" if story.waiting is None else ", waiting for a spare"
     try:
         coordinator = read_json(RunDirectory(directory).coordinator)
         if not is_here(coordinator):
@@ -81,14 +83,14 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
         facts = story.started.data
         lines.append(
             f"  {count(facts.get('roles'), 'role')} on {count(facts.get('nodes'), 'node')}"
-            f" and {count(facts.get('spares'), 'spare')}, epoch {story.epoch},"
+            f" and {count(facts.get('spares'), 'spare')} at the start, epoch {story.epoch},"
             f" started {date(story.started.wall_seconds)}"
         )
     lines += _describe_steps(story)
     for failure in story.failures:
         lines += ["", *describe_failure(failure, story)]
-    if story.failures:
-        lines += ["", "Seconds in each phase", *_phase_table(story.failures)]
+    if timed := [failure for failure in story.failures if failure.phases]:
+        lines += ["", "Seconds in each phase", *_phase_table(timed)]
     lines += ["", *_describe_protection(story), *_describe_time(story)]
     return lines
 
@@ -104,7 +106,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         (
             "when",
             f"{date(failure.began)}, {failure.began - began:.1f} s after the start,"
-            f" after iteration {failure.last_iteration}, epoch {failure.closed_epoch} closed",
+            f" after iteration {failure.last_iteration}, epoch {failure.closed_epoch}",
         ),
         ("why", "" if meaning is None else f"{meaning.called}: {meaning.noticed}"),
         ("lost", _joined(map(describe_loss, losses))),
@@ -121,7 +123,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         cost = f"{until}{count(failure.steps_recomputed, 'step')} computed again"
         facts += [
             ("seats", describe_seats(failure.seats_changed)),
-            ("phases", f"{phases} s" if phases else "not recorded"),
+            ("phases", phases and f"{phases} s"),
             ("cost", f"{cost}, {failure.exposed_seconds:.3f} s without all copies in memory"),
         ]
     else:
@@ -133,12 +135,14 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
 
 
 def _describe_progress(failure: Interruption, story: Story) -> str:
-    if story.ended is not None:
-        return "not recovered: the run ended"
+    if failure.is_cut_short:
+        return "not recovered: the run ended first"
+    if story.waiting is not None:
+        return describe_wait(story.waiting)
     reached = "the new epoch is decided" if failure.is_decided else "leaving the epoch"
-    if failure.parts:
-        reached = f"last phase reported: {failure.parts[-1].phase}"
-    return f"recovering for {story.last_wall - failure.began:.1f} s, {reached}"
+    if told := [part.phase for part in failure.parts if part.phase in PHASES]:
+        reached = f"last phase reported: {told[-1]}"
+    return f"recovering since {date(failure.began)}, {reached}"
 
 
 def describe_hang(event: Event) -> list[str]:

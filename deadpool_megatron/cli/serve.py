@@ -38,11 +38,19 @@ from deadpool_megatron.cli.common import (
     listen_address,
     shown_host,
 )
-from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
+from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail
-from deadpool_megatron.observe.narration import Narrator, at_risk, count, describe_cause, to_do
+from deadpool_megatron.observe.narration import (
+    Narrator,
+    at_risk,
+    count,
+    describe_cause,
+    describe_state,
+    describe_wait,
+    to_do,
+)
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Interruption, Story, decimal
 
 _ROOM = Path(observe.__file__).parent
@@ -140,7 +148,7 @@ class WatchedPage:
             "iteration": story.last_iteration,
             "progress": story.progress(),
             "step_seconds": statistics.median(pace) if pace else None,
-            "goodput": story.account.goodput(until),
+            "goodput": story.account.goodput(until) if len(story.steps) else None,
             "node_seconds": uses,
             "loss": self._losses(),
             "recoveries": [_recovery(failure) for failure in story.failures[-_SHOWN_RECOVERIES:]],
@@ -175,6 +183,7 @@ def _banner(story: Story, status: Mapping[str, Any] | None, now: float) -> dict[
     """Return the answer to "is it all right?": ``look`` (good, wait or bad), a title, the newest
     failure with what to do, spares (left, wanted), when the last step was. ``status``: None if
     nobody answers.
+    ``waiting``: for a spare, and until when.
     """
     spares = None
     if status is not None:
@@ -187,6 +196,7 @@ def _banner(story: Story, status: Mapping[str, Any] | None, now: float) -> dict[
         "title": title,
         "spares": spares,
         "last_step_at": story.last_step_at,
+        "waiting": "" if story.waiting is None else describe_wait(story.waiting),
         "failure": _failure(failures[-1]) if failures else None,
     }
 
@@ -207,15 +217,13 @@ def _state(
             return "wait", f"Starting; the last event came {silent:.0f} s ago"
         look = "bad" if silent > _SILENT_SECONDS else "wait"
         return look, f"No answer from the coordinator; the last event came {silent:.0f} s ago"
-    if status["phase"] == "running":
+    state = describe_state(status)
+    if state == "running":
         troubles = [*_troubles(story, status, spares, now)]
         return "wait" if troubles else "good", ", ".join(["Running", *troubles])
-    doing = "Ending" if len(story.steps) else "Starting"
-    if status["failing"]:
-        planned = status["failing"]["kind"] == FailureKind.DRAINED
-        doing = "Planned change" if planned else "Recovering"
-    waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
-    return "wait", f"{doing} ({status['phase']}){waits}"
+    is_told = story.waiting is not None or not status["waiting_for"]
+    waits = "" if is_told else f", waits for {status['waiting_for']}"
+    return "wait", f"{state.capitalize()}{waits}"
 
 
 def _troubles(
@@ -243,8 +251,8 @@ def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [
         ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
         ("lost if a node fails now", at_risk(status)),
-        ("coordinator", f"{term['host']}:{term['port']}{node}, number {term['term']}"),
-        ("membership", f"{status['epoch']} (each change of the nodes makes a new one)"),
+        ("coordinator", f"{term['host']}:{term['port']}{node}, term {term['term']}"),
+        ("epoch", f"{status['epoch']} (each change of the nodes makes a new one)"),
     ]
     requests = map(Request.from_dict, status["requests"])
     return found + [(f"request {one.number}", one.told()) for one in requests]
@@ -255,8 +263,9 @@ def _failure(failure: Interruption) -> dict[str, Any]:
     return {
         "at": failure.began,
         "cause": failure.cause if failure.planned else describe_cause(told),
-        "to_do": to_do(failure.kind),
+        "to_do": "" if failure.is_cut_short else to_do(failure.kind),
         "seconds": failure.seconds,
+        "is_cut_short": failure.is_cut_short,
     }
 
 

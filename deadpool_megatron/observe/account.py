@@ -127,8 +127,10 @@ class Account:
                 self._open(at, event.data.get("phases", {}))
             case Kind.RECOVERED:
                 self._go_on(at, event)
+            case Kind.WAITING_FOR_SPARE:
+                self.now = Use.WAITING_FOR_SPARE
             case Kind.RUN_ENDED:
-                self._settle(at, {Use.ENDING: 1.0})
+                self._settle(at, {self.now if self.closed_at else Use.ENDING: 1.0})
                 self.now, self.closed_at = Use.ENDING, 0.0
                 self.stays.clear()
             case _:

@@ -13,6 +13,7 @@ from deadpool_megatron.observe.story import Interruption, Story, decimal
 
 # Enough to see which call it is, and who made it.
 _SHOWN_FRAMES = 4
+_LAST_PHASES = ("dumping", "ending", "ended")
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def tell(event: Event) -> Line | None:
         case Kind.LOG if data.get("level") != "info":  # those are for the report of the run
             return Line(str(data.get("text")))
         case Kind.PROTECTION:
-            return Line(f"protection: {describe_protection(event)}", "yellow")
+            style = "" if data.get("why") == "start" else "yellow"
+            return Line(f"protection: {describe_protection(event)}", style)
         case Kind.GATE_WAIT if not data.get("over"):
             waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
             return Line(f"{waited} for {float(data['seconds']):.0f} s", "yellow")
@@ -281,6 +283,17 @@ def describe_coordinator(event: Event) -> str:
     """``term 2 on host b7 (node 5)``."""
     beside = "" if event.node is None else f" (node {event.node})"
     return f"term {event.data.get('term')} on host {event.data.get('hostname')}{beside}"
+
+
+def describe_state(status: Mapping[str, Any]) -> str:
+    """``running``, ``recovering (closing)``: what a run does, by its status."""
+    phase, failing = str(status["phase"]), status["failing"]
+    if phase == "bootstrapping" and status["epoch"]:
+        return "taking over"
+    if not failing or phase in _LAST_PHASES:
+        return phase
+    doing = "planned change" if failing["kind"] == FailureKind.DRAINED else "recovering"
+    return f"{doing} ({'replay' if phase == 'running' else phase})"
 
 
 def describe_wait(event: Event) -> str:

@@ -36,6 +36,7 @@ function drawBanner({ banner, ended, now, run }) {
   if (spares) fact("", `${spares[0]} of ${spares[1]}`, " spares left", spares[1] && !spares[0] ? "bad" : "");
   if (step !== null) fact("last step ", ended ? clock(step) : `${duration(Math.max(0, now - step))} ago`, "");
   const made = [html("h2", {}, title), html("p", {}, ...facts)];
+  if (banner.waiting) made.push(html("p", {}, banner.waiting));
   if (failure) {
     const over = failure.seconds === null ? "" : `, over after ${duration(failure.seconds)}`;
     const advice = failure.to_do && ` What to do: ${failure.to_do}.`;
@@ -65,7 +66,7 @@ function drawNumbers(state) {
 }
 
 function ticks(low, high, most, least) {
-  if (high <= low) return [low];
+  if (high <= low) return [Number(low.toPrecision(5))];
   const raw = (high - low) / most, unit = 10 ** Math.floor(Math.log10(raw));
   const step = Math.max(least, unit * [1, 2, 5, 10].find((n) => n * unit >= raw * 0.999));
   const first = Math.ceil(low / step);
@@ -140,7 +141,7 @@ function drawRecoveries(state) {
   const made = [...state.recoveries].reverse().map((one) => {
     const { reprotect: _, ...phases } = one.phases, whole = Object.values(phases).reduce((sum, s) => sum + s, 0) || 1;
     const facts = [`after iteration ${one.after_iteration}, ${clock(one.at)}`];
-    facts.push(one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
+    facts.push(one.is_cut_short ? "the run ended first" : one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
     if (one.recomputed) facts.push(`${count(one.recomputed, "iteration")} computed again`);
     if (one.exposed_seconds) facts.push(`${duration(one.exposed_seconds)} without all copies`);
     const bar = html("div", { class: "bar" }, ...Object.entries(phases).map(([name, spent]) =>

@@ -151,6 +151,7 @@ CLOSED = Event(
             "wait",
             (2, 2),
         ),
+        ((LOST, CLOSED), {"failing": {"kind": "node-lost"}}, 4.0, "wait", (2, 2)),  # replays
         ((), None, 4.0, "wait", None),
         ((), None, 99.0, "bad", None),
         ((), {"coordinator": None}, 99.0, "bad", None),  # of another version
@@ -171,6 +172,24 @@ def test_the_banner_says_whether_it_is_all_right(
     assert (found["banner"]["failure"] is None) == (CLOSED not in told)
     assert bool(found["facts"]) == (spares is not None)
     assert [one["node"] for one in found["lost"]] == [9] * (LOST in told)
+
+
+def test_a_recovery_that_the_end_overtook_waits_for_nobody_and_advises_nothing() -> None:
+    page = page_of("0x1p+1")
+    data = {"text": "roles [0] wait", "limit_seconds": 300.0}
+    for event in (LOST, CLOSED, Event(Kind.WAITING_FOR_SPARE, data=data, wall_seconds=4.0)):
+        page.take(event)
+    status = {"phase": "waiting for a spare", "failing": {"kind": "node-lost"}}
+    found = page.to_dict(status_of(2, 4) | status, 5.0)
+    assert found["banner"]["waiting"]
+    assert found["node_seconds"].keys() <= {"waiting-for-spare", "start"}
+    page.take(Event(Kind.RUN_ENDED, data={"exit_status": 130}, wall_seconds=6.0))
+    found = page.to_dict(None, 9.0)
+    assert not found["banner"]["waiting"]
+    assert (found["banner"]["failure"]["to_do"], found["recoveries"][0]["is_cut_short"]) == (
+        "",
+        True,
+    )
 
 
 def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_not_fail() -> None:

@@ -18,7 +18,15 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, date
 from deadpool_megatron.layout.words import in_short
-from deadpool_megatron.observe.narration import Line, at_risk, count, describe_progress, label
+from deadpool_megatron.observe.narration import (
+    Line,
+    at_risk,
+    count,
+    describe_progress,
+    describe_state,
+    describe_wait,
+    label,
+)
 from deadpool_megatron.observe.story import Interruption, Story
 
 _SHOWN_FAILURES = 3
@@ -64,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     newest = story.failures[-_SHOWN_FAILURES:]
     if args.json:
         told = [failure_to_dict(failure, story) for failure in newest]
-        print(json.dumps({**status, "failures": told}))
+        waiting = None if story.waiting is None else dict(story.waiting.data)
+        print(json.dumps({**status, "failures": told, "waiting": waiting}))
         return 0
     try:
         lines = _lines(status, story, every=args.all)
@@ -87,24 +96,29 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
         )
         for failure in story.failures[-_SHOWN_FAILURES:]
     ]
+    if earlier := len(story.failures) - len(failures):
+        failures.insert(0, Line(f"  {count(earlier, 'earlier failure')}: deadpool report"))
     if status["phase"] == "over":
         style = "bold red" if status["exit_status"] else "bold green"
         return [Line(final_line(status), style), *failures]
     term, rpo = status["coordinator"], status["rpo"]
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
+    if story.waiting is not None:
+        waits = f": {describe_wait(story.waiting)}"
+    done = max(status["iteration"], story.last_iteration)
     beside = "" if term["node"] is None else f", next to node {term['node']}"
     seconds = rpo["most_lost_seconds"]
     about = "" if seconds is None else f", about {seconds:.1f} s"
     wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
     pace = describe_progress(story, time.time())
     first = (
-        f"{status['phase']}{waits}; iteration {status['iteration']}{f' ({pace})' if pace else ''};"
+        f"{describe_state(status)}{waits}; iteration {done}{f' ({pace})' if pace else ''};"
         f" epoch {status['epoch']}"
     )
     troubles = list[str]()
     facts = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
-        f" spares: {status['spares'] or 'none'}; {status['recoveries']} recoveries",
+        f" spares: {status['spares'] or 'none'}; recoveries: {status['recoveries']}",
         f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}",
         f"  protection: {status['protection'] or 'not yet decided'}",
         f"  RPO: {at_risk(status)}{about}{wanted}",
@@ -170,7 +184,7 @@ def _summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
 
 def _cost(failure: Interruption) -> str:
     if not failure.is_over:
-        return ""
+        return "; the run ended first" if failure.is_cut_short else "; not over yet"
     again = count(failure.steps_recomputed, "iteration")
     return f"; {failure.seconds or 0.0:.1f} s, {again} computed again"
 
