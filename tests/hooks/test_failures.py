@@ -8,6 +8,7 @@ import gc
 import time
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,10 +57,7 @@ def test_any_exception_after_a_close_counts_as_the_interrupt(
 
 
 def test_an_exception_without_a_close_is_the_programs_own(rig: Rig) -> None:
-    def step() -> None:
-        raise ZeroDivisionError("a bug in the program")
-
-    rig.entry.loop.acts[1] = step
+    rig.entry.loop.acts[1] = Mock(side_effect=ZeroDivisionError("a bug in the program"))
     started = time.monotonic()
     rig.record(1)
     ended = rig.result()
@@ -75,10 +73,7 @@ def test_extras_without_room_end_the_process_with_their_status(
 ) -> None:
     """And with one line, the last one, which the coordinator repeats."""
 
-    def step() -> None:
-        raise ExtrasOutgrown("grown to 9 bytes, go on with more")
-
-    rig.entry.loop.acts[1] = step
+    rig.entry.loop.acts[1] = Mock(side_effect=ExtrasOutgrown("grown to 9 bytes, go on with more"))
     rig.record(1)
     ended = rig.result()
     assert isinstance(ended, SystemExit)
@@ -120,10 +115,7 @@ def test_a_program_that_cannot_be_protected_ends_with_one_line(
 def test_an_exception_while_building_ends_the_process_at_once(rig: Rig) -> None:
     """No peer has anything to do with it."""
 
-    def build() -> None:
-        raise ValueError("no such data")
-
-    rig.entry.acts["adopt"] = build
+    rig.entry.acts["adopt"] = Mock(side_effect=ValueError("no such data"))
     started = time.monotonic()
     rig.record(1)
     assert isinstance(rig.result(), ValueError)
@@ -145,10 +137,7 @@ def test_failures_that_lead_to_a_new_decision(
 ) -> None:
     """Only what is about the state may cast doubt on the generation."""
 
-    def fail() -> None:
-        raise error
-
-    rig.entry.acts[stage] = fail
+    rig.entry.acts[stage] = Mock(side_effect=error)
     rig.record(1)
     said = rig.expect(kind)
     assert said["epoch"] == 1
@@ -161,10 +150,7 @@ def test_failures_that_lead_to_a_new_decision(
 
 
 def test_a_vault_that_fails_in_a_step_costs_the_epoch_and_no_process(rig: Rig) -> None:
-    def step() -> None:
-        raise VaultError("the choice of a slot: frozen")
-
-    rig.entry.loop.acts[1] = step
+    rig.entry.loop.acts[1] = Mock(side_effect=VaultError("the choice of a slot: frozen"))
     rig.record(1)
     said = rig.expect("fault")
     assert (said["epoch"], said["group"]) == (1, "vault")
@@ -172,10 +158,7 @@ def test_a_vault_that_fails_in_a_step_costs_the_epoch_and_no_process(rig: Rig) -
 
 
 def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> None:
-    def step() -> None:
-        raise EpochClosed(1, "allreduce")
-
-    rig.entry.loop.acts[1] = step
+    rig.entry.loop.acts[1] = Mock(side_effect=EpochClosed(1, "allreduce"))
     rig.record(1)
     assert rig.expect("fault")["text"] == "interrupted without a close"
     time.sleep(QUICK.close_seconds)
@@ -186,10 +169,7 @@ def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> No
 
 
 def test_the_end_of_the_run_ends_any_wait(rig: Rig) -> None:
-    def fail() -> None:
-        raise VaultError("no")
-
-    rig.entry.acts["restore"] = fail
+    rig.entry.acts["restore"] = Mock(side_effect=VaultError("no"))
     rig.record(1)
     rig.expect("fault")
     assert rig.end() is None
@@ -262,9 +242,6 @@ def test_the_limits_in_force_are_said(capfd: pytest.CaptureFixture[str], rig: Ri
 
 
 def test_stop_order_is_no_failure(rig: Rig) -> None:
-    def step() -> None:
-        raise StopOrder("over")
-
-    rig.entry.loop.acts[1] = step
+    rig.entry.loop.acts[1] = Mock(side_effect=StopOrder("over"))
     rig.record(1)
     assert rig.result() is None

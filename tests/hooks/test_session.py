@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -293,10 +293,7 @@ def test_who_is_to_blame_for_a_checkpoint_that_is_not_loaded(
 ) -> None:
     """A text: the checkpoint; another source is tried then."""
 
-    def load_checkpoint(_: Path) -> None:
-        raise error
-
-    entry: Any = SimpleNamespace(loop=SimpleNamespace(load_checkpoint=load_checkpoint))
+    entry: Any = SimpleNamespace(loop=SimpleNamespace(load_checkpoint=Mock(side_effect=error)))
     wanted = RestoreFailed if isinstance(raised, str) else raised
     (tmp_path / "7").mkdir()
     with pytest.raises(wanted) as told:
