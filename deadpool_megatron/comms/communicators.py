@@ -364,12 +364,6 @@ class Communicators(Observed):
         return current is not None and current.closed
 
     @property
-    def epoch(self) -> int | None:
-        """Number of the current epoch; None while detached."""
-        epoch = self._attaching or self._current
-        return None if epoch is None else epoch.number
-
-    @property
     def reaping(self) -> int:
         """Old epochs whose sockets and threads are not freed yet."""
         return self._reaper.pending

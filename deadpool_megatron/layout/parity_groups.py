@@ -30,6 +30,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Source,
     is_parity_role,
+    nodes_of,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind
 from deadpool_megatron.wire.forms import Coded
@@ -117,13 +118,8 @@ class ParityPlacement:
     @staticmethod
     def of_record(record: EpochRecord) -> ParityPlacement:
         """The placement that a record means."""
-        return ParityPlacement(
-            {role: seat.node for role, seat in record.seats.items()},
-            {node: address.domain for node, address in record.nodes.items()},
-            [node for node, address in record.nodes.items() if address.spare],
-            record.protection,
-            record.replicas,
-        )
+        placed = nodes_of(record.seats, record.nodes)
+        return ParityPlacement(*placed, record.protection, record.replicas)
 
     def group_of(self, role: int) -> ParityGroup | None:
         """The group of a role, None for one that is not protected by parity."""

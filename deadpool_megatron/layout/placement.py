@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.layout.records import EpochRecord, nodes_of
 
 
 class CopyPlacement:
@@ -50,12 +50,7 @@ class CopyPlacement:
     @staticmethod
     def of_record(record: EpochRecord) -> CopyPlacement:
         """The placement that a record means."""
-        return CopyPlacement(
-            {role: seat.node for role, seat in record.seats.items()},
-            {node: address.domain for node, address in record.nodes.items()},
-            [node for node, address in record.nodes.items() if address.spare],
-            record.replicas,
-        )
+        return CopyPlacement(*nodes_of(record.seats, record.nodes), record.replicas)
 
     def buddies(self, role: int, peers: Sequence[int]) -> tuple[int, ...]:
         """The nodes that hold copies of ``role``, best first; fewer than wanted if too few live.

@@ -307,6 +307,17 @@ class EpochRecord(Coded):
     history: History = field(default_factory=History)
 
 
+def nodes_of(
+    seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress]
+) -> tuple[dict[int, int], dict[int, str], list[int]]:
+    """Return the node of each role, the domain of each live node, and the spares."""
+    return (
+        {role: seat.node for role, seat in seats.items()},
+        {node: address.domain for node, address in nodes.items()},
+        [node for node, address in nodes.items() if address.spare],
+    )
+
+
 def is_due(iteration: int, every: int) -> bool:
     """Return whether the generation of ``iteration`` is protected."""
     return iteration % every == 0

@@ -50,6 +50,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     Seat,
     SeatTable,
+    nodes_of,
 )
 from deadpool_megatron.layout.schemes import losses_survived
 
@@ -225,12 +226,8 @@ def owed_copies(
     seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], core: Core
 ) -> frozenset[int]:
     """Roles that have fewer copies than wanted if these nodes play them."""
-    return missing_copies(
-        {role: seat.node for role, seat in seats.items()},
-        {node: address.domain for node, address in nodes.items()},
-        {node for node, address in nodes.items() if address.spare},
-        losses_survived(core.config.settings, core.state.protection.plan),
-    )
+    replicas = losses_survived(core.config.settings, core.state.protection.plan)
+    return missing_copies(*nodes_of(seats, nodes), replicas)
 
 
 def _without_restore(core: Core, reason: str) -> None:
