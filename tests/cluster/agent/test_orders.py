@@ -128,7 +128,7 @@ def test_everything_hangs_and_has_to_be_killed(settings: Settings) -> None:
     async def run() -> float:
         dying = 0.99 * settings.stage_seconds
         keeper: Any = object.__new__(VaultKeeper)
-        keeper._node, keeper._stage_seconds = 0, settings.stage_seconds
+        keeper._node, keeper._settings = 0, settings
         keeper._closed, keeper._ready = 0, asyncio.Event()
         keeper._log = lambda text: None
 
