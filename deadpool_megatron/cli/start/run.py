@@ -99,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     finally:
         follower.close()
         os.close(lock)
-        if held := kept_memory(directory, launcher.info.run_id):
+        # The result says it, too.
+        held = "" if directory.has_final() else kept_memory(directory, launcher.info.run_id)
+        if held:
             print(f"deadpool run: {held}", file=sys.stderr)
     return status
 
