@@ -18,6 +18,8 @@ from deadpool_megatron.observe.narration import Line, Narrator, describe_progres
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
 _LOOK_SECONDS = 0.5
+# Longer than most steps: perhaps the events cannot be written.
+_SILENCE_SECONDS = 60.0
 # Of what is there already so much is read, for its newest lines.
 _RECENT_BYTES = 4 << 20
 
@@ -53,7 +55,7 @@ class Follower:
         self._run, self._tail, self._display = run, EventTail(run.events), display
         self._story = Story(RECENT_STEPS + 1)
         self._narrator = Narrator(self._story)
-        self._day = ""
+        self._day, self._news_at = "", time.monotonic()
 
     def skip(self, all_but_lines: int = 0) -> None:
         """Leave out what has been told so far, but for so many newest lines: it was shown by an
@@ -80,6 +82,12 @@ class Follower:
         for event in events:
             for line in self._lines(event):
                 self._show(event, line)
+        is_silent = not events and time.monotonic() - self._news_at > _SILENCE_SECONDS
+        if is_silent and not self.is_over:
+            asks = f"'deadpool status {self._run.path}' asks the coordinator"
+            self._display.line(f"no event for {_SILENCE_SECONDS:.0f} s: {asks}", "yellow")
+        if events or is_silent:
+            self._news_at = time.monotonic()
         return bool(events)
 
     def close(self) -> None:

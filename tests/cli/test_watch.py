@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
+from deadpool_megatron.cli import watch
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.watch import Follower
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -132,3 +135,14 @@ def test_a_terminal_has_lines_above_one_status() -> None:
     expected = [red, bars[0], "behind", red, bars[1], "behind", ""]
     assert [line[: len(begin)] for line, begin in zip(seen, expected, strict=True)] == expected
     assert max(map(len, seen)) < 80, "a status is one line, or it could not be taken back"
+
+
+def test_silence_is_told_with_who_knows_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events cannot be written, say."""
+    heard = Heard()
+    follower = Follower(RunDirectory(tmp_path), heard)
+    monkeypatch.setattr(watch, "_SILENCE_SECONDS", -1.0)
+    assert not follower.look()
+    assert any("deadpool status" in day for day in heard.days)
