@@ -302,6 +302,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
             " --coordinator HOST:PORT"
         )
+    if (args.node_id or 0) >= (size := args.nodes + args.spares):
+        raise CommandError(f"--node-id must be between 0 and {size - 1}, got {args.node_id}")
     if not args.check_only:
         if waits_for_forks(args.deadpool_start_method):
             keep_single_threaded()  # even looking for the user's module may import its packages
