@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -19,7 +20,7 @@ from deadpool_megatron.cli.run_result import (
     read_story,
 )
 from deadpool_megatron.cluster.failures import MEANINGS
-from deadpool_megatron.cluster.run_directory.cleanup import is_here
+from deadpool_megatron.cluster.run_directory.cleanup import coordinator_processes, is_here
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
@@ -62,18 +63,15 @@ def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
     failure = story.current
     state = "running" if failure is None else f"recovering from failure {failure.number}"
     state += "" if story.waiting is None else ", waiting for a spare"
-    try:
-        coordinator = read_json(RunDirectory(directory).coordinator)
+    run = RunDirectory(directory)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        coordinator = read_json(run.coordinator)
         if not is_here(coordinator):
             host = coordinator["hostname"]
             return f"{state}, as far as its events tell: its coordinator was last on host {host}"
-        # The number may have been given to another program since.
-        cmdline = Path(f"/proc/{int(coordinator['pid'])}/cmdline").read_bytes()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        cmdline = b""
-    if b"deadpool" not in cmdline:
-        return "not running, and without a result: all its processes were killed"
-    return state
+    if coordinator_processes(run):
+        return state
+    return "not running, and without a result: all its processes were killed"
 
 
 def describe(directory: Path, story: Story, result: RunResult | None) -> list[str]:

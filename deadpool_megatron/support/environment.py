@@ -158,26 +158,6 @@ def version_complaint(version: tuple[int, int, int]) -> str:
     return ""
 
 
-def as_markdown() -> str:
-    """Return both tables for people."""
-    rows = [
-        f"| `{_code(variable)}` | {variable.value} | {variable.reason} |"
-        f" {', '.join(variable.contrary)}{' is ' if variable.contrary else ''}"
-        f"{variable.otherwise.value} |"
-        for variable in VARIABLES
-    ]
-    versions = [f"| {refused.shown} | {refused.reason} |" for refused in REFUSED_VERSIONS]
-    lines = (
-        *("| variable | members get | why | another value |", "| --- | --- | --- | --- |", *rows),
-        *("", "| NCCL | why refused |", "| --- | --- |", *versions),
-    )
-    return "\n".join(lines) + "\n"
-
-
-def _code(variable: Variable) -> str:
-    return f"{variable.name}`, `{variable.former_name}" if variable.former_name else variable.name
-
-
 def _other_values(environment: Mapping[str, str], *fates: Otherwise) -> list[tuple[Variable, str]]:
     found = ((variable, variable.other_value(environment)) for variable in VARIABLES)
     return [(variable, other) for variable, other in found if other and variable.otherwise in fates]

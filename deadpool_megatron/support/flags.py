@@ -86,16 +86,6 @@ class FlagRow:
         given = [f"--{name.replace('_', '-')} {value}" for name, value in self.to.items() if value]
         return f"becomes {', '.join(given)}" if given else "is removed"
 
-    @property
-    def fate(self) -> str:
-        """The level in the documentation, and what to do about it."""
-        match self.level:
-            case Level.SET:
-                return self.becomes
-            case Level.READ:
-                return f"read: `{ALLOW} {self.name}`"
-        return f"refused: {self.remedy}"
-
     def applies(self, args: argparse.Namespace) -> bool:
         """Return whether these arguments run into this row."""
         conditions = self.when or [flag[2:].replace("-", "_") for flag in self.flags]
@@ -171,13 +161,6 @@ def one_logger_complaint(args: argparse.Namespace) -> str:
         "one_logger cannot be protected: each process of a spare would open it as the last rank;"
         " give --no-one-logger"
     )
-
-
-def as_markdown() -> str:
-    """Return the table of all rows, for people."""
-    rows = [f"| `{row.shown.replace(', ', '`, `')}` | {row.reason} | {row.fate} |" for row in ROWS]
-    head = ("| flag | why | level, and what to do |", "| --- | --- | --- |")
-    return "\n".join((*head, *rows)) + "\n"
 
 
 def _holds(term: str, args: argparse.Namespace) -> bool:

@@ -77,8 +77,6 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     except KeyError as error:
         parser.error(f"{error} is not set: start the ranks with torchrun, or set it yourself")
-    if namespace.out is not None and not namespace.out.parent.is_dir():
-        parser.error(f"--out: no such folder: {namespace.out.parent}")
     torch.set_num_threads(1)
     select_platform().install()
     on_gpu = torch.cuda.is_available()

@@ -120,13 +120,3 @@ def test_a_check_that_finds_too_few_good_nodes(tmp_path: Path) -> None:
     (said,) = [output for _, output, _ in ended if output]
     assert "node 2: weak: only 256 open files" in said
     assert "not enough nodes: " in said.splitlines()[-1]
-
-
-def test_what_a_check_cannot_be(tmp_path: Path) -> None:
-    place = ("--run-dir", str(tmp_path / "run"))
-    late = deadpool("agent", *place, "--attach", "--check-only")
-    assert late.returncode == 2
-    assert "--check-only is for all nodes at once" in late.stderr
-    sizeless = deadpool("agent", *place, "--node-id", "0", "--check-only")
-    assert sizeless.returncode == 2
-    assert len(sizeless.stderr.splitlines()) == 1

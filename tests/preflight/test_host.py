@@ -105,26 +105,6 @@ def test_shares_are_of_what_is_visible() -> None:
     assert gpus.share_of(seen, 3, 1) == "7"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--plan", "/nonexistent.yaml"), "/nonexistent.yaml: No such file"),
-        (("--health-seconds", "-1"), "--health-seconds must be above 0 and at most"),
-        (("--health-seconds", "nan"), "--health-seconds must be above 0 and at most 1000000"),
-        (("--health-seconds", "inf"), "--health-seconds must be above 0 and at most 1000000"),
-        (("--interface", "none0"), "network interface 'none0' has no IPv4 address"),
-    ],
-)
-def test_bad_input(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["check", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
 def test_a_plan_says_how_much_memory_is_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.trainer import plain
 from deadpool_megatron.trainer.config import BadArgumentsError, parse_args
 from tests.trainer.layouts import MODEL, losses, repository, train
 from tests.trainer.ranks import run_ranks
@@ -117,31 +116,3 @@ def test_a_run_writes_its_facts(text: str, tmp_path: Path) -> None:
     assert facts["samples"] == 48
     (forked,) = run_ranks(1, train, f"{MODEL} {text}")
     assert facts["hashes"] == forked["hashes"], "a fork and a fresh process train the same"
-
-
-def test_bad_use_costs_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(SystemExit, match="2"):
-        plain.main(MODEL.split())
-    told = capsys.readouterr().err
-    assert "WORLD_SIZE' is not set: start the ranks with torchrun" in told
-    assert told.count("\n") == 1
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit, match="2"):
-        plain.main(["--out", "/no/such/folder/facts.json"])
-    assert "--out: no such folder: /no/such/folder (see --help)" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(SystemExit, match="2"):
-        plain.main(["--pipeline-model-parallel-size", "2"])
-    assert "3 ranks are not a multiple" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("tracker", [None, "4"], ids=["nothing", "removed"])
-def test_nothing_to_load_is_not_a_start_from_nothing(tmp_path: Path, tracker: str | None) -> None:
-    if tracker is not None:
-        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
-    config = parse_args(["--load", str(tmp_path)])
-    with pytest.raises(BadArgumentsError, match=f"--load: {tmp_path} names no checkpoint"):
-        plain.train(config)
