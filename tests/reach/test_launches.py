@@ -5,6 +5,8 @@ takes its place where there is one."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,17 @@ PACKED = Shrunk("packed", "multi_latent.py", _MASKING)
 @pytest.mark.parametrize("shrunk", [*SIX, PACKED], ids=lambda one: one.id)
 def test_what_people_run_survives(tmp_path: Path, shrunk: Shrunk) -> None:
     assert trial(tmp_path, shrunk) == (Result.IDENTICAL, "")
+
+
+def test_the_program_names_what_is_left_out_and_what_is_refused(tmp_path: Path) -> None:
+    given = {"plain": {"--num-layers": "80", "--fp8-format": "hybrid"}, "other": {}}
+    given["sharded"] = {"--use-megatron-fsdp": True}
+    rows = [{"id": name, "script": "x.py", "flags": flags} for name, flags in given.items()]
+    (tmp_path / "file").write_text("\n".join(map(json.dumps, rows)))
+    program = [sys.executable, Path(__file__).parents[2] / "scripts" / "reach.py"]
+    command = [*program, tmp_path / "file", "--json", "--only", "plain", "sharded"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    plain, sharded = map(json.loads, done.stdout.splitlines())
+    assert (plain["id"], plain["result"], plain["without"]) == ("plain", "cut down", ["fp8"])
+    assert (sharded["id"], sharded["result"]) == ("sharded", "refused")
+    assert "--use-megatron-fsdp" in sharded["why"]

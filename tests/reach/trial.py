@@ -56,7 +56,8 @@ def trial(directory: Path, shrunk: Shrunk) -> tuple[Result, str]:
         if wanted.status != program.status:
             return Result.CANNOT_TRAIN, wanted.story()
         try:
-            strike(directory / "struck", program, [dies("loss", "optimizer.inside", 1, 5)], wanted)
+            plan = [dies("loss", "optimizer.inside", 1, 5)]
+            strike(directory / "struck", program, plan, wanted, spares=1, refill=0)
         except AssertionError as difference:
             return Result.DIFFERENT, str(difference)
     shutil.rmtree(directory)
