@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -75,6 +76,8 @@ def stage_class(args: Any, config: Any, role: int) -> str:
     pattern = layer_pattern(args)
     if pattern:
         layers = _segments(args, config, pattern)[place.pipeline :: stages]
+    elif layout := _layout(config):
+        layers = ["".join(str(kind.value) for kind in chunk) for chunk in layout[place.pipeline]]
     else:
         layers = [str(number) for number in _numbers(args, config, place.pipeline)]
     text = f"{kind}.layers{'+'.join(layers)}"
@@ -93,6 +96,11 @@ def layer_offsets(args: Any, config: Any, role: int) -> list[int]:
     if pattern := layer_pattern(args):
         segments = _segments(args, config, pattern)
         return [len("".join(segments[:at])) for at in range(stage, len(segments), stages)]
+    if layout := _layout(config):
+        chunks = [
+            chunk.count(LayerType.decoder) for row in zip(*layout, strict=True) for chunk in row
+        ]
+        return [sum(chunks[:at]) for at in range(stage, len(chunks), stages)]
     return [get_transformer_layer_offset(config, chunk, stage) for chunk in _chunks(args)]
 
 
@@ -153,6 +161,13 @@ def _digits(role: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
 def _chunks(args: Any) -> list[int | None]:
     virtual = args.virtual_pipeline_model_parallel_size
     return [None] if virtual is None else list(range(virtual))
+
+
+def _layout(config: Any) -> list[list[list[Any]]] | None:
+    """The layers of each model chunk of each stage, of --pipeline-model-parallel-layout. Megatron's
+    functions answer for the own stage only, whichever is asked for, and for none without groups."""
+    given = getattr(config, "pipeline_model_parallel_layout", None)
+    return given.layout if given else None
 
 
 def _numbers(args: Any, config: Any, stage: int) -> list[int]:

@@ -188,3 +188,11 @@ def test_layers_get_the_numbers_of_their_new_stage() -> None:
         (5, 5),
         (6, 6),
     ]
+
+
+def test_a_layout_of_the_user_is_read_for_each_stage_before_there_are_groups() -> None:
+    args = arguments(4, pp=2, virtual_pipeline_model_parallel_size=2)
+    made = config(args, 4, pipeline_model_parallel_layout="Et|tt|t|L")
+    assert [stages.layer_offsets(args, made, role) for role in (0, 2)] == [[0, 3], [1, 4]]
+    classes = [stages.stage_class(args, made, role) for role in range(4)]
+    assert classes[0] == classes[1] != classes[2] == classes[3]
