@@ -24,6 +24,8 @@ from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 
 _SHOWN_CHARACTERS = 200
 _NOT_FOUND = (126, 127)  # by the shell: not executable, not there
+#: what an answer begins with that is none: of a run, a node is good then
+NOT_ASKED = "not asked: "
 KERNEL_LOG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192  # the kernel gives no longer ones
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<device>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
@@ -58,7 +60,7 @@ def ask(command: str, limit_seconds: float) -> Answer:
         return Answer(Health.SPARE_ONLY, f"no answer within {limit_seconds:g} s")
     last = end.last_line or "no output"
     if end.status in _NOT_FOUND:
-        return Answer(Health.GOOD, f"not asked: {last}")
+        return Answer(Health.GOOD, f"{NOT_ASKED}{last}")
     if end.status not in set(Health):
         return Answer(Health.SPARE_ONLY, f"ended with status {end.status}: {last}")
     return Answer(Health(end.status), last)

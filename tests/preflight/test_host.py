@@ -125,6 +125,9 @@ def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "host"
     assert any(line.startswith("/dev/shm") for line in lines)
+    capsys.readouterr()
+    assert cli.main(["check", "--json", "--health-command", "/no/such"]) == 1
+    assert "/no/such" in json.loads(capsys.readouterr().out)["problems"][-1]
 
 
 LINGER, LOGIND, BESIDE = (

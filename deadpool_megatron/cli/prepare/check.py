@@ -40,6 +40,7 @@ from deadpool_megatron.observe.narration import count
 from deadpool_megatron.planning.answer import assess
 from deadpool_megatron.planning.plan_file import read_plan
 from deadpool_megatron.preflight import host
+from deadpool_megatron.preflight.health import NOT_ASKED
 from deadpool_megatron.preflight.judge import HostFacts, Needs, Standing, problems
 from deadpool_megatron.settings import LONGEST_SECONDS
 
@@ -92,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
     check_platform()
     found = [flaw.text for flaw in problems(facts, needs)]
+    if facts.health_text.startswith(NOT_ASKED):
+        found.append(f"--health-command: {facts.health_text}")
     if args.json:
         answer = {"ok": not found, "facts": facts.to_dict(), "problems": found}
         print(json.dumps(answer, allow_nan=False))
