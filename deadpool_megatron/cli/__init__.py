@@ -36,35 +36,44 @@ from deadpool_megatron.planning.plan_file import PlanError
 from deadpool_megatron.settings import SettingsError
 from deadpool_megatron.wire.auth import AuthenticationError
 
-# Sub-command -> module; the order is that of the help text.
-COMMANDS = {
-    "run": "start.run",
-    "status": "control.status",
-    "watch": "watch",
-    "drain": "control.asking",
-    "protect": "control.asking",
-    "kill": "control.asking",
-    "stop": "control.asking",
-    "persist": "control.asking",
-    "follow-slurm": "slurm",
-    "report": "report",
-    "explain": "explain",
-    "metrics": "metrics",
-    "serve": "serve",
-    "compare": "compare",
-    "verify": "storage.verifying",
-    "demo": "demo",
-    "clean": "storage.clean",
-    "patch": "prepare.patch",
-    "support": "prepare.support",
-    "plan": "prepare.plan",
-    "examples": "examples",
-    "check": "prepare.check",
-    "bad-nodes": "prepare.nodes",
-    "gpu-health": "prepare.nodes",
-    "agent": "start.node_agent",
-    "standby": "start.serving",
+# Sub-command -> module, by topic; the order is that of the help text.
+TOPICS = {
+    "train": {
+        "run": "start.run",
+        "demo": "demo",
+        "agent": "start.node_agent",
+        "standby": "start.serving",
+    },
+    "look at a run": {
+        "status": "control.status",
+        "watch": "watch",
+        "serve": "serve",
+        "metrics": "metrics",
+        "report": "report",
+        "explain": "explain",
+        "compare": "compare",
+        "verify": "storage.verifying",
+    },
+    "steer a run": {
+        "drain": "control.asking",
+        "protect": "control.asking",
+        "kill": "control.asking",
+        "stop": "control.asking",
+        "persist": "control.asking",
+        "follow-slurm": "slurm",
+    },
+    "prepare, and clean up": {
+        "plan": "prepare.plan",
+        "check": "prepare.check",
+        "support": "prepare.support",
+        "patch": "prepare.patch",
+        "examples": "examples",
+        "bad-nodes": "prepare.nodes",
+        "gpu-health": "prepare.nodes",
+        "clean": "storage.clean",
+    },
 }
+COMMANDS = {name: module for topic in TOPICS.values() for name, module in topic.items()}
 # Their text is one clear line, wherever they come from.
 _REFUSALS = (
     CommandError,
@@ -240,9 +249,14 @@ def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
         dest="subcommand", metavar="COMMAND", required=True, parser_class=each
     )
     named = options[0] if options else ""
-    modules = [COMMANDS[named]] if named in COMMANDS else list(dict.fromkeys(COMMANDS.values()))
-    for module in modules:
-        _module(module).add_parser(subparsers)
+    if named in COMMANDS:
+        _module(COMMANDS[named]).add_parser(subparsers)
+        return parser
+    for topic, commands in TOPICS.items():
+        heading: Any = subparsers._ChoicesPseudoAction(f"{topic}:", (), None)
+        subparsers._choices_actions.append(heading)
+        for module in dict.fromkeys(commands.values()):
+            _module(module).add_parser(subparsers)
     return parser
 
 

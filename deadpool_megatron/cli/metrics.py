@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _INTERVAL_SECONDS = 5.0
 # After the end of a run its last numbers can be fetched for so long.
 _LINGER_SECONDS = 60.0
+_AT = "_timestamp_seconds"
 #: upper bounds of the histogram of recoveries, in seconds
 RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
@@ -155,17 +156,21 @@ def metrics(
 def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
     pace, newest, saved = story.step_seconds(RECENT_STEPS), story.steps.newest(1), story.durable
     since, at, goodput = story.started_at, story.last_step_at, story.account.goodput(now)
+    failures, ended = [one for one in story.failures if not one.planned], story.ended
     text = "Part of the time of nodes with roles in which they trained on."
     known: list[tuple[str, str, float | None]] = [
         ("coordinator_term", "Term of the coordinator.", story.term),
         ("exit_status", "Exit status of the run that has ended.", story.exit_status),
         ("iteration", "The newest finished iteration.", story.last_iteration),
         ("epoch", "The newest epoch.", story.epoch),
-        ("start_timestamp_seconds", "When the run was started, the last time.", since),
-        ("last_step_timestamp_seconds", "When the newest iteration was finished.", at),
+        (f"start{_AT}", "When the run was started, the last time.", since),
+        (f"last_step{_AT}", "When the newest iteration was finished.", at),
         ("goodput_ratio", text, goodput),
         *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
+        *((f"checkpoint{_AT}", "When it was written.", e.wall_seconds) for e in saved[-1:]),
+        *((f"last_failure{_AT}", "When it began.", one.began) for one in failures[-1:]),
+        (f"end{_AT}", "When the run ended.", ended.wall_seconds if ended else None),
     ]
     if pace:
         text = f"Median time of the last {RECENT_STEPS} iterations."

@@ -159,6 +159,7 @@ class WatchedPage:
                     "host": story.hosts.get(node, ""),
                     "at": event.wall_seconds,
                     "cause": str(event.data.get("cause", "")),
+                    "planned": story.has_left(event),
                 }
                 for node, event in [*story.lost_nodes.items()][-_SHOWN_NODES:]
             ],

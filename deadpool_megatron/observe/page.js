@@ -110,7 +110,9 @@ function troublesOf(status, node, roles) {
 }
 
 function drawNodes({ status, lost }) {
-  const cards = lost.map((one) => html("div", { class: "node trouble lost" }, `node ${one.node}, gone`, html("small", {}, `${one.host} ${clock(one.at)}: ${one.cause}`)));
+  const gone = (planned) => lost.filter((one) => one.planned === planned).map((one) => html("div", { class: `node lost ${planned ? "" : "trouble"}` },
+    `node ${one.node}, ${planned ? "left" : "failed"}`, html("small", {}, `${one.host} ${clock(one.at)}: ${one.cause}`)));
+  const cards = gone(false);
   const byNode = new Map(Object.keys(status?.nodes ?? {}).map((node) => [node, []])), isLarge = byNode.size > 40;
   for (const entry of Object.entries(status?.roles ?? {})) byNode.get(String(entry[1].seat[0]))?.push(entry);
   const ranked = [...byNode].map(([node, roles]) => ({ node, roles, troubles: troublesOf(status, node, roles) }));
@@ -130,6 +132,7 @@ function drawNodes({ status, lost }) {
       isSmall ? node : `node ${node}`, ...isSmall ? [] : [html("small", {}, small)], ...troubles.map((text) => html("em", {}, text)),
       html("div", { class: "roles" }, ...roles.length ? roles.map(square) : [html("small", {}, use)])));
   }
+  cards.push(...gone(true));
   AT("nodes").classList.toggle("many", isLarge);
   AT("nodes").replaceChildren(...cards);
   AT("legend").hidden = !status;
@@ -205,6 +208,7 @@ for (const kind of ["pointermove", "pointerdown", "pointerleave"]) {
   });
 }
 window.addEventListener("resize", () => drawLoss(shown));
+AT("zone").textContent = `times of ${Intl.DateTimeFormat().resolvedOptions().timeZone}`;
 // The first state comes with the page itself.
 draw(JSON.parse(AT("first").textContent));
 look();

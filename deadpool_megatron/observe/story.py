@@ -231,6 +231,7 @@ class Story:
         self.counts: dict[Kind, int] = {}
         self.audits: list[float] = []  # seconds of each that has found nothing
         self.lost_nodes: dict[int, Event] = {}  # those that have not joined again
+        self.drained: set[int] = set()
         self.aside: list[Event] = []
         self.slow: list[Event] = []
         self.protections: list[Event] = []
@@ -308,6 +309,8 @@ class Story:
                 self._stay_open(self._silence)
             case Kind.GATE_WAIT:
                 self._wait(event)
+            case Kind.DRAIN if event.node is not None:
+                self.drained.add(event.node)
             case Kind.NODE_ASIDE:
                 self.aside.append(event)
             case Kind.AUDITED:
@@ -344,6 +347,11 @@ class Story:
         """The failure the run is recovering from, if any."""
         last = self.failures[-1] if self.failures else None
         return None if last is None or last.is_over or last.is_cut_short else last
+
+    def has_left(self, loss: Event) -> bool:
+        """Return whether a lost node was drained before, and none of its roles failed with it."""
+        failed = (one.losses for one in self.failures if not one.planned)
+        return loss.node in self.drained and not any(loss in losses for losses in failed)
 
     @property
     def unrelated_losses(self) -> list[Event]:

@@ -65,6 +65,10 @@ def test_what_the_dashboard_and_the_alerts_ask_for_is_there() -> None:
     ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 0}, wall_seconds=99.0)
     saved = Event(Kind.DURABLE, 1, iteration=2, data={"path": "x"}, wall_seconds=50.0)
     started = Event(Kind.RUN_STARTED, wall_seconds=1.0)
+    closed = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost"}, wall_seconds=60.0)
+    moments = told([started, *trained(5), saved, closed, ended])
+    for name, seconds in (("checkpoint", 50.0), ("last_failure", 60.0), ("end", 99.0)):
+        assert moments[f"deadpool_{name}_timestamp_seconds"][0].value == seconds
     all_of_them = told([started, *trained(5), saved, ended], STATUS)
     known = {sample.name for found in all_of_them.values() for sample in found} | set(all_of_them)
     texts = [*CONFIGS.glob("grafana/*.json"), CONFIGS / "prometheus" / "alerts.yml"]

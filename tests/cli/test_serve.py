@@ -192,6 +192,15 @@ def test_a_recovery_that_the_end_overtook_waits_for_nobody_and_advises_nothing()
     )
 
 
+def test_a_drained_node_has_left_unless_its_roles_failed_with_it() -> None:
+    drain = Event(Kind.DRAIN, 1, 9, data={}, wall_seconds=3.0)
+    for told, planned in (((LOST,), False), ((drain, LOST), True), ((drain, LOST, CLOSED), False)):
+        page = page_of("0x1p+1")
+        for event in told:
+            page.take(event)
+        assert [one["planned"] for one in page.to_dict(None, 9.0)["lost"]] == [planned]
+
+
 def test_a_node_that_is_back_is_not_lost_and_one_that_leaves_after_the_end_did_not_fail() -> None:
     page = page_of("0x1p+1")
     joined = Event(Kind.NODE_JOINED, 1, 9, data={"spare": True}, wall_seconds=5.0)
@@ -213,6 +222,8 @@ def states() -> dict[str, dict[str, Any]]:
         for event in told[:-1]:
             page.take(event)
         page.take(replace(LOST, data={"cause": long}, wall_seconds=began + 60))
+        for kind in (Kind.DRAIN, Kind.NODE_LOST):
+            page.take(Event(kind, 1, 10, data={"cause": long}, wall_seconds=began + 60))
         status |= {"aside": [nodes], "slow": {"1": {"seconds": 0.31, "peer_seconds": 0.1}}}
         status["nodes"]["2"] |= {"standing": "weak", "reasons": [long]}
         status["roles"]["2"]["waiting"], status["roles"]["4"]["section"] = [1, 2, 3], "save"
@@ -247,7 +258,9 @@ def test_trouble_comes_first_and_the_pointer_finds_an_iteration(tmp_path: Path) 
         browser.look(1280)
         browser.open(f"{address}/?token={TOKEN}")
         cards = browser.value("[...document.querySelectorAll('.node')].map((one) => one.className)")
-        assert len(cards) == 68
+        assert len(cards) == 69
+        assert "lost" in cards[-1], "a node that has left as it was asked to"
+        assert "times of " in browser.text()
         assert [("lost" in one, "trouble" in one) for one in cards[:7]] == [
             *[(True, True)] * 2,
             *[(False, True)] * 4,
@@ -297,7 +310,7 @@ def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
             browser.open(serving.stdout.readline().strip())
             send(run.listing(0)["agent"])
             run.wait_event(Kind.RECOVERED)
-            for text in ("Running", "node 0, gone", "recovered in", "node 2\n", "Last failure"):
+            for text in ("Running", "node 0, failed", "recovered in", "node 2\n", "Last failure"):
                 wait_for(text, lambda text=text: text in browser.text())  # type: ignore[misc]
             assert browser.value("document.querySelectorAll('.role').length") == 4
             assert browser.sticks_out() == []

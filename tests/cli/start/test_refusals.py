@@ -226,4 +226,6 @@ def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(SystemExit) as stop:
             cli.main([*command, "--help"])
         assert stop.value.code == 0
-        assert "usage: deadpool" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "usage: deadpool" in shown
+        assert command or all(f"  {topic}:\n" in shown for topic in cli.TOPICS)
