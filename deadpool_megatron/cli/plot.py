@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours: told apart by people with any kind of colour vision.
 _SHADES = """
-#D55E00 #E69F00 #F0E442 #CC79A7 #0072B2 #009E73 #44803F #7A6FAC #8FD6C1 #56B4E9 #555555
+#D55E00 #E69F00 #B9B4A2 #F0E442 #CC79A7 #0072B2 #009E73 #44803F #7A6FAC #8FD6C1 #56B4E9 #555555
 """
 _COLOURS = dict(zip(PHASES, _SHADES.split(), strict=True))
 _OTHER = "#999999"

@@ -26,7 +26,6 @@ from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
     count,
-    describe_coordinator,
     describe_loss,
     describe_protection,
     describe_seats,
@@ -231,8 +230,6 @@ def _describe_protection(story: Story) -> list[str]:
         lines.append(f"durable checkpoints: {len(story.durable)}, the newest {newest}")
     if losses := _joined(map(describe_loss, story.unrelated_losses)):
         lines.append(f"lost without an interruption: {losses}")
-    if len(story.coordinators) > 1:
-        lines.append("coordinators: " + _joined(map(describe_coordinator, story.coordinators)))
     lines += [str(event.data.get("cause")) for event in story.aside]
     lines += [*map(describe_protection, story.protections), *map(describe_slowness, story.slow)]
     if story.audits:

@@ -354,7 +354,8 @@ def run(args: argparse.Namespace) -> int:
     host, port = listen_address(args.listen, least_port=0)
     run, token = RunDirectory(args.run_dir), secrets.token_urlsafe(16)
     run_id = run.read_run(only_to_show=True).run_id
-    watched = WatchedPage(run_id, Asker(run), EventTail(run.events))
+    name = f"{run_id}, {socket.gethostname()}:{run.path}"
+    watched = WatchedPage(name, Asker(run), EventTail(run.events))
     try:
         server = make_server(watched, host, port, token)
     except OSError as error:

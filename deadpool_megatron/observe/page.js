@@ -3,7 +3,7 @@
 // As it stands in the address: any text.
 const TOKEN = encodeURIComponent(new URLSearchParams(location.search).get("token"));
 const COLOURS = {
-  detect: "#d95f02", close: "#e6a100", decide: "#d9c400", adopt: "#c56fa0", rebuild: "#1b6fb0", restore: "#009e73",
+  detect: "#d95f02", close: "#e6a100", wait: "#b9b4a2", decide: "#d9c400", adopt: "#c56fa0", rebuild: "#1b6fb0", restore: "#009e73",
   sync: "#4c8a3f", verify: "#7c6bb0", reprotect: "#6fbfa0", replay: "#56b4e9", abandoned: "#999999",
 };
 const AT = (id) => document.getElementById(id);
@@ -119,7 +119,7 @@ function drawNodes({ status, lost }) {
   const rank = ({ troubles, roles }) => troubles.length ? 0 : roles.length ? 1 : 2;
   ranked.sort((a, b) => rank(a) - rank(b) || a.node - b.node);
   const square = ([role, one]) => {
-    const look = one.section !== "step" && one.section !== "train" ? "busy" : one.waiting ? "wait" : "";
+    const look = one.section !== "step" && one.section !== "first-step" ? "busy" : one.waiting ? "wait" : "";
     const does = `${one.section} of iteration ${one.iteration}${one.waiting ? ", waits in a communication" : ""}`;
     const exposed = status.fewer_copies.includes(Number(role)) ? "exposed" : "";
     return html("span", { class: `role ${look} ${exposed}`, title: `role ${role}: ${does}` }, role);

@@ -25,6 +25,7 @@ from deadpool_megatron.observe.account import Account
 PHASES: Mapping[str, str] = {
     "detect": "the failure is noticed",
     "close": "all members leave the epoch, vaults freeze",
+    "wait": "a node with a role is missing, and no spare has come yet",
     "decide": "seats and restored state are chosen",
     "adopt": "the spare takes the empty roles",
     "rebuild": "communicators of the new epoch connect",
@@ -35,6 +36,7 @@ PHASES: Mapping[str, str] = {
     "replay": "the interrupted step runs again",
     "abandoned": "a new epoch failed again before it was open",
 }
+_RARE = ("wait", "abandoned")
 # The pace of training is that of so many steps, none of them struck by a failure.
 RECENT_STEPS = 50
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
@@ -567,12 +569,12 @@ def _generation(values: Mapping[str, Any]) -> tuple[int, int] | None:
 def ordered_phases(phases: Mapping[str, Any]) -> dict[str, float]:
     """The given phases with seconds, in the order of :data:`PHASES`; unknown ones at the end.
 
-    ``abandoned`` is left out where no time was spent on it, as almost always.
+    ``abandoned`` and ``wait`` are left out where no time was spent on them, as almost always.
     """
     names = [name for name in PHASES if name in phases]
     names += [name for name in phases if name not in PHASES]
     found = {name: float(phases[name]) for name in names}
-    return {k: seconds for k, seconds in found.items() if k != "abandoned" or seconds > 0}
+    return {k: seconds for k, seconds in found.items() if k not in _RARE or seconds > 0}
 
 
 def decimal(text: str | None) -> float | None:

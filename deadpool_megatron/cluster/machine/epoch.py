@@ -208,6 +208,8 @@ def decide(core: Core) -> None:
         history=_history(state, restore),
     )
     state.epoch = record.epoch
+    if isinstance(state.doing, WaitingSpare):
+        state.recoveries.spend("wait", core.now)
     # A journal that cannot be written for a while is tried again until then.
     state.doing = Deciding(core.now + 2 * settings.spare_timeout_seconds, record)
     core.act(WriteRecord(record))

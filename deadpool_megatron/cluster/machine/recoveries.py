@@ -20,6 +20,7 @@ RECOVERIES_SHOWN = 100
 PHASES = (
     "detect",
     "close",
+    "wait",
     "decide",
     "adopt",
     "rebuild",

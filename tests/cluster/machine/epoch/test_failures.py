@@ -223,6 +223,15 @@ def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is() -> None:
     assert rig.one(act.Finish).exit_status == 1
 
 
+def test_the_wait_for_a_spare_is_a_phase_of_its_own() -> None:
+    rig = waiting()
+    began = rig.state.recoveries.current
+    rig.now += 30.0
+    rig.join(5)
+    assert began is not None
+    assert began.phases["wait"] == 30.0
+
+
 def test_nobody_left_while_waiting_for_a_spare() -> None:
     rig = waiting()
     rig.feed(ev.NodeLost(0, "gone"))
