@@ -1,10 +1,11 @@
-"""Slurm's word: facts that it tells the one task that it starts on each node, and the nodes that it
-drains, which ``deadpool follow-slurm`` has give their roles to a spare.
-
-``deadpool agent --from-slurm`` takes node id and failure domain from here. Tested with Slurm 22.05;
-the variables are those of srun's manual page. Following asks Slurm and the run in turn, needs no
-right in Slurm, and may be started again at any time.
+"""Watches the nodes of a run in Slurm, and drains each one that Slurm drains: its roles move to a
+spare, and nothing is computed again. Without a spare, the node trains until there is one, and a
+line reports this. The command ends with the run. Start it on a host that has sinfo and sees the run
+directory.
 """
+
+# ``deadpool agent --from-slurm`` takes node id and failure domain from here. Tested with Slurm
+# 22.05; the variables are those of srun's manual page. Following needs no right in Slurm.
 
 from __future__ import annotations
 
@@ -31,12 +32,6 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 _ANSWER_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
 _LONGEST_SECONDS = 86_400.0
-_DESCRIPTION = """\
-Watches the nodes of a run in Slurm, and drains each one that Slurm drains: its roles move to a
-spare, and nothing is computed again. Without a spare, the node trains until there is one, and a
-line reports this. The command ends with the run. Start it on a host that has sinfo and sees the run
-directory.
-"""
 _TASK_COUNTS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 
 
@@ -114,7 +109,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "follow-slurm",
         help="drain the nodes that Slurm drains",
-        description=_DESCRIPTION,
+        description=__doc__,
     )
     add_run_directory(parser)
     parser.add_argument(

@@ -77,11 +77,6 @@ def test_visible_gpus_are_those_that_the_driver_would_show(
     assert gpus.visible_gpus({} if named is None else {gpus.VISIBLE: named}) == seen
 
 
-def test_without_a_gpu_none_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "listed_gpus", tuple)
-    assert gpus.visible_gpus({}) == gpus.visible_gpus({gpus.VISIBLE: "0,1"}) == ()
-
-
 @pytest.mark.parametrize(
     ("seen", "slot", "may_share", "shown"),
     [
@@ -97,12 +92,6 @@ def test_a_member_is_shown_its_own_gpu(
 ) -> None:
     found = gpus.of_member(seen, slot, may_share=may_share)
     assert (found["LOCAL_RANK"], found.get(gpus.VISIBLE)) == shown
-
-
-def test_shares_are_of_what_is_visible() -> None:
-    seen = ("4", "5", "6", "7")
-    assert [gpus.share_of(seen, number, 2) for number in range(2)] == ["4,5", "6,7"]
-    assert gpus.share_of(seen, 3, 1) == "7"
 
 
 def test_a_plan_says_how_much_memory_is_needed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,18 +38,6 @@ def test_a_restart_from_an_old_checkpoint_costs_what_it_computes_again() -> None
     # Step 5 is the first new one; steps 5 to 7 would have taken until 7.
     assert found.seconds_to_new_step == 20.5
     assert found.seconds_lost == 20.0
-
-
-def test_the_command_line_works_without_any_peer() -> None:
-    done = subprocess.run(
-        [sys.executable, BENCH / "peers.py", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "--install" in done.stdout
-    bad = subprocess.run(
-        [sys.executable, BENCH / "peers.py", "--rounds", "0"], capture_output=True, text=True
-    )
-    assert bad.returncode == 2
-    assert "--rounds: must be at least 1" in bad.stderr
 
 
 @pytest.mark.parametrize(

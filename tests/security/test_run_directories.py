@@ -170,13 +170,6 @@ def test_who_could_replace_it_is_told_at_the_start(
         assert capfd.readouterr().err.count(f"who may write to {team} ") == 1
 
 
-def test_what_a_run_makes_is_for_its_user_alone(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "new")
-    assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), ""))
-    assert run.path.stat().st_mode & 0o777 == 0o700
-    assert (run.path / "run.json").stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize(("given", "found"), [(None, 0o077), ("027", 0o027), ("0", 0)])
 def test_the_mask_of_what_a_run_writes(
     given: str | None, found: int, monkeypatch: pytest.MonkeyPatch

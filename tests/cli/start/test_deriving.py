@@ -47,15 +47,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
-    """The arguments of launchers; none of them starts anything."""
-    seen: list[launch.Launcher] = []
-    monkeypatch.setattr(launch.Launcher, "run", lambda self: seen.append(self) or 0)
-    monkeypatch.setenv(scripts.VARIABLE, "left over")
-    return seen
-
-
 @pytest.mark.parametrize(
     ("gpus", "command", "given", "found"),
     [

@@ -30,57 +30,61 @@ from deadpool_megatron.settings import Settings
 from tests.security.users import common_directory
 
 
+@pytest.fixture
+def slots() -> Iterator[Path]:
+    """A slot that is in memory from before."""
+    run_id = uuid.uuid4().hex[:8]
+    path = segment_root(run_id) / "node0" / "own-0-0.0.0.seg"
+    segment_root(run_id).mkdir(mode=0o700)
+    path.parent.mkdir()
+    path.touch()
+    yield path
+    shutil.rmtree(segment_root(run_id), ignore_errors=True)
+
+
+def launcher_of(slots: Path, directory: Path, *, ended_epoch: int = 0) -> launch.Launcher:
+    run_id = slots.parents[1].name.removeprefix("deadpool-")
+    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x", ended_epoch=ended_epoch)
+    run = RunDirectory(directory)
+    run.create(info)
+    return launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
+
+
 @pytest.mark.parametrize("ended_epoch", [1, 0])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_what_a_signal_leaves_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ended_epoch: int
+    slots: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    ended_epoch: int,
 ) -> None:
     """A run that has not trained yet, as one that is started again with a slip in its command,
     leaves what was there before it. One that has is stopped with all that it holds where it was
     told to end, not where its user or the terminal went."""
-    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
-    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x", ended_epoch=ended_epoch)
-    run.create(info)
-    Journal(run.journal).write("epoch", 1, {})
-    slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
-    segment_root(run_id).mkdir(mode=0o700)
-    slots.parent.mkdir()
-    slots.touch()
+    launcher = launcher_of(slots, tmp_path, ended_epoch=ended_epoch)
+    Journal(launcher.directory.journal).write("epoch", 1, {})
     monkeypatch.setattr(launch, "preload_modules", lambda *_: os.kill(os.getpid(), number))
-    launcher = launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
-    try:
-        assert launcher.run() == ExitStatus.STOPPED
-        assert slots.exists() == (ended_epoch == 1 or number != signal.SIGTERM)
-    finally:
-        shutil.rmtree(segment_root(run_id), ignore_errors=True)
+    assert launcher.run() == ExitStatus.STOPPED
+    assert slots.exists() == (ended_epoch == 1 or number != signal.SIGTERM)
 
 
 @pytest.mark.parametrize("began", [True, False])
 def test_a_start_that_fails_does_not_cost_the_state_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
+    slots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
 ) -> None:
     """As with a package that is missing in the environment in which a run is started again."""
-    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
-    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
-    run.create(info)
+    launcher = launcher_of(slots, tmp_path)
     if began:
-        Journal(run.journal).write("epoch", 1, {})
-    slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
-    segment_root(run_id).mkdir(mode=0o700)
-    slots.parent.mkdir()
-    slots.touch()
+        Journal(launcher.directory.journal).write("epoch", 1, {})
 
     def missing(*_: object) -> None:
         raise CommandError("no module named megatron")
 
     monkeypatch.setattr(launch, "preload_modules", missing)
-    launcher = launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
-    try:
-        with pytest.raises(CommandError):
-            launcher.run()
-        assert slots.exists() == began
-    finally:
-        shutil.rmtree(segment_root(run_id), ignore_errors=True)
+    with pytest.raises(CommandError):
+        launcher.run()
+    assert slots.exists() == began
 
 
 def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason(

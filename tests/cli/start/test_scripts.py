@@ -26,20 +26,6 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
-    """The arguments of launchers; none of them starts anything."""
-    seen: list[launch.Launcher] = []
-    monkeypatch.setenv(scripts.VARIABLE, "left over")
-
-    def run(launcher: launch.Launcher) -> int:
-        seen.append(launcher)
-        return 0
-
-    monkeypatch.setattr(launch.Launcher, "run", run)
-    return seen
-
-
 def adopted(options: str, command: str) -> argparse.Namespace:
     args = argparse.Namespace(options=options.split(), command=command.split())
     scripts.adopt(args)

@@ -1,0 +1,16 @@
+"""What tests of starts need."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron.cli.start import launch, scripts
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Launcher]:
+    """The arguments of launchers; none of them starts anything."""
+    seen: list[launch.Launcher] = []
+    monkeypatch.setattr(launch.Launcher, "run", lambda self: seen.append(self) or 0)
+    monkeypatch.setenv(scripts.VARIABLE, "left over")
+    return seen
