@@ -133,7 +133,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
 
 def _describe_progress(failure: Interruption, story: Story) -> str:
     if failure.is_cut_short:
-        return "not recovered: the run ended first"
+        return "the run ended here"
     if story.waiting is not None:
         return describe_wait(story.waiting)
     reached = "the new epoch is decided" if failure.is_decided else "leaving the epoch"

@@ -144,7 +144,7 @@ function drawRecoveries(state) {
   const made = [...state.recoveries].reverse().map((one) => {
     const { reprotect: _, ...phases } = one.phases, whole = Object.values(phases).reduce((sum, s) => sum + s, 0) || 1;
     const facts = [`after iteration ${one.after_iteration}, ${clock(one.at)}`];
-    facts.push(one.is_cut_short ? "the run ended first" : one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
+    facts.push(one.is_cut_short ? "the run ended here" : one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
     if (one.recomputed) facts.push(`${count(one.recomputed, "iteration")} computed again`);
     if (one.exposed_seconds) facts.push(`${duration(one.exposed_seconds)} without all copies`);
     const bar = html("div", { class: "bar" }, ...Object.entries(phases).map(([name, spent]) =>

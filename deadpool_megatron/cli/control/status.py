@@ -184,7 +184,7 @@ def _summary_of_roles(roles: Mapping[str, Any]) -> list[Line]:
 
 def _cost(failure: Interruption) -> str:
     if not failure.is_over:
-        return "; the run ended first" if failure.is_cut_short else "; not over yet"
+        return "; the run ended here" if failure.is_cut_short else "; not over yet"
     again = count(failure.steps_recomputed, "iteration")
     return f"; {failure.seconds or 0.0:.1f} s, {again} computed again"
 
