@@ -98,6 +98,12 @@ def test_the_end_of_a_run_is_one_line(status: int, style: str) -> None:
     assert (line.style, line.code) == (style, data["kind"])
 
 
+def test_a_number_that_is_not_known_is_not_shown() -> None:
+    """A loop without clipping has no norm of the gradients."""
+    step = Event(Kind.STEP, 1, iteration=3, data={"loss": "0x1p+0", "grad_norm": None})
+    assert told(step)[0].text.split() == ["step", "3", "loss", "1"]
+
+
 def test_the_hosts_of_nodes_are_named() -> None:
     joined = Event(Kind.NODE_JOINED, 0, 3, data={"host": "10.0.0.3", "hostname": "b7"})
     line = told(joined, lost("node-lost"), closed("communicator-error"))[-1]

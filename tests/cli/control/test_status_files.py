@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import deadpool_megatron
+from deadpool_megatron.cli.control import status as status_command
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
@@ -54,6 +55,17 @@ def test_a_verdict_that_is_damaged_is_none(
         assert (status, out) == (2, "")
         assert len(err.splitlines()) == 1
         assert str(run.final) in err
+
+
+def test_roles_that_do_the_same_are_one_line_and_those_that_are_behind_come_first() -> None:
+    roles = {
+        str(role): {"seat": [role // 8, 0, 0], "iteration": k, "section": "step", "waiting": None}
+        for role in range(512)
+        for k in [7 if role else 5]
+    }
+    late, others = status_command._summary_of_roles(roles)
+    assert (late.style, "roles 0 (" in late.text) == ("yellow", True)
+    assert (others.style, "roles 1-511 " in others.text) == ("", True)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"world_size": 1e999}', "{}"])
