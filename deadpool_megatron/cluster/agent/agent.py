@@ -213,6 +213,8 @@ class Agent:
                 within = float(message.get("repeat_seconds", 0.0))
                 self._members.repeat(lambda: self._closed, within)
                 self._exports.drop()  # the one before knows of no export
+            else:
+                print(f"agent of node {self._node} joined the run", file=sys.stderr, flush=True)
             self._boot = boot
         self._store.repeat()
         closed = int(message.get("closed", 0))

@@ -207,6 +207,7 @@ class Node:
         members.by_slot, members._node = {0: member}, 3
         members._send = lambda report: self.told.append(report["m"])
         agent._boot, agent._closed, agent._record, agent._members = "", 0, None, members
+        agent._node = 3
         agent._exports = SimpleNamespace(drop=lambda: None)
         agent._store = SimpleNamespace(repeat=lambda: None)
         self.agent, self.member = agent, member
