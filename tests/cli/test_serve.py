@@ -20,11 +20,14 @@ from http.client import HTTPMessage
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from deadpool_megatron.cli import serve
 from deadpool_megatron.events import Event, Kind
+from tests.cli.start.refused import old_run
+from tests.cli.told import CarryOut
 from tests.cluster.running import Run, environment, send
 from tests.common.browser import CHROMIUM, Browser
 from tests.common.synthetic_run import events_of
@@ -67,6 +70,16 @@ def test_nothing_is_answered_without_the_token() -> None:
         assert get(f"{address}/../serve.py?token={TOKEN}")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):
             urllib.request.urlopen(f"{address}/state?token={TOKEN}", data=b"x", timeout=10)
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_an_address_that_others_see_is_one_they_can_use_and_said_to_be_in_the_clear(
+    host: str, warned: bool, tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Mock(server_port=1, serve_forever=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(serve, "make_server", lambda *_: server)
+    status, out, errors = carry_out("serve", old_run(tmp_path).path, "--listen", f"{host}:1")
+    assert (status, "//0.0.0.0" in out, bool(errors)) == (0, False, warned)
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
