@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli import demo
+from deadpool_megatron.cli import demo, plot
+from deadpool_megatron.cli.run_result import read_story
 from tests.cli.told import CarryOut
 from tests.common.synthetic_run import write_run
 
@@ -59,6 +60,13 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size < 200_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.json", "picture.png"]
+
+
+def test_in_the_picture_the_runs_lie_on_each_other_however_long_each_took(tmp_path: Path) -> None:
+    """By iteration: by the clock the struck run is behind from its failure on."""
+    made = (write_run(tmp_path / "calm"), write_run(tmp_path / "struck", strike=6))
+    calm, struck = (plot._curve(read_story(each)) for each in made)
+    assert calm == struck
 
 
 def test_other_numbers_are_said_and_kept(
