@@ -68,8 +68,8 @@ TOPICS = {
         "support": "prepare.support",
         "patch": "prepare.patch",
         "examples": "examples",
-        "bad-nodes": "prepare.nodes",
-        "gpu-health": "prepare.nodes",
+        "bad-nodes": "prepare.bad_nodes",
+        "gpu-health": "prepare.gpu_health",
         "clean": "storage.clean",
     },
 }

@@ -24,6 +24,8 @@ FILES = {
     "tree/megatron/training/__init__.py": b"",
     "list.yaml": b"- 1\n",
     "bad.yaml": b"a: [1\n",
+    "deep.yaml": b"[" * 3000,
+    "date.yaml": b"a: 2026-13-45\n",
     "unknown.yaml": b"modell: {}\n",
     "binary.yaml": b"\xff\xfe\0",
 }

@@ -58,27 +58,6 @@ def test_sections_are_checked() -> None:
         make_plan({**BASE, "model": 3})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "expected sections"),
-        ("- 1", "expected sections"),
-        ("model: [", "no YAML"),
-        ("model: {}", "parallel.tp: missing"),
-        ("a: 2026-13-45", "month must be in"),
-        ("[" * 3000, "recursion"),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "p.yaml"
-    path.write_text(text)
-    with pytest.raises(PlanError) as caught:
-        read_plan(path, ("model.parameters=1",))
-    assert str(caught.value).startswith(str(path))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_overrides_replace_add_and_take_away() -> None:
     overrides = (
         "cluster.spares=7",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.prepare.nodes import gpu_health
+from deadpool_megatron.cli.prepare.gpu_health import run as gpu_health
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.health import Answer, Health, ask
 from deadpool_megatron.preflight.host import read_facts
