@@ -136,10 +136,8 @@ def _describe_progress(failure: Interruption, story: Story) -> str:
         return "the run ended here"
     if story.waiting is not None:
         return describe_wait(story.waiting)
-    reached = "the new epoch is decided" if failure.is_decided else "leaving the epoch"
-    if told := [part.phase for part in failure.parts if part.phase in PHASES]:
-        reached = f"last phase reported: {told[-1]}"
-    return f"recovering since {date(failure.began)}, {reached}"
+    told = [part.phase for part in failure.parts if part.phase in PHASES]
+    return f"recovering since {date(failure.began)}, last phase reported: {(told or ['close'])[-1]}"
 
 
 def describe_hang(event: Event) -> list[str]:

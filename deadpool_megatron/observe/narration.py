@@ -131,7 +131,8 @@ def tell(event: Event) -> Line | None:
         case Kind.EPOCH_OPENED:
             return Line(f"epoch {event.epoch} open", "green")
         case Kind.COORDINATOR if int(data.get("term", 1)) > 1:
-            return Line(f"coordinator: {describe_coordinator(event)}", "yellow")
+            host = f"host {data.get('hostname')} (node {event.node})"
+            return Line(f"coordinator: term {data['term']} on {host}", "yellow")
         case Kind.NODE_ASIDE:
             return Line(str(data.get("cause")), "bold red")
         case Kind.SLOW_NODE:
@@ -277,12 +278,6 @@ def describe_protection(event: Event) -> str:
     why = f" ({data['why']})" if data.get("why") else ""
     rpo = f"RPO: at most {count(data.get('most_lost'), 'iteration')}"
     return f"{data.get('new')} from epoch {event.epoch} on{why}; {rpo}"
-
-
-def describe_coordinator(event: Event) -> str:
-    """``term 2 on host b7 (node 5)``."""
-    beside = "" if event.node is None else f" (node {event.node})"
-    return f"term {event.data.get('term')} on host {event.data.get('hostname')}{beside}"
 
 
 def describe_state(status: Mapping[str, Any]) -> str:

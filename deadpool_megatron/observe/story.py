@@ -146,7 +146,6 @@ class Interruption:
     hangs: list[Event]
     closes: int = 1
     parts: list[MemberPhase] = field(default_factory=list)
-    is_decided: bool = False
     opened: Event | None = None
     generation: tuple[int, int] | None = None
     exposed_seconds: float = 0.0
@@ -506,7 +505,6 @@ class Story:
         data = event.data
         match event.kind:
             case Kind.EPOCH_DECIDED:
-                failure.is_decided = True
                 failure.generation = _generation(data)
             case Kind.EPOCH_OPENED:
                 failure.opened = failure.opened or event  # a coordinator that took over repeats it
