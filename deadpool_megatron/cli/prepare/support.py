@@ -5,8 +5,10 @@ environment variables of this shell are judged as well. Nothing is started, and 
 examples:
   deadpool support -- pretrain_gpt.py --num-layers 32 --bf16 --tp-comm-overlap
   deadpool support --megatron Megatron-LM -- pretrain_gpt.py @my.args
+  deadpool support --batch launches.jsonl   objects with id, script, flags (a value, a list of
+                                            values, or true) and env, one a line
 
-exit status: 0 a run would start; 2 it would not, or bad input
+exit status: 0 a run would start, or all of --batch was judged; 2 it would not, or bad input
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,15 @@ _WORDS = {
 }
 
 
+@dataclass(frozen=True)
+class _Case:
+    """A command line and its environment."""
+
+    id: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command."""
     parser = subparsers.add_parser(
@@ -49,52 +62,91 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="take the defaults from the parser of this checkout (default: from the table)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--batch", type=Path, metavar="FILE", help="judge many command lines")
+    parser.add_argument("--json", action="store_true", help="one object a command line")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry it out; returns the exit status."""
-    if not args.command:
-        raise CommandError("give -- and the script with its arguments")
-    found = _judge(args.command, args.megatron)
+    if bool(args.batch) == bool(args.command):
+        raise CommandError("give either --batch FILE, or -- and the script with its arguments")
+    cases = _read(args.batch) if args.batch else [_Case("", args.command, os.environ)]
+    judged = _judge(cases, args.megatron)
     if args.json:
-        print(json.dumps({"verdict": judgement.verdict(found), "rows": [_row(e) for e in found]}))
+        for case, found in zip(cases, judged, strict=True):
+            print(json.dumps(_as_object(case, found)))
+    elif args.batch:
+        _print_table(cases, judged)
     else:
-        _print(found)
-    return ExitStatus.BAD_INPUT if judgement.refusal(found) else 0
+        _print_one(judged[0])
+    stopped = not args.batch and judgement.refusal(judged[0])
+    return ExitStatus.BAD_INPUT if stopped else 0
 
 
-def _judge(command: Sequence[str], tree: Path | None) -> list[Judged]:
+def _read(path: Path) -> list[_Case]:
+    cases = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            words = [str(row["script"])]
+            for flag, value in row["flags"].items():
+                values = value if isinstance(value, list) else [] if value is True else [value]
+                words += [flag, *map(str, values)]
+            environment = {name: str(value) for name, value in (row.get("env") or {}).items()}
+            cases.append(_Case(str(row["id"]), words, environment))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CommandError(
+                f"{path}, line {number}: an object with id, script, flags and env is expected"
+            ) from error
+    return cases
+
+
+def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[Judged]]:
     version = version_beside(tree)
     if tree is not None and not version:
         raise CommandError(f"{tree} is not a checkout of Megatron-LM")
-    found = judgement.judge(command, None if tree is None else _parsed(command, tree), version)
-    # What plays no part without NCCL is not judged.
-    return found + ([] if "gloo" in command else judgement.judge_environment(os.environ))
+    parsed = [None for _ in cases] if tree is None else _parsed(cases, tree)
+    return [
+        judgement.judge(case.command, args, version)
+        # What plays no part without NCCL is not judged.
+        + ([] if "gloo" in case.command else judgement.judge_environment(case.environment))
+        for case, args in zip(cases, parsed, strict=True)
+    ]
 
 
-def _parsed(command: Sequence[str], tree: Path) -> argparse.Namespace | None:
-    """Return what the parser of ``tree`` makes of it; None where it takes it not, which is for
+def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | None]:
+    """Return what the parser of ``tree`` makes of each; None where it takes it not, which is for
     Megatron-LM to say."""
-    asked = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parsing", str(tree)]
-    line = json.dumps(list(command[1:])) + "\n"
+    asked = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parsing"]
+    lines = "".join(json.dumps(list(case.command[1:])) + "\n" for case in cases)
     try:
-        done = subprocess.run(asked, input=line, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            [*asked, str(tree)], input=lines, capture_output=True, text=True, timeout=_SECONDS
+        )
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"the parser of {tree} took over {_SECONDS:.0f} s") from error
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise CommandError(f"the parser of {tree} cannot be had: {said}; leave --megatron out")
-    found = json.loads(done.stdout)
-    return None if found is None else argparse.Namespace(**found)
+    found = map(json.loads, done.stdout.splitlines())
+    return [None if each is None else argparse.Namespace(**each) for each in found]
 
 
-def _row(each: Judged) -> dict[str, Any]:
-    row = {"level": str(each.level), "shown": each.shown, "line": each.line}
-    return {**row, "allowed": each.allowed, "fork": each.is_of_a_fork}
+def _as_object(case: _Case, found: Sequence[Judged]) -> dict[str, Any]:
+    rows = [
+        {"level": str(each.level), "shown": each.shown, "line": each.line, "allowed": each.allowed}
+        | {"fork": each.is_of_a_fork}
+        for each in found
+    ]
+    return {
+        "id": case.id,
+        "verdict": judgement.verdict(found),
+        "without_fork": judgement.verdict(_without_fork(found)),
+        "rows": rows,
+    }
 
 
-def _print(found: Sequence[Judged]) -> None:
+def _print_one(found: Sequence[Judged]) -> None:
     for each in found:
         allowed = " (allowed here)" if each.allowed else ""
         print(f"{_WORDS[each.level]}: {each.line}{allowed}")
@@ -102,3 +154,26 @@ def _print(found: Sequence[Judged]) -> None:
     if verdict == "allowed" and owed:
         verdict = f"needs {' '.join(owed)}"
     print(f"verdict: {verdict}")
+
+
+def _print_table(cases: Sequence[_Case], judged: Sequence[Sequence[Judged]]) -> None:
+    verdicts = [judgement.verdict(found) for found in judged]
+    for case, verdict, found in zip(cases, verdicts, judged, strict=True):
+        print(f"{verdict:9}  {case.id}  {'; '.join(each.shown for each in found)}".rstrip())
+    counts = Counter(
+        (_WORDS[each.level] + " (a fork's)" * each.is_of_a_fork, each.shown)
+        for found in judged
+        for each in found
+    )
+    print("\nblockers, and what was set:")
+    for (level, shown), number in counts.most_common():
+        print(f"{number:5}  {level}: {shown}")
+    print()
+    stock = [judgement.verdict(_without_fork(found)) for found in judged]
+    for name, these in (("as they are", verdicts), ("without what only a fork has", stock)):
+        shares = (f"{kind} {these.count(kind)}" for kind in ("supported", "allowed", "refused"))
+        print(f"{len(these)} configurations {name}: {', '.join(shares)}")
+
+
+def _without_fork(found: Sequence[Judged]) -> list[Judged]:
+    return [each for each in found if not each.is_of_a_fork]

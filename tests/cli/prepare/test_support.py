@@ -1,15 +1,35 @@
-"""``deadpool support``: what it says of a command line, and with a real parser."""
+"""``deadpool support``: what it says of one command line and of many, and with a real parser."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from deadpool_megatron import cli
-from tests.cli.told import CarryOut
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
+
+CASES = [
+    ("plain", "pretrain_gpt.py", {"--num-layers": "4", "--bf16": True}, {}, "supported"),
+    ("set", "pretrain_gpt.py", {"--enable-ft-package": True}, {}, "supported"),
+    ("read", "pretrain_gpt.py", {"--log-straggler": True, "--lr": 0.1}, {}, "allowed"),
+    ("fork", "own.py", {"--of-tomorrow": ["1", "2"]}, None, "allowed"),
+    ("sharp", "pretrain_gpt.py", {"--use-sharp": True, "--of-tomorrow": "1"}, {}, "refused"),
+    ("boilerplate", "own.py", {}, {"NCCL_ASYNC_ERROR_HANDLING": "1"}, "supported"),
+    ("purpose", "own.py", {}, {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, "refused"),
+    ("gloo", "own.py", {"--distributed-backend": "gloo"}, {"NCCL_COMM_BLOCKING": 0}, "supported"),
+]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    path = tmp_path / "cases.jsonl"
+    names = ("id", "script", "flags", "env")
+    lines = (json.dumps(dict(zip(names, case, strict=False))) for case in CASES)
+    path.write_text("\n".join(lines))
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -39,32 +59,28 @@ def test_one_command_line(
     assert capsys.readouterr().out.splitlines()[-1] == f"verdict: {said}"
 
 
-@pytest.mark.parametrize(
-    ("command", "variable", "verdict", "rows"),
-    [
-        ("own.py --of-tomorrow 1 2", "", "allowed", [("unread", True)]),
-        ("x.py --use-sharp --of-tomorrow 1", "", "refused", [("refused", False), ("unread", True)]),
-        ("own.py", "NCCL_ASYNC_ERROR_HANDLING", "supported", [("set", False)]),
-        ("own.py", "TORCH_NCCL_USE_COMM_NONBLOCKING", "refused", [("refused", False)]),
-        ("own.py --distributed-backend gloo", "TORCH_NCCL_USE_COMM_NONBLOCKING", "supported", []),
-    ],
-)
-def test_as_an_object(
-    command: str,
-    variable: str,
-    verdict: str,
-    rows: list[tuple[str, bool]],
-    carry_out: CarryOut,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Flags that no version of Megatron-LM has are marked; variables count where NCCL reads
-    them."""
-    if variable:
-        monkeypatch.setenv(variable, "1")
-    _, out, _ = carry_out("support", "--json", "--", *command.split())
-    found = json.loads(out)
-    assert found["verdict"] == verdict
-    assert [(row["level"], row["fork"]) for row in found["rows"]] == rows
+def test_many_as_objects(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--json", "--batch", str(batch)]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["id"], each["verdict"]) for each in found] == [
+        (case[0], case[-1]) for case in CASES
+    ]
+    by_id = {each["id"]: each for each in found}
+    assert by_id["fork"]["without_fork"] == "supported"
+    assert by_id["sharp"]["without_fork"] == "refused"
+    assert [row["level"] for row in by_id["set"]["rows"]] == ["set"]
+    assert [row["fork"] for row in by_id["sharp"]["rows"]] == [False, True]
+
+
+def test_many_as_a_table(batch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--batch", str(batch)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[: len(CASES)]] == [
+        [case[-1], case[0]] for case in CASES
+    ]
+    assert "    2  not reviewed (a fork's): --of-tomorrow" in lines
+    assert lines[-2].endswith("as they are: supported 4, allowed 2, refused 2")
+    assert lines[-1].endswith("only a fork has: supported 5, allowed 1, refused 2")
 
 
 @pytest.mark.full
