@@ -130,6 +130,8 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
 
 def _refused_adam(inner: Any) -> str:
     """Return why the state of this one's Adam is not known; empty when it is."""
+    if not hasattr(inner, "optimizer"):
+        return f"{type(inner).__name__} in fp32, which Megatron does not wrap: give --bf16"
     fused = hasattr(inner.optimizer, "initialize_state") or is_hybrid(inner)
     if getattr(inner.config, "use_precision_aware_optimizer", False) and not fused:
         kind = type(inner.optimizer).__name__

@@ -258,6 +258,13 @@ def test_fp8_recipes_are_taken_but_the_custom_one(recipe: Any) -> None:
         refuse_unknown_state(optimizer, config)
 
 
+def test_an_optimizer_that_megatron_does_not_wrap_is_refused() -> None:
+    """As its layer-wise one has them in fp32."""
+    optimizer = SimpleNamespace(chained_optimizers=[torch.optim.SGD([torch.ones(1)], 0.1)])
+    with pytest.raises(UnsupportedOptimizer, match="--bf16"):
+        refuse_unknown_state(optimizer, SimpleNamespace())
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_weights_in_fp8_with_masters_of_megatron_are_taken(recipe: str) -> None:
     inner = distributed_inner(FusedAdam([torch.ones(1)], 0.1))
