@@ -135,7 +135,7 @@ def test_numbers_do_not_make_another_cause() -> None:
 
 
 def test_every_kind_has_words() -> None:
-    planned = {FailureKind.DRAINED, FailureKind.COORDINATOR, FailureKind.RESTART}
+    planned = {FailureKind.DRAINED, FailureKind.RESTART}
     assert set(MEANINGS) == set(FailureKind)
     assert {kind for kind, meaning in MEANINGS.items() if not meaning.to_do} == planned
     assert max(map(rank, FailureKind)) < rank("of the future")
