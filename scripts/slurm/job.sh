@@ -15,7 +15,7 @@
 # What stands in their #SBATCH lines is read there: NODES (--nodes but the spares), NOTICE_SECONDS
 # (--signal: how long before the time limit the state is saved) and GPUS_PER_NODE, unless it is set.
 #
-# A job that finds an earlier one in RUNS goes on from the newest state there. RUNS/OVER stops a
+# A job that finds an earlier one in RUNS continues from the newest state there. RUNS/OVER stops a
 # chain: the training is complete, or has failed in a way that another job would only repeat.
 # Exit status: that of the run; 75 means that the next job of a chain goes on.
 
@@ -87,7 +87,7 @@ run_training() {
         stop_chain "an earlier job has finished iterations, none has left a state to go on from"
         return 2
     fi
-    say "run directory $run${old:+, goes on from $old}"
+    say "run directory $run${old:+, continues from $old}"
 
     # On the node's side of a slow file system these must not be made by many at once.
     (umask 077 && mkdir -p "$run.logs") && is_ours "$run.logs" || {
