@@ -53,6 +53,10 @@ class InterruptCleanup:
         self.gathers_ahead = [bool(_forward_hooks(chunk)) for chunk in loop.model_chunks]
         self.rerun_mode = None if machine is None else machine.get_mode()
         self.never_trained = [module for module in self.modules() if not module.training]
+        # Which activations go to host memory decides about strides, and strides about last bits: a
+        # step that learns what to offload, as after an interrupt, has to be like all others.
+        handler: Any = fine_grained_activation_offload.ChunkOffloadHandler
+        handler.should_bulk_offload = lambda *_: True
 
     def modules(self) -> Iterator[Any]:
         """Of all chunks."""
