@@ -56,7 +56,12 @@ def exact_load(optimizer: Any) -> Iterator[None]:
         changes.enter_context(_zero_steps_supplied(optimizer))
         for part in filter(is_distributed, inner):
             changes.enter_context(_missing_entries_kept(part))
-        yield
+        try:
+            yield
+        except BaseException:
+            for part, states in zip(inner, kept, strict=True):
+                _put_back(part.optimizer, states)
+            raise
         for part, states in zip(inner, kept, strict=True):
             _restore_identity(part.optimizer, states)
 
@@ -120,6 +125,15 @@ def _missing_entries_kept(inner: Any) -> Iterator[None]:
         yield
     finally:
         del inner._set_main_param_and_optimizer_states
+
+
+def _put_back(adam: torch.optim.Optimizer, kept: _States) -> None:
+    """Have the tensors from before a load that failed: with the one step that it shares out among
+    all parameters, the next load would have Adam advance it once per parameter."""
+    for group in adam.param_groups:
+        group.pop("step", None)
+        for parameter in group["params"]:
+            adam.state[parameter] = dict(kept[parameter])
 
 
 def _restore_identity(adam: torch.optim.Optimizer, kept: _States) -> None:
