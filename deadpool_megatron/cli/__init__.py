@@ -1,9 +1,10 @@
 """The ``deadpool`` command: one module per group of sub-commands, imported when it is asked for.
 
-Each module offers ``add_parser(subparsers)`` and ``run(args) -> int``; the sub-command's name is
-``args.subcommand``; what follows the first ``--`` is ``args.command``, what comes before it
-``args.options``. Whatever a user can get wrong, or the system refuses before anything is started,
-ends in one clear line on standard error and exit status 2.
+Each module offers ``add_arguments(parser)`` and ``run(args) -> int``, and its text describes the
+sub-command. The sub-command's name is ``args.subcommand``; what follows the first ``--`` is
+``args.command``, what comes before it ``args.options``. Whatever a user can get wrong, or the
+system refuses before anything is started, ends in one clear line on standard error and exit
+status 2.
 """
 
 from __future__ import annotations
@@ -36,44 +37,44 @@ from deadpool_megatron.planning.plan_file import PlanError
 from deadpool_megatron.settings import SettingsError
 from deadpool_megatron.wire.auth import AuthenticationError
 
-# Sub-command -> module, by topic; the order is that of the help text.
+# Sub-command -> its module and its help, by topic; the order is that of the help text.
 TOPICS = {
     "train": {
-        "run": "start.run",
-        "demo": "demo",
-        "agent": "start.node_agent",
-        "standby": "start.serving",
+        "run": ("start.run", "train, and keep training when nodes die"),
+        "demo": ("demo", "kill a node of a small training run, and compare the results"),
+        "agent": ("start.node_agent", "one node of a run (clusters)"),
+        "standby": ("start.serving", ""),
     },
     "look at a run": {
-        "status": "control.status",
-        "watch": "watch",
-        "serve": "serve",
-        "metrics": "metrics",
-        "report": "report",
-        "explain": "explain",
-        "compare": "compare",
-        "verify": "storage.verifying",
+        "status": ("control.status", "what a run does right now"),
+        "watch": ("watch", "the lines of a run, from any host"),
+        "serve": ("serve", "a run on one page in the browser"),
+        "metrics": ("metrics", "a run as metrics, for Prometheus"),
+        "report": ("report", "report on a run and each failure in it"),
+        "explain": ("explain", "explain the code of a failure, with your response"),
+        "compare": ("compare", "compare two runs: bit-identical, or where they first differ"),
+        "verify": ("storage.verifying", "check the checksums of all state, in memory and on disk"),
     },
     "steer a run": {
-        "drain": "control.asking",
-        "protect": "control.asking",
-        "kill": "control.asking",
-        "stop": "control.asking",
-        "persist": "control.asking",
-        "follow-slurm": "slurm",
+        "drain": ("control.asking", "move a node's roles to a spare"),
+        "protect": ("control.asking", "change the protection of a running job"),
+        "kill": ("control.asking", "inject a failure"),
+        "stop": ("control.asking", "shut a run down cleanly (exit status 130)"),
+        "persist": ("control.asking", "write a standard checkpoint in the background"),
+        "follow-slurm": ("slurm", "drain the nodes that Slurm drains"),
     },
     "prepare, and clean up": {
-        "plan": "prepare.plan",
-        "check": "prepare.check",
-        "support": "prepare.support",
-        "patch": "prepare.patch",
-        "examples": "examples",
-        "bad-nodes": "prepare.bad_nodes",
-        "gpu-health": "prepare.gpu_health",
-        "clean": "storage.clean",
+        "plan": ("prepare.plan", "before a run: nodes, memory and traffic from a file"),
+        "check": ("prepare.check", "check before a run whether this host is fit to train"),
+        "support": ("prepare.support", "judge a command line of Megatron-LM"),
+        "patch": ("prepare.patch", "patch a checkout of Megatron-LM, or revert the patch"),
+        "examples": ("examples", "print the folder of example configs and batch scripts"),
+        "bad-nodes": ("prepare.bad_nodes", "show the hosts that earlier runs have quarantined"),
+        "gpu-health": ("prepare.gpu_health", "health command: search the kernel log for Xids"),
+        "clean": ("storage.clean", "remove the shared memory and processes of dead runs"),
     },
 }
-COMMANDS = {name: module for topic in TOPICS.values() for name, module in topic.items()}
+COMMANDS = {name: module for topic in TOPICS.values() for name, (module, _) in topic.items()}
 # Their text is one clear line, wherever they come from.
 _REFUSALS = (
     CommandError,
@@ -235,7 +236,7 @@ class _HelpParser(argparse.ArgumentParser):
 
 
 def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
-    """With one sub-command named, only its module is imported."""
+    """With one sub-command named, its module is imported, else none."""
     parser = _HelpParser(
         prog="deadpool",
         description="Train with Megatron; lose nodes; keep training.",
@@ -250,13 +251,14 @@ def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
     )
     named = options[0] if options else ""
     if named in COMMANDS:
-        _module(COMMANDS[named]).add_parser(subparsers)
-        return parser
-    for topic, commands in TOPICS.items():
+        module = _module(COMMANDS[named])
+        module.add_arguments(subparsers.add_parser(named, description=module.__doc__))
+    for topic, commands in TOPICS.items() if named not in COMMANDS else ():
         heading: Any = subparsers._ChoicesPseudoAction(f"{topic}:", (), None)
         subparsers._choices_actions.append(heading)
-        for module in dict.fromkeys(commands.values()):
-            _module(module).add_parser(subparsers)
+        for name, (_, text) in commands.items():
+            if text:
+                subparsers.add_parser(name, help=text)
     return parser
 
 

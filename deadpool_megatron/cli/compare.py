@@ -198,10 +198,8 @@ def describe(comparison: Comparison) -> list[str]:
     return lines
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``compare`` to the commands."""
-    text = "compare two runs: bit-identical, or where they first differ"
-    parser = subparsers.add_parser("compare", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("first", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("second", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")

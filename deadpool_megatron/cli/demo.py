@@ -244,10 +244,8 @@ def summary_lines(outcome: Outcome) -> list[str]:
     return [*lines, "", f"The run lost a node{seconds}, {end}."]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``demo`` to the commands."""
-    text = "kill a node of a small training run and show that the results do not change"
-    parser = subparsers.add_parser("demo", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "--gpu",
         action="store_true",

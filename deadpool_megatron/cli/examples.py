@@ -26,13 +26,8 @@ from deadpool_megatron.cli.common import CommandError
 _KNOWN = "configs/tiny.args"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``examples`` to the commands."""
-    subparsers.add_parser(
-        "examples",
-        help="print the folder of example configs and batch scripts",
-        description=__doc__,
-    )
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    """Add nothing."""
 
 
 def run(args: argparse.Namespace) -> int:

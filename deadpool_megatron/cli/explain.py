@@ -23,10 +23,8 @@ The output of `deadpool explain`. [failures.md](failures.md) describes how a run
 | --- | --- | --- | --- |"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``explain`` to the commands."""
-    text = "explain the code of a failure, with your response"
-    parser = subparsers.add_parser("explain", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("code", nargs="?", metavar="CODE", help="such as node-lost (default: all)")
 
 

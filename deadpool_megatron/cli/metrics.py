@@ -49,10 +49,8 @@ _AT = "_timestamp_seconds"
 RECOVERY_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``metrics`` to the commands."""
-    text = "a run as metrics, for Prometheus"
-    parser = subparsers.add_parser("metrics", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_run_directory(parser)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--listen", metavar="ADDR:PORT", help="answer GET /metrics there")

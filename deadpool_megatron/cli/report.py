@@ -271,10 +271,8 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
     }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``report`` to the commands."""
-    text = "report on a run and each failure in it"
-    parser = subparsers.add_parser("report", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

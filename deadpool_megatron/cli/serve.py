@@ -83,10 +83,8 @@ _HEADERS = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``serve`` to the commands."""
-    text = "a run on one page in the browser"
-    parser = subparsers.add_parser("serve", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_run_directory(parser)
     parser.add_argument(
         "--listen",

@@ -104,13 +104,8 @@ def _domain(environment: Mapping[str, str]) -> str:
     return above[-1] if above else ""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "follow-slurm",
-        help="drain the nodes that Slurm drains",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_run_directory(parser)
     parser.add_argument(
         "--every", type=float, default=15.0, metavar="SECONDS", help="between looks (default: 15)"

@@ -24,10 +24,8 @@ _SILENCE_SECONDS = 60.0
 _RECENT_BYTES = 4 << 20
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``watch`` to the commands."""
-    text = "the lines of a run, from any host"
-    parser = subparsers.add_parser("watch", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_run_directory(parser)
     text = "begin with the N newest lines (default: %(default)s)"
     parser.add_argument("--lines", type=int, default=20, metavar="N", help=text)

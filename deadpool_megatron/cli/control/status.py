@@ -1,4 +1,4 @@
-"""``deadpool status``: what a run does right now, or how it has ended."""
+"""Shows what a run does right now, or how it has ended."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ _SHOWN_FAILURES = 3
 _SHOWN_GROUPS = 8
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    status = subparsers.add_parser("status", help="what a run does right now")
-    add_run_directory(status)
-    status.add_argument("--all", action="store_true", help="also show every role and node")
-    form = status.add_mutually_exclusive_group()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    add_run_directory(parser)
+    parser.add_argument("--all", action="store_true", help="also show every role and node")
+    form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     form.add_argument(
         "--verdict",

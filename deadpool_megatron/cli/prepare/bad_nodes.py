@@ -17,7 +17,6 @@ import argparse
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.bad_nodes import (
@@ -29,21 +28,16 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    bad_nodes = subparsers.add_parser(
-        "bad-nodes",
-        help="show the hosts that earlier runs have quarantined",
-        description=__doc__,
-    )
-    bad_nodes.add_argument("runs", type=Path, metavar="RUNS", help="directory that holds the runs")
-    bad_nodes.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("runs", type=Path, metavar="RUNS", help="directory that holds the runs")
+    parser.add_argument(
         "--hours",
         type=float,
         default=RECENT_HOURS,
         help=f"ignore older entries (default: {RECENT_HOURS:g}, as runs do)",
     )
-    what = bad_nodes.add_mutually_exclusive_group()
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--names", action="store_true", help="only their names, with commas")
     what.add_argument("--forget", metavar="HOST", help="remove the entries of a repaired host")
 

@@ -48,13 +48,8 @@ _NOT_GOOD = 1
 _HEADER = ("node", "host", "rack", "GPUs", "/dev/shm free", "memory", "verdict")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "check",
-        help="check before a run whether this host is fit to train",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_address(parser)
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="plan that has the shared memory a node needs"

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.health import Health
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    text = "health command: search the kernel log for a broken GPU"
-    parser = subparsers.add_parser("gpu-health", help=text, description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     text = "ignore older Xids (default: 24)"
     parser.add_argument("--hours", type=float, default=24.0, help=text)
 

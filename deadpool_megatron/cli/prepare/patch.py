@@ -25,7 +25,6 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, system_error_line, table
 from deadpool_megatron.cli.examples import shipped_roots
@@ -79,13 +78,8 @@ class Tree:
         return [name for name in self.patched_files if self.files[name] != wanted]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "patch",
-        help="patch a checkout of Megatron-LM, or revert the patch",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "action",
         choices=("apply", "check", "revert", "status"),

@@ -48,14 +48,9 @@ _NODE_ROWS = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="before a run: nodes, memory and traffic from a file",
-        description=__doc__,
-        epilog=_EPILOGUE.format(keys="\n".join(_keys())),
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.epilog = _EPILOGUE.format(keys="\n".join(_keys()))
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the plan, YAML")
     parser.add_argument(
         "--args",

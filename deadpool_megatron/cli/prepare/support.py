@@ -49,13 +49,8 @@ class _Case:
     environment: Mapping[str, str]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "support",
-        help="judge a command line of Megatron-LM",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "--megatron",
         type=Path,

@@ -24,7 +24,6 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli.common import (
@@ -72,19 +71,16 @@ from deadpool_megatron.wire import auth
 _PORT_FLAG = "--coordinator-port"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    agent = subparsers.add_parser(
-        "agent",
-        help="one node of a run (clusters)",
-        usage="deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
-        " [-- COMMAND]",
-        description=__doc__,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.usage = (
+        "deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
+        " [-- COMMAND]"
     )
-    agent.add_argument(
+    parser.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"
     )
-    which = agent.add_mutually_exclusive_group()
+    which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--node-id",
         type=int,
@@ -94,25 +90,25 @@ def add_parser(subparsers: Any) -> None:
     which.add_argument(
         "--attach", action="store_true", help="join a running job as one more spare node"
     )
-    agent.add_argument(
+    parser.add_argument(
         "--from-slurm",
         action="store_true",
         help="take node id (unless given), address and failure domain from Slurm",
     )
-    add_size(agent, "with --from-slurm, those of this step but the spares")
-    agent.add_argument(
+    add_size(parser, "with --from-slurm, those of this step but the spares")
+    parser.add_argument(
         "--resume", type=Path, metavar="OLD", help="start a new run from the newest state of OLD"
     )
-    add_address(agent)
-    agent.add_argument("--domain", default="", help="failure domain (rack) of this node")
-    agent.add_argument(
+    add_address(parser)
+    parser.add_argument("--domain", default="", help="failure domain (rack) of this node")
+    parser.add_argument(
         "--rejoin",
         type=int,
         default=3,
         metavar="K",
         help="after being cut off, join again as a new spare, up to K times (default: 3)",
     )
-    agent.add_argument(
+    parser.add_argument(
         "--leave-seconds",
         type=float,
         default=0.0,
@@ -120,36 +116,36 @@ def add_parser(subparsers: Any) -> None:
         help="time for this node's roles to move to a spare after SIGTERM, as in an evicted pod"
         " (default: 0, it ends at once)",
     )
-    agent.add_argument(
+    parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="address of the coordinator, for a host without the shared run directory",
     )
-    agent.add_argument(
+    parser.add_argument(
         "--coordinator-port",
         type=int,
         default=0,
         metavar="N",
         help="port of the coordinator on this node (default: a free one)",
     )
-    agent.add_argument(
+    parser.add_argument(
         "--no-standby", action="store_true", help="this node never takes over as coordinator"
     )
-    agent.add_argument(
+    parser.add_argument(
         "--check-only",
         action="store_true",
         help="end the run as soon as its nodes are judged, and print which are fit to train",
     )
-    agent.add_argument(
+    parser.add_argument(
         "--json", action="store_true", help="with --check-only: one JSON object, no table"
     )
-    agent.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
-    agent.add_argument(
+    parser.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
+    parser.add_argument(
         "--preload",
         metavar="MODULES",
         help="modules imported once per node (default: torch, megatron)",
     )
-    arguments.add_arguments(agent)
+    arguments.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

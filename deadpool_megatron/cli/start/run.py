@@ -21,7 +21,6 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli.common import (
@@ -50,14 +49,9 @@ from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.settings import NEVER
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "run",
-        help="train, and keep training when nodes die",
-        usage="deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.usage = "deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS"
     add_size(parser, "as many as the visible GPUs allow; without GPUs 2, or as the script needs")
     parser.add_argument(
         "--run-dir",

@@ -9,7 +9,6 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, ask, ask_at, listen
@@ -131,14 +130,13 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
         time.sleep(_ATTACH_PAUSE_SECONDS)
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    standby = subparsers.add_parser("standby")
-    standby.add_argument("--run-dir", type=Path, required=True)
-    standby.add_argument("--node-id", type=int, required=True)
-    standby.add_argument("--host", required=True)
-    standby.add_argument("--port", type=int, required=True)
-    standby.add_argument("--report-fd", type=int, required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--node-id", type=int, required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--report-fd", type=int, required=True)
 
 
 def run(args: argparse.Namespace) -> int:

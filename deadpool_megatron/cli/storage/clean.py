@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.cleanup import (
@@ -30,13 +29,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.ownership import OwnershipError
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "clean",
-        help="remove the shared memory and orphaned processes of dead runs",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="DIR", help="run directory")
     parser.add_argument("--force", action="store_true", help="even if the run is alive")
     parser.add_argument("--yes", action="store_true", help="with DIR: do not ask")

@@ -67,13 +67,8 @@ class Subject:
     verify: Callable[[Path, Progress], Iterator[Finding]]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="check the checksums of all generations, in memory and on disk",
-        description=__doc__,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="see above")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
