@@ -15,7 +15,8 @@ venv=$root/.venv
 stamp=$venv/.deadpool-stamp
 log=$venv/setup.log
 cpu_index=https://download.pytorch.org/whl/cpu
-torch_version=$(sed -n 's/^torch==//p' "$root/scripts/constraints.txt")
+locked=$root/scripts/lock.txt
+torch_version=$(sed -n 's/^torch==\([^ ]*\).*/\1/p' "$locked")
 chosen=$(cat "$venv/.deadpool-build" 2>/dev/null || true)
 step_number=0
 worker=
@@ -134,7 +135,7 @@ find_python() {
 # What the environment depends on; when it changes, the environment is brought up to date.
 wanted_stamp() {
     { printf '%s\n' "$root" "$chosen$(has_gpu && echo gpu)" && cat "$root/pyproject.toml" \
-        "$root/scripts/constraints.txt"; } | sha256sum | cut -d' ' -f1
+        "$root/scripts/lock.txt"; } | sha256sum | cut -d' ' -f1
 }
 
 is_ready() {
@@ -153,25 +154,26 @@ installed_torch() {
         echo none
 }
 
+# To pip the CPU build is a version like the one with CUDA.
+drop_cpu_torch() {
+    [ "$(installed_torch)" != "$torch_version+cpu" ] || pip uninstall -q -y torch
+}
+
 # The default index has the CUDA build of torch, gigabytes that a machine without a GPU cannot
-# use. So there: the CPU build from wherever pip is set up to look, then from PyTorch's own index.
-install_torch() {
-    local problem="torch could not be installed; is the package index reachable?"
-    local wheel_only=(--only-binary=:all: --no-deps) cpu="torch==$torch_version+cpu"
-    if has_gpu; then
-        [ "$(installed_torch)" = "$torch_version" ] && return
-        step "torch $torch_version (with CUDA)" pip install "${wheel_only[@]}" \
-            "torch==$torch_version" || show_log_and_fail "$problem"
+# use. So there: the CPU build from wherever pip is set up to look, then from PyTorch's own index. That
+# build alone has no hash in the lock: it differs with the index. What it needs none of is left out.
+install_cpu_torch() {
+    local cpu="torch==$torch_version+cpu" wheel_only=(--only-binary=:all: --no-deps)
+    [ "$(installed_torch)" = "$torch_version+cpu" ] ||
+        step "torch $torch_version (CPU build)" try_each \
+            "pip install ${wheel_only[*]} $cpu" \
+            "pip install ${wheel_only[*]} --index-url $cpu_index $cpu" || {
+        echo "     The CPU build could not be had; taking the default build, which may be several GB."
+        check_disk 12000
         return
-    fi
-    [ "$(installed_torch)" = "$torch_version+cpu" ] && return
-    step "torch $torch_version (CPU build)" try_each \
-        "pip install ${wheel_only[*]} $cpu" \
-        "pip install ${wheel_only[*]} --index-url $cpu_index $cpu" && return
-    echo "     The CPU build could not be had; taking the default build, which may be several GB."
-    check_disk 12000
-    step "torch $torch_version (default build)" pip install "${wheel_only[@]}" \
-        "torch==$torch_version" || show_log_and_fail "$problem"
+    }
+    awk '/^[a-z]/ { left_out = /^(torch|triton|nvidia-.*|cuda-.*)==/ } !left_out' "$locked" >"$venv/lock.txt"
+    locked=$venv/lock.txt
 }
 
 try_each() {
@@ -184,15 +186,17 @@ try_each() {
     return 1
 }
 
-# megatron-core without a wheel would compile C++; all packages have wheels for 3.11 to 3.13.
+# megatron-core without a wheel would compile C++; all packages have wheels for 3.11 to 3.13. The lock is
+# whole, so pip takes nothing else, and a package with another hash not at all.
 install_packages() {
     local problem="the packages could not be installed; is the package index reachable?"
-    local options=(--only-binary=:all: -c "$root/scripts/constraints.txt")
-    step "megatron-core and its packages" pip install "${options[@]}" setuptools megatron-core ||
+    local title="megatron-core and its packages"
+    [ "$locked" = "$venv/lock.txt" ] || title="torch $torch_version (with CUDA), megatron-core"
+    step "$title" pip install --require-hashes --no-deps --only-binary=:all: -r "$locked" ||
         show_log_and_fail "$problem"
-    # The build backend was installed just now, so nothing is fetched that is not pinned.
-    step "deadpool-megatron and the tools" pip install "${options[@]}" --no-build-isolation \
-        -e "${root}[dev]" || show_log_and_fail "$problem"
+    # The build backend was installed just now, so nothing is fetched that is not in the lock.
+    step "deadpool-megatron" pip install --no-deps --no-build-isolation -e "$root" ||
+        show_log_and_fail "$problem"
 }
 
 main() {
@@ -218,7 +222,7 @@ main() {
     fi
     rm -f "$stamp"
     printf '%s' "$chosen" >"$venv/.deadpool-build"
-    install_torch
+    if has_gpu; then drop_cpu_torch; else install_cpu_torch; fi
     install_packages
     wanted_stamp >"$stamp"
     echo "  Ready after $SECONDS s."

@@ -38,10 +38,11 @@ def project() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def constraints() -> dict[str, str]:
-    lines = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
-    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(name): version for name, version in pairs}
+def locked() -> dict[str, str]:
+    text = (ROOT / "scripts" / "lock.txt").read_text()
+    found = re.findall(r"^([a-z]\S*)==(\S+)( ; .*)? \\\n +--hash=sha256:", text, re.MULTILINE)
+    assert len(found) == len(re.findall(r"^[a-z]", text, re.MULTILINE))  # each with a hash
+    return {canonicalize_name(name): version for name, version, _ in found}
 
 
 # Extras that the environment of the tests cannot have: they need a GPU to be built or run.
@@ -84,14 +85,14 @@ def test_each_python_that_was_run_is_a_classifier(project: dict[str, Any]) -> No
     assert set(re.findall(r"3\.\d+", row[1])) == known
 
 
-def test_constraints_fit_the_ranges(project: dict[str, Any], constraints: dict[str, str]) -> None:
+def test_the_lock_fits_the_ranges(project: dict[str, Any], locked: dict[str, str]) -> None:
     for requirement in requirements_of(project):
-        pinned = constraints[canonicalize_name(requirement.name)]
+        pinned = locked[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(pinned), requirement
 
 
-def test_constraints_cover_everything_that_is_needed(
-    project: dict[str, Any], constraints: dict[str, str]
+def test_the_lock_has_everything_that_is_needed(
+    project: dict[str, Any], locked: dict[str, str]
 ) -> None:
     waiting, seen = requirements_of(project), set[str]()
     while waiting:
@@ -103,9 +104,7 @@ def test_constraints_cover_everything_that_is_needed(
             needed = Requirement(line)
             if needed.marker is None or needed.marker.evaluate({"extra": ""}):
                 waiting.append(needed)
-    # CUDA builds bring libraries of their own version with them.
-    missing = {name for name in seen if not name.startswith(("nvidia-", "cuda-", "triton"))}
-    assert missing <= constraints.keys()
+    assert seen <= locked.keys()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

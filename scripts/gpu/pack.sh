@@ -38,7 +38,7 @@ for glibc in 2_28 2_27 2_24 2_17 2_12 2_5; do platforms+=(--platform "manylinux_
 platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 "$python" -m pip install -q --disable-pip-version-check --no-deps --only-binary=:all: --no-compile \
     --python-version "$version" --implementation cp "${platforms[@]}" \
-    --target "$tree/scripts/gpu/site" -c "$root/scripts/constraints.txt" \
+    --target "$tree/scripts/gpu/site" -c <(grep -o '^[a-z][^ ]*==[^ ]*' "$root/scripts/lock.txt") \
     megatron-core xxhash zfec PyYAML einops packaging
 compiler=$(command -v "${PROOF_PYTHON:-python$version}" || true)
 [ -z "$compiler" ] ||

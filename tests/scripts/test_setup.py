@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,7 +28,7 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.asked, self.bin = folder / "asked", folder / "bin"
         (folder / "scripts").mkdir()
-        for name in ("scripts/setup.sh", "pyproject.toml", "scripts/constraints.txt"):
+        for name in ("scripts/setup.sh", "pyproject.toml", "scripts/lock.txt"):
             shutil.copy(ROOT / name, folder / name)
         self.bin.mkdir()
         roomy = "#!/bin/bash\necho\necho / 99999 1 99999 1% /\n"
@@ -39,7 +40,8 @@ class Checkout:
         self.script = folder / "scripts" / "setup.sh"
 
     def set_up(self, *flags: str, version: str = "3.12") -> tuple[str, list[str]]:
-        """Return what it prints, and which builds of torch pip was asked for."""
+        """Return what it prints, and which builds of torch pip was asked for: by name, or by a
+        lock, where each package has its hash."""
         self.asked.write_text("")
         more = {"PYTHON": str(self.bin / "python"), "VERSION": version, "ASKED": str(self.asked)}
         more["PATH"] = f"{self.bin}:{os.environ['PATH']}"
@@ -51,8 +53,10 @@ class Checkout:
             check=False,
         )
         assert done.returncode == 0, (done.stdout, done.stderr)
-        words = self.asked.read_text().split()
-        return done.stdout, [word for word in words if word.startswith("torch==")]
+        builds = re.findall(r"torch==(\S+)", self.asked.read_text())
+        for lock in re.findall(r"--require-hashes .*-r (\S+)", self.asked.read_text()):
+            builds += re.findall(r"^torch==(\S+)", Path(lock).read_text(), re.MULTILINE)
+        return done.stdout, builds
 
 
 def test_the_build_that_was_asked_for_is_kept(tmp_path: Path) -> None:

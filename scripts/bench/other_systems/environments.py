@@ -12,8 +12,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.machine import ROOT
-
 from other_systems.outcomes import last_line
 
 
@@ -59,7 +57,7 @@ def install(directory: Path, peer: str) -> None:
     if package.wheel_of:
         _take_wheel(directory, peer, package)
         wanted = _needs_of(directory, peer, package)
-    _pip(directory, peer, "-c", str(ROOT / "scripts" / "constraints.txt"), *wanted)
+    _pip(directory, peer, *wanted)
 
 
 def _take_wheel(directory: Path, peer: str, package: Package) -> None:
