@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import math
 import os
 import secrets
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 from deadpool_megatron import ownership
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
+from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -29,6 +31,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     address_in,
     segment_root,
 )
+from deadpool_megatron.observe.narration import at_risk
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.preflight import host
 from deadpool_megatron.settings import Settings
@@ -84,6 +87,21 @@ def system_error_line(error: OSError | RecursionError) -> str:
     return why if error.filename is None else f"{error.filename}: {why}"
 
 
+def number(
+    kind: type[int] | type[float], least: float, most: float = math.inf
+) -> Callable[[str], Any]:
+    """Return the type of an option whose value lies between these two."""
+
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
+
+    return read
+
+
 def add_run_directory(parser: argparse.ArgumentParser) -> None:
     """The positional argument that names a run."""
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory (--run-dir)")
@@ -93,17 +111,17 @@ def add_size(parser: argparse.ArgumentParser, usual: str) -> None:
     """``--nodes``, ``--spares``, ``--nproc-per-node``, and ``--plan``. ``usual``: for help, what a
     size is without the first and the last."""
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help=f"nodes that train (default: {usual})"
+        "--nodes", type=number(int, 1), metavar="N", help=f"nodes that train (default: {usual})"
     )
     parser.add_argument(
         "--spares",
-        type=int,
+        type=number(int, 0),
         metavar="S",
         help="nodes that wait, warm (default: 0, and 1 without --nodes)",
     )
     parser.add_argument(
         "--nproc-per-node",
-        type=int,
+        type=number(int, 1),
         metavar="P",
         help="training processes on each node; there are N x P roles",
     )
@@ -236,6 +254,29 @@ class Asker:
         return status if "roles" in status else None
 
 
+def facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and texts of what is neither of a node nor of a failure, by the status of a run.
+    Raises :data:`events.DAMAGE` for that of another version."""
+    term, rpo, export = (status[name] for name in ("coordinator", "rpo", "export"))
+    node = "" if term["node"] is None else f", next to node {term['node']}"
+    seconds = rpo["most_lost_seconds"]
+    about = "" if seconds is None else f", about {seconds:.1f} s"
+    wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
+    found = [
+        ("coordinator", f"term {term['term']} at {term['host']}:{term['port']}{node}"),
+        ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
+        ("lost if a node fails now (RPO)", f"{at_risk(status)}{about}"),
+    ]
+    requests = map(Request.from_dict, status["requests"])
+    found += [(f"request {one.number}", one.told()) for one in requests]
+    if now := export["now"]:
+        found.append(("checkpoint", f"of iteration {now['iteration']}, {now['step']}"))
+    if last := export["last"]:
+        how = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
+        found.append(("last checkpoint", f"of iteration {last['iteration']}, {how}"))
+    return found
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """``HOST:PORT``, the host resolved to a number now, as later nothing may block."""
     host, colon, port = text.rpartition(":")
@@ -320,18 +361,11 @@ def shown_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def check_port(port: int, flag: str = "--port") -> None:
-    """Raises CommandError for what is no port."""
-    if not 0 <= port <= 65535:
-        raise CommandError(f"{flag} {port} is no port: choose one between 1 and 65535, or 0")
-
-
 def listen(
     host: str, port: int, *, flags: tuple[str, str] = ("--port", "--deadpool-interface")
 ) -> socket.socket:
     """A listening TCP socket. Raises CommandError, which names the ``flags`` of port and address,
     when the address cannot be had."""
-    check_port(port, flags[0])
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

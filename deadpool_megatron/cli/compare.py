@@ -12,7 +12,6 @@ import dataclasses
 import heapq
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -206,12 +205,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``deadpool compare``."""
-    try:
-        comparison = compare_results(read_result(args.first), read_result(args.second))
-    except ResultError as error:
-        print(f"deadpool compare: {error}", file=sys.stderr)
-        return 2
+    """Carry out ``deadpool compare``. Raises ResultError."""
+    comparison = compare_results(read_result(args.first), read_result(args.second))
     if args.json:
         print(json.dumps(comparison.to_dict(), indent=1))
     else:

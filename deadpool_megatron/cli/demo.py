@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from deadpool_megatron.cli import plot
-from deadpool_megatron.cli.common import CommandError, table
+from deadpool_megatron.cli.common import CommandError, number, table
 from deadpool_megatron.cli.compare import Comparison, compare_results, describe
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.examples import find_shipped
@@ -256,7 +256,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep both runs, in DIR")
     parser.add_argument(
-        "--iterations", type=int, default=30, metavar="N", help="steps to train (default: 30)"
+        "--iterations",
+        type=number(int, _FEWEST_ITERATIONS),
+        default=30,
+        metavar="N",
+        help="steps to train (default: 30)",
     )
 
 
@@ -307,9 +311,7 @@ def _both_runs(display: Display, base: Path, iterations: int, shape: DemoSize) -
 
 def _check(args: argparse.Namespace) -> None:
     complaint = ""
-    if args.iterations < _FEWEST_ITERATIONS:
-        complaint = f"--iterations must be at least {_FEWEST_ITERATIONS}, got {args.iterations}"
-    elif find_shipped(CONFIG) is None:
+    if find_shipped(CONFIG) is None:
         complaint = f"{CONFIG} is missing: install the package again"
     elif not all(map(importlib.util.find_spec, ("torch", "megatron"))):
         complaint = (

@@ -6,14 +6,12 @@ import argparse
 import contextlib
 import json
 import statistics
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import seconds, size, table
 from deadpool_megatron.cli.run_result import (
-    ResultError,
     RunResult,
     failure_to_dict,
     read_result,
@@ -278,14 +276,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``deadpool report``: exit status 0, or 2 when DIR is no run directory."""
-    try:
-        finished = RunDirectory(args.directory).final.exists()
-        result = read_result(args.directory) if finished else None
-        story = read_story(args.directory) if result is None else result.story
-    except ResultError as error:
-        print(f"deadpool report: {error}", file=sys.stderr)
-        return 2
+    """Carry out ``deadpool report``. Raises ResultError when DIR is no run directory."""
+    finished = RunDirectory(args.directory).final.exists()
+    result = read_result(args.directory) if finished else None
+    story = read_story(args.directory) if result is None else result.story
     if args.json:
         print(json.dumps(to_dict(args.directory, story, result), indent=1))
     else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -21,7 +22,7 @@ from deadpool_megatron.ownership import OwnershipError
 _RECENT_BYTES = 16 << 20
 
 
-class ResultError(Exception):
+class ResultError(CommandError):
     """A run directory has no usable result; one clear line."""
 
 

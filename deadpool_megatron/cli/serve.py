@@ -35,20 +35,21 @@ from deadpool_megatron.cli.common import (
     Asker,
     CommandError,
     add_run_directory,
+    facts,
     listen_address,
     shown_host,
 )
+from deadpool_megatron.cli.run_result import failure_to_dict
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail
 from deadpool_megatron.observe.narration import (
     Narrator,
-    at_risk,
     count,
-    describe_cause,
     describe_state,
     describe_wait,
+    label,
+    node_troubles,
     to_do,
 )
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Interruption, Story, decimal
@@ -66,8 +67,9 @@ _SHOWN_RECOVERIES = 50
 _SHOWN_NODES = 50  # of those that were lost
 # The curve of the loss has so many points at most, whatever the length of the run.
 _POINTS = 400
+_LONG = ("hangs", "stacks", "losses", "seats_changed")
 # Of what the coordinator says, for the program of the page.
-_DRAWN = ("roles", "nodes", "aside", "slow", "fewer_copies")
+_DRAWN = ("roles", "nodes", "fewer_copies")
 # A coordinator that does not answer for so long has no successor, and a step that takes longer than
 # this, and than so many others did, is worth a word.
 _SILENT_SECONDS = 30.0
@@ -132,16 +134,20 @@ class WatchedPage:
         # Where nobody answers, nobody knows what nodes do since the newest event.
         until = None if status is None else now
         try:
-            banner, facts = _banner(story, status, now), [] if status is None else _facts(status)
-            drawn = None if status is None else {name: status[name] for name in _DRAWN}
+            banner, told, drawn = _banner(story, status, now), list[tuple[str, str]](), None
+            if status is not None:
+                epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
+                told = [*facts(status), ("epoch", epoch)]
+                drawn = {name: status[name] for name in _DRAWN}
+                drawn["troubles"] = node_troubles(status)
         except DAMAGE:  # a status of another version
-            banner, facts, drawn = _banner(story, None, now), [], None
+            banner, told, drawn = _banner(story, None, now), [], None
         uses = {use.value: spent for use, spent in story.account.uses(until).items() if spent > 0}
         return {
             "run": self._run_id,
             "now": now,
             "banner": banner,
-            "facts": facts,
+            "facts": told,
             "ended": None if story.ended is None else dict(story.ended.data),
             "iteration": story.last_iteration,
             "progress": story.progress(),
@@ -149,7 +155,7 @@ class WatchedPage:
             "goodput": story.account.goodput(until) if len(story.steps) else None,
             "node_seconds": uses,
             "loss": self._losses(),
-            "recoveries": [_recovery(failure) for failure in story.failures[-_SHOWN_RECOVERIES:]],
+            "recoveries": [_failure(one, story) for one in story.failures[-_SHOWN_RECOVERIES:]],
             "survived": sum(one.is_over and not one.planned for one in story.failures),
             "lost": [
                 {
@@ -196,7 +202,7 @@ def _banner(story: Story, status: Mapping[str, Any] | None, now: float) -> dict[
         "spares": spares,
         "last_step_at": story.last_step_at,
         "waiting": "" if story.waiting is None else describe_wait(story.waiting),
-        "failure": _failure(failures[-1]) if failures else None,
+        "failure": _failure(failures[-1], story) if failures else None,
     }
 
 
@@ -241,42 +247,15 @@ def _troubles(
         yield count(slow, "slow node")
 
 
-def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and texts of what is neither of a node nor of a failure. Raises
-    :data:`events.DAMAGE` for a status of another version."""
-    term, rpo = status["coordinator"], status["rpo"]
-    node = "" if term["node"] is None else f", on node {term['node']}"
-    wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
-    found = [
-        ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
-        ("lost if a node fails now", at_risk(status)),
-        ("coordinator", f"{term['host']}:{term['port']}{node}, term {term['term']}"),
-        ("epoch", f"{status['epoch']} (each change of the nodes makes a new one)"),
-    ]
-    requests = map(Request.from_dict, status["requests"])
-    return found + [(f"request {one.number}", one.told()) for one in requests]
-
-
-def _failure(failure: Interruption) -> dict[str, Any]:
-    told = {"kind": failure.kind, "cause": failure.cause}
+def _failure(failure: Interruption, story: Story) -> dict[str, Any]:
+    """Return all that JSON has of a failure, but for what is long, and what is for the eye."""
+    whole = failure_to_dict(failure, story)
     return {
-        "at": failure.began,
-        "cause": failure.cause if failure.planned else describe_cause(told),
-        "to_do": "" if failure.is_cut_short else to_do(failure.kind),
-        "seconds": failure.seconds,
+        **{name: value for name, value in whole.items() if name not in _LONG},
+        "began": failure.began,
         "is_cut_short": failure.is_cut_short,
-    }
-
-
-def _recovery(failure: Interruption) -> dict[str, Any]:
-    return {
-        **_failure(failure),
-        "number": failure.number,
-        "planned": failure.planned,
-        "after_iteration": failure.last_iteration,
-        "phases": dict(failure.phases),
-        "recomputed": failure.steps_recomputed,
-        "exposed_seconds": failure.exposed_seconds,
+        "text": failure.cause if failure.planned else label(failure, story.hosts),
+        "to_do": "" if failure.is_cut_short else to_do(failure.kind),
     }
 
 

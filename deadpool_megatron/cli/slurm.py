@@ -25,6 +25,7 @@ from deadpool_megatron.cli.common import (
     RequestRefused,
     add_run_directory,
     ask,
+    number,
 )
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -80,7 +81,7 @@ def step_size(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "0"))
     gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     if args.nproc_per_node is None and gpus.isdigit():
-        args.nproc_per_node = int(gpus)
+        args.nproc_per_node = int(gpus) or None
     if args.spares is None:
         args.spares = max(0, nodes - (args.nodes or max(1, nodes - 1)))
     if args.nodes is None and nodes > args.spares:
@@ -108,14 +109,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     add_run_directory(parser)
     parser.add_argument(
-        "--every", type=float, default=15.0, metavar="SECONDS", help="between looks (default: 15)"
+        "--every",
+        type=number(float, 1, _LONGEST_SECONDS),
+        default=15.0,
+        metavar="SECONDS",
+        help="between looks (default: 15)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Follow until the run is over."""
-    if not 1.0 <= args.every <= _LONGEST_SECONDS:
-        raise CommandError(f"--every must be 1 to {_LONGEST_SECONDS:g} s, got {args.every:g}")
     directory = RunDirectory(args.run_dir)
     directory.read_run()
     follower = SlurmFollower(directory, drained_hosts, lambda message: ask(directory, message))

@@ -10,7 +10,7 @@ import argparse
 import time
 from collections import deque
 
-from deadpool_megatron.cli.common import CommandError, add_run_directory
+from deadpool_megatron.cli.common import add_run_directory, number
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
@@ -28,13 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     add_run_directory(parser)
     text = "begin with the N newest lines (default: %(default)s)"
-    parser.add_argument("--lines", type=int, default=20, metavar="N", help=text)
+    parser.add_argument("--lines", type=number(int, 0), default=20, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``deadpool watch``. Raises CommandError or RunDirectoryError."""
-    if args.lines < 0:
-        raise CommandError(f"--lines must be at least 0, got {args.lines}")
+    """Carry out ``deadpool watch``. Raises RunDirectoryError."""
     directory = RunDirectory(args.run_dir)
     directory.read_run(only_to_show=True)
     follower = Follower(directory, Display())

@@ -13,18 +13,38 @@ from deadpool_megatron.observe.story import Interruption, Story, decimal
 
 # Enough to see which call it is, and who made it.
 _SHOWN_FRAMES = 4
+# Kinds of event that always say the same: the text, of what an event has, and its style.
+_PLAIN = {
+    Kind.NODE_JOINED: ("node {node} joined", ""),
+    Kind.VAULT_LOST: ("vault of node {node} lost: {cause}", "red"),
+    Kind.EPOCH_OPENED: ("epoch {epoch} open", "green"),
+    Kind.NODE_ASIDE: ("{cause}", "bold red"),
+    Kind.NONFINITE: ("the {number} of iteration {iteration} is {value}: {policy}", "bold red"),
+    Kind.AUDIT_FAILED: (
+        "the audit finds wrong numbers: {what} in iteration {iteration}: roles {roles}",
+        "bold red",
+    ),
+    Kind.DURABLE: ("durable: {path}", ""),
+    Kind.DUMPED: ("dumped: {path}", ""),
+    Kind.CORRUPTION: ("damaged bytes found and not used: {data}", "bold red"),
+    Kind.DECODED: ("{part} of role {role} computed from parity in {seconds:.2f} s", "green"),
+    Kind.REPLAYED: (
+        "role {role}: state recomputed over {steps} updates in {seconds:.2f} s",
+        "yellow",
+    ),
+    Kind.STALE_DIVERGENCE: ("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red"),
+}
 _LAST_PHASES = ("dumping", "ending", "ended")
 
 
 @dataclass(frozen=True)
 class Line:
-    """``style``: words of bold, red, yellow, green; ``passes``: the next such line takes its place;
-    ``code``: the kind of the failure that it tells of."""
+    """``style``: words of bold, red, yellow, green; ``passes``: the next such line takes its
+    place."""
 
     text: str
     style: str = ""
     passes: bool = False
-    code: str = ""
 
 
 class Narrator:
@@ -82,7 +102,7 @@ class Narrator:
     def _lost(self, event: Event, *, is_recovering: bool) -> list[Line]:
         if "kind" not in event.data:
             return []  # it was ended on purpose
-        line = Line(describe_loss(event), "red", code=str(event.data["kind"]))
+        line = Line(describe_loss(event), "red")
         if is_recovering:
             return [line]
         self._losses.append(line)
@@ -94,7 +114,7 @@ class Narrator:
         verb, style = ("swapped", "green") if failure.planned else ("recovered", "bold green")
         again = count(failure.steps_recomputed, "iteration")
         text = f"{verb} in {failure.seconds or 0.0:.2f} s{_phases(failure.phases)}"
-        lines.append(Line(f"{text}; {again} computed again", style, code=failure.kind))
+        lines.append(Line(f"{text}; {again} computed again", style))
         return lines + _advice(failure)
 
     def _is_known(self, event: Event, number: int) -> bool:
@@ -111,15 +131,14 @@ def tell(event: Event) -> Line | None:
     Raises LookupError, TypeError, ValueError or AttributeError for data of another form.
     """
     data = event.data
+    if event.kind in _PLAIN:
+        text, style = _PLAIN[event.kind]
+        return Line(text.format(**{**vars(event), **data, "data": dict(data)}), style)
     match event.kind:
-        case Kind.NODE_JOINED:
-            return Line(f"node {event.node} joined")
         case Kind.STEP:
             return Line(f"step {event.iteration}{_numbers(data)}", passes=True)
         case Kind.EVALUATION:
             return Line(f"evaluation at step {event.iteration}{_numbers(data)}")
-        case Kind.VAULT_LOST:
-            return Line(f"vault of node {event.node} lost: {data.get('cause')}", "red")
         case Kind.STACK:
             return Line(f"stack of {describe_stack(event)}", "yellow")
         case Kind.EPOCH_CLOSED:
@@ -128,23 +147,11 @@ def tell(event: Event) -> Line | None:
             lineage, iteration = data.get("generation", (0, 0))
             text = f"epoch {event.epoch} continues from iteration {iteration} ({lineage})"
             return Line(text, passes=True)
-        case Kind.EPOCH_OPENED:
-            return Line(f"epoch {event.epoch} open", "green")
         case Kind.COORDINATOR if int(data.get("term", 1)) > 1:
             host = f"host {data.get('hostname')} (node {event.node})"
             return Line(f"coordinator: term {data['term']} on {host}", "yellow")
-        case Kind.NODE_ASIDE:
-            return Line(str(data.get("cause")), "bold red")
         case Kind.SLOW_NODE:
             return Line(describe_slowness(event), "yellow")
-        case Kind.NONFINITE:
-            text = f"the {data.get('number')} of iteration {event.iteration} is {data.get('value')}"
-            return Line(f"{text}: {data.get('policy')}", "bold red")
-        case Kind.AUDIT_FAILED:
-            found = f"{data.get('what')} in iteration {event.iteration}: roles {data.get('roles')}"
-            return Line(f"the audit finds wrong numbers: {found}", "bold red")
-        case Kind.DURABLE | Kind.DUMPED:
-            return Line(f"{event.kind}: {data.get('path')}")
         case Kind.DRAIN:
             return Line(str(data.get("text", f"drain of node {event.node}")))
         case Kind.WAITING_FOR_SPARE:
@@ -157,21 +164,10 @@ def tell(event: Event) -> Line | None:
         case Kind.GATE_WAIT if not data.get("over"):
             waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
             return Line(f"{waited} for {float(data['seconds']):.0f} s", "yellow")
-        case Kind.CORRUPTION:
-            return Line(f"damaged bytes found and not used: {dict(data)}", "bold red")
-        case Kind.DECODED:
-            text = f"{data.get('part')} of role {event.role} computed from parity"
-            return Line(f"{text} in {float(data['seconds']):.2f} s", "green")
-        case Kind.REPLAYED:
-            again = f"recomputed over {data.get('steps')} updates"
-            seconds = f"in {float(data['seconds']):.2f} s"
-            return Line(f"role {event.role}: state {again} {seconds}", "yellow")
         case Kind.REHEARSED if not data.get("matched"):
             found = f"an update of role {event.role}, computed again, gave other bytes"
             why = f"({data.get('difference')}): whole copies instead of gradients"
             return Line(f"{found} {why}", "bold red")
-        case Kind.STALE_DIVERGENCE:
-            return Line("A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red")
         case _:
             return None
 
@@ -234,13 +230,13 @@ def to_do(kind: str) -> str:
 
 def _advice(failure: Interruption) -> list[Line]:
     advice = to_do(failure.kind)
-    return [Line(f"to do: {advice}", code=failure.kind)] if advice else []
+    return [Line(f"to do: {advice}")] if advice else []
 
 
 def _title_line(failure: Interruption, story: Story) -> Line:
     calm = (FailureKind.COORDINATOR, FailureKind.RESTART)
     style = "" if failure.planned else "yellow" if failure.kind in calm else "bold red"
-    return Line(title(failure, story.hosts), style, code=failure.kind)
+    return Line(title(failure, story.hosts), style)
 
 
 def _ending(story: Story) -> Line:
@@ -248,9 +244,8 @@ def _ending(story: Story) -> Line:
     done = f"iteration {story.last_iteration}, {survived} survived"
     if story.ended is None or story.exit_status == 0:
         return Line(f"done: {done}", "bold green")
-    why, code = (str(story.ended.data.get(name) or "") for name in ("reason", "kind"))
-    text = f"ended with status {story.exit_status}: {done}: {why or 'no reason known'}"
-    return Line(text, "bold red", code=code)
+    why = story.ended.data.get("reason") or "no reason known"
+    return Line(f"ended with status {story.exit_status}: {done}: {why}", "bold red")
 
 
 def describe_stack(event: Event) -> str:
@@ -267,9 +262,20 @@ def describe_stack(event: Event) -> str:
 def describe_slowness(event: Event) -> str:
     """``node 2 was slow: 0.310 s of its own per iteration, its peers 0.102 s (role 2)``."""
     what = "is as fast as its peers again" if event.data.get("over") else "is slow"
-    own, peers = float(event.data["seconds"]), float(event.data["peer_seconds"])
-    times = f"{own:.3f} s of its own per iteration, its peers {peers:.3f} s"
-    return f"node {event.node} {what}: {times} (role {event.role})"
+    return f"node {event.node} {what}: {_pace(event.data)} (role {event.role})"
+
+
+def _pace(slow: Mapping[str, Any]) -> str:
+    own, peers = float(slow["seconds"]), float(slow["peer_seconds"])
+    return f"{own:.3f} s of its own per iteration, its peers {peers:.3f} s"
+
+
+def node_troubles(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return nodes, and for each what is wrong with it, by the status of a run."""
+    found = [(str(node), "quarantined, used only as the last spare") for node in status["aside"]]
+    for node, known in status["nodes"].items():
+        found += [(node, f"{known['standing']}: {why}") for why in known["reasons"]]
+    return found + [(node, f"slow: {_pace(slow)}") for node, slow in status["slow"].items()]
 
 
 def describe_protection(event: Event) -> str:

@@ -40,7 +40,7 @@ function drawBanner({ banner, ended, now, run }) {
   if (failure) {
     const over = failure.seconds === null ? "" : `, over after ${duration(failure.seconds)}`;
     const advice = failure.to_do && ` What to do: ${failure.to_do}.`;
-    made.push(html("p", {}, html("b", {}, "Last failure: "), `${failure.cause} (${clock(failure.at)}${over}).`, advice));
+    made.push(html("p", {}, html("b", {}, "Last failure: "), `${failure.text} (${clock(failure.began)}${over}).`, advice));
   }
   AT("banner").className = `wide ${look}`;
   AT("banner").replaceChildren(...made);
@@ -91,8 +91,8 @@ function drawLoss(state) {
     ...ticks(lowest, highest, 6, 0).flatMap((loss) => [
       svg("line", { x1: left, x2: right, y1: y(loss), y2: y(loss) }), text(left - 6, y(loss) + 4, "end", loss)]),
     ...ticks(first, last, width / 110, 1).flatMap((k) => [upright(x(k), ""), text(x(k), height - 4, "middle", k.toLocaleString("en"))]),
-    ...state.recoveries.filter((one) => one.after_iteration >= first).map((one) =>
-      upright(x(one.after_iteration), one.planned ? "planned" : "failure", svg("title", {}, `${one.cause}, ${date(one.at)}`))),
+    ...state.recoveries.filter((one) => one.last_iteration >= first).map((one) =>
+      upright(x(one.last_iteration), one.planned ? "planned" : "failure", svg("title", {}, `${one.text}, ${date(one.began)}`))),
     svg("path", { d: "M" + points.map(([k, loss]) => `${x(k).toFixed(1)} ${y(loss).toFixed(1)}`).join("L") }),
     ...pointer === null ? [] : [upright(x(near[0]), "pointer")], svg("circle", { cx: x(near[0]), cy: y(near[1]), r: 3.5 }),
   );
@@ -100,10 +100,7 @@ function drawLoss(state) {
 }
 
 function troublesOf(status, node, roles) {
-  const facts = status.nodes[node], slow = status.slow[node], found = [];
-  if (status.aside.includes(Number(node))) found.push("quarantined");
-  if (facts.standing !== "good") found.push([facts.standing, ...facts.reasons].join(": "));
-  if (slow) found.push(`slow: ${slow.seconds.toFixed(3)} s of its own per iteration, its peers ${slow.peer_seconds.toFixed(3)} s`);
+  const found = status.troubles.filter(([one]) => one === node).map(([, text]) => text);
   const fewer = roles.filter(([role]) => status.fewer_copies.includes(Number(role))).map(([role]) => role);
   if (fewer.length) found.push(`role ${fewer.join(", ")}: fewer copies than wanted`);
   return found;
@@ -143,14 +140,14 @@ function drawRecoveries(state) {
   const longest = Math.max(...state.recoveries.map((one) => one.seconds ?? 0), 1e-9), { reprotect, ...drawn } = state.phases;
   const made = [...state.recoveries].reverse().map((one) => {
     const { reprotect: _, ...phases } = one.phases, whole = Object.values(phases).reduce((sum, s) => sum + s, 0) || 1;
-    const facts = [`after iteration ${one.after_iteration}, ${clock(one.at)}`];
+    const facts = [`after iteration ${one.last_iteration}, ${clock(one.began)}`];
     facts.push(one.is_cut_short ? "the run ended here" : one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
-    if (one.recomputed) facts.push(`${count(one.recomputed, "iteration")} computed again`);
+    if (one.steps_recomputed) facts.push(`${count(one.steps_recomputed, "iteration")} computed again`);
     if (one.exposed_seconds) facts.push(`${duration(one.exposed_seconds)} without all copies`);
     const bar = html("div", { class: "bar" }, ...Object.entries(phases).map(([name, spent]) =>
       piece(spent / whole, COLOURS[name] ?? "#888888", `${name} ${spent.toFixed(3)} s: ${drawn[name] ?? ""}`)));
     bar.style.width = `${Math.max(4, 100 * (one.seconds ?? longest) / longest)}%`;
-    const title = `${one.planned ? "planned" : "failure"} ${one.number}: ${one.cause} `;
+    const title = `${one.planned ? "planned" : "failure"} ${one.number}: ${one.text} `;
     return html("div", { class: "recovery" }, html("p", {}, title, html("small", {}, facts.join("; "))), bar);
   });
   const keys = Object.keys(drawn).filter((name) => name !== "abandoned").map((name) => html("span", {}, piece(0, COLOURS[name], ""), name));

@@ -141,9 +141,9 @@ class Interruption:
     began: float
     closed: Event
     last_iteration: int
-    losses: list[Event]
-    stacks: list[Event]
-    hangs: list[Event]
+    losses: list[Event] = field(default_factory=list)
+    stacks: list[Event] = field(default_factory=list)
+    hangs: list[Event] = field(default_factory=list)
     closes: int = 1
     parts: list[MemberPhase] = field(default_factory=list)
     opened: Event | None = None
@@ -454,15 +454,8 @@ class Story:
         if self.current is None:
             cause = f"{silence.data['cause']}; training was not interrupted"
             silence = replace(silence, data={**silence.data, "cause": cause})
-            lost = Interruption(
-                len(self.failures) + 1,
-                silence.wall_seconds,
-                silence,
-                self.last_iteration,
-                [],
-                [],
-                [],
-            )
+            at, number = silence.wall_seconds, len(self.failures) + 1
+            lost = Interruption(number, at, silence, self.last_iteration)
             lost.end({"seconds": 0.0, "steps_recomputed": 0})
             self.failures.append(lost)
 

@@ -98,7 +98,8 @@ def status_of(nodes: int, roles: int) -> dict[str, Any]:
     return {
         "phase": "running",
         "waiting_for": "",
-        "rpo": {"most_lost": 1, "wanted": ""},
+        "rpo": {"most_lost": 1, "most_lost_seconds": None, "wanted": ""},
+        "export": {"now": {}, "last": {}},
         "failing": {},
         "aside": [],
         "slow": {},
@@ -298,7 +299,7 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     shown = state.to_dict(status_of(2, 4), 1.0)
     with Browser(tmp_path / "profile") as browser, served(shown) as address:
         browser.open(f"{address}/?token={TOKEN}")
-        assert f"a node was lost: {bad}" in browser.text()
+        assert f"[node-lost]: {bad}" in browser.text()
         assert "iteration of 100" in browser.text()
         for name, number in ((".role", 4), (".node.spare", 2), (".exposed", 1), ("script", 2)):
             assert browser.value(f"document.querySelectorAll('{name}').length") == number, name

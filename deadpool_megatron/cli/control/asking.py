@@ -25,6 +25,7 @@ from deadpool_megatron.cli.common import (
     RunNotReachable,
     add_run_directory,
     ask,
+    number,
 )
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
@@ -89,10 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--scheme", choices=("buddy", "parity", "local", "local-twice", "recompute")
             )
             parser.add_argument(
-                "--group", type=int, metavar="K", help="parity: roles that share blocks"
+                "--group", type=number(int, 2), metavar="K", help="parity: roles that share blocks"
             )
             parser.add_argument(
-                "--every", type=int, metavar="N", help="protect each N-th iteration only"
+                "--every", type=number(int, 1), metavar="N", help="protect each N-th iteration only"
             )
         case Verb.STOP:
             _add_stop(parser)

@@ -8,24 +8,29 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, RunNotReachable, add_run_directory, ask
+from deadpool_megatron.cli.common import (
+    CommandError,
+    RunNotReachable,
+    add_run_directory,
+    ask,
+    facts,
+)
 from deadpool_megatron.cli.control.asking import final_line
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
 from deadpool_megatron.cluster.failures import process_name
-from deadpool_megatron.cluster.journal.user_requests import Request
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, date
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
     Line,
-    at_risk,
     count,
     describe_progress,
     describe_state,
     describe_wait,
     label,
+    node_troubles,
 )
 from deadpool_megatron.observe.story import Interruption, Story
 
@@ -100,54 +105,36 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
     if status["phase"] == "over":
         style = "bold red" if status["exit_status"] else "bold green"
         return [Line(final_line(status), style), *failures]
-    term, rpo = status["coordinator"], status["rpo"]
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
     if story.waiting is not None:
         waits = f": {describe_wait(story.waiting)}"
     done = max(status["iteration"], story.last_iteration)
-    beside = "" if term["node"] is None else f", next to node {term['node']}"
-    seconds = rpo["most_lost_seconds"]
-    about = "" if seconds is None else f", about {seconds:.1f} s"
-    wanted = f"; becomes {rpo['wanted']}" if rpo["wanted"] else ""
     pace = describe_progress(story, time.time())
     first = (
         f"{describe_state(status)}{waits}; iteration {done}{f' ({pace})' if pace else ''};"
         f" epoch {status['epoch']}"
     )
-    troubles = list[str]()
-    facts = [
+    told = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
         f" spares: {status['spares'] or 'none'}; recoveries: {status['recoveries']}",
-        f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}",
-        f"  protection: {status['protection'] or 'not yet decided'}",
-        f"  RPO: {at_risk(status)}{about}{wanted}",
+        *(f"  {name}: {text}" for name, text in facts(status)),
     ]
+    troubles = [f"  node {node}: {why}" for node, why in node_troubles(status)]
     for role, known in status["roles"].items() if every else ():
-        facts.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")
+        told.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")
     for node, known in status["nodes"].items():
         if every:
             kind = "spare" if known["spare"] else "node "
             protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
-            facts.append(f"  {kind} {node}: {known['host']} {protection}")
+            told.append(f"  {kind} {node}: {known['host']} {protection}")
         if known["restarts"]:
-            facts.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
-        troubles += [f"  node {node} is {known['standing']}: {why}" for why in known["reasons"]]
+            told.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
     events = status["events"]
     if events["trouble"] or events["dropped"]:
         trouble = events["trouble"] or "events can be written again"
         troubles.append(f"  {trouble}; {events['waiting']} wait, {events['dropped']} were dropped")
     if status["failing"]:
         troubles.append(f"  recovering: [{status['failing']['kind']}] {status['failing']['cause']}")
-    for node, slow in status["slow"].items():
-        troubles.append(
-            f"  node {node} is slow: {slow['seconds']:.3f} s of its own per iteration, its peers"
-            f" {slow['peer_seconds']:.3f} s"
-        )
-    requests = map(Request.from_dict, status["requests"])
-    facts += [f"  request {one.number}, {one.told()}" for one in requests]
-    facts += _export_lines(status["export"])
-    if status["aside"]:
-        troubles.append(f"  quarantined, used only when no other spare is left: {status['aside']}")
     if status["fewer_copies"]:
         troubles.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
     if status["diverged"]:
@@ -155,7 +142,7 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
     roles = [] if every else _summary_of_roles(status["roles"])
     yellow = (Line(text, "yellow") for text in troubles)
     style = "bold green" if status["phase"] == Phase.RUNNING else "bold yellow"
-    return [Line(first, style), *map(Line, facts), *roles, *failures, *yellow]
+    return [Line(first, style), *map(Line, told), *roles, *failures, *yellow]
 
 
 def _doing(known: Mapping[str, Any]) -> str:
@@ -186,14 +173,3 @@ def _cost(failure: Interruption) -> str:
         return "; the run ended here" if failure.is_cut_short else "; not over yet"
     again = count(failure.steps_recomputed, "iteration")
     return f"; {failure.seconds or 0.0:.1f} s, {again} computed again"
-
-
-def _export_lines(export: dict[str, Any]) -> list[str]:
-    """Return what is known of checkpoints written in the background."""
-    lines = []
-    if now := export["now"]:
-        lines.append(f"  checkpoint in the background: iteration {now['iteration']}, {now['step']}")
-    if last := export["last"]:
-        how = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
-        lines.append(f"  the last one, of iteration {last['iteration']}, {how}")
-    return lines

@@ -18,7 +18,7 @@ import os
 import time
 from pathlib import Path
 
-from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.common import CommandError, number
 from deadpool_megatron.cluster.run_directory.bad_nodes import (
     MOST_LEFT_OUT,
     RECENT_HOURS,
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, metavar="RUNS", help="directory that holds the runs")
     parser.add_argument(
         "--hours",
-        type=float,
+        type=number(float, 0),
         default=RECENT_HOURS,
         help=f"ignore older entries (default: {RECENT_HOURS:g}, as runs do)",
     )

@@ -30,6 +30,7 @@ from deadpool_megatron.cli.common import (
     check_platform,
     host_address,
     interface_address,
+    number,
     size,
     table,
     warn_of_danger_above,
@@ -58,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-command", default="", metavar="CMD", help="as --deadpool-health-command"
     )
     parser.add_argument(
-        "--health-seconds", type=float, default=60.0, metavar="S", help="limit for it"
+        "--health-seconds",
+        type=number(float, 0.1, LONGEST_SECONDS),
+        default=60.0,
+        metavar="S",
+        help="limit for it",
     )
     parser.add_argument(
         "--runs",
@@ -71,11 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the sub-command."""
-    if not 0 < args.health_seconds <= LONGEST_SECONDS:
-        raise CommandError(
-            f"--health-seconds must be above 0 and at most {LONGEST_SECONDS:.0f},"
-            f" got {args.health_seconds:g}"
-        )
     plan = None if args.plan is None else assess(read_plan(args.plan))
     if args.health_command and not args.json:
         text = f"runs the health command, for {args.health_seconds:g} s at most"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 
+from deadpool_megatron.cli.common import number
 from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.health import Health
 
@@ -21,7 +22,7 @@ from deadpool_megatron.preflight.health import Health
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     text = "ignore older Xids (default: 24)"
-    parser.add_argument("--hours", type=float, default=24.0, help=text)
+    parser.add_argument("--hours", type=number(float, 0), default=24.0, help=text)
 
 
 def run(

@@ -79,14 +79,7 @@ def check_host_is_not_bad(run: RunDirectory, info: RunInfo) -> None:
 
 
 def check_sizes(info: RunInfo) -> None:
-    """Counts are sensible, and there are enough nodes for the wanted copies."""
-    for name, value, least in (
-        ("--nodes", info.nodes, 1),
-        ("--spares", info.spares, 0),
-        ("--nproc-per-node", info.nproc_per_node, 1),
-    ):
-        if value < least:
-            raise CommandError(f"{name} must be at least {least}, got {value}")
+    """There are enough nodes for the wanted copies."""
     nodes = info.nodes + info.spares
     if why := refusal(first_plan(info.settings), nodes, info.settings):
         hint = "; without --nodes one host is cut into several" if nodes == 1 else ""

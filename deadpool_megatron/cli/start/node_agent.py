@@ -33,7 +33,6 @@ from deadpool_megatron.cli.common import (
     add_size,
     ask_at,
     check_platform,
-    check_port,
     coordinator_address,
     host_address,
     ignore_notices,
@@ -42,6 +41,7 @@ from deadpool_megatron.cli.common import (
     local_address,
     make_info,
     nccl_address,
+    number,
     parse_address,
     refusing_system_errors,
     warn_of_danger_above,
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--node-id",
-        type=int,
+        type=number(int, 0, MOST_NUMBER),
         metavar="I",
         help="0 to N + S - 1; for a node that joins later: a number not used before",
     )
@@ -103,14 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domain", default="", help="failure domain (rack) of this node")
     parser.add_argument(
         "--rejoin",
-        type=int,
+        type=number(int, 0),
         default=3,
         metavar="K",
         help="after being cut off, join again as a new spare, up to K times (default: 3)",
     )
     parser.add_argument(
         "--leave-seconds",
-        type=float,
+        type=number(float, 0),
         default=0.0,
         metavar="S",
         help="time for this node's roles to move to a spare after SIGTERM, as in an evicted pod"
@@ -122,8 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address of the coordinator, for a host without the shared run directory",
     )
     parser.add_argument(
-        "--coordinator-port",
-        type=int,
+        _PORT_FLAG,
+        type=number(int, 0, 65535),
         default=0,
         metavar="N",
         help="port of the coordinator on this node (default: a free one)",
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
             secret,
             standby_port=None if alone or args.no_standby else args.coordinator_port,
             fixed=fixed,
-            rejoins=max(0, args.rejoin),
+            rejoins=args.rejoin,
             leave_seconds=args.leave_seconds,
         )
     finally:
@@ -195,14 +195,11 @@ def _settle(
     check_platform()
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
-    if args.node_id is not None and not 0 <= args.node_id <= MOST_NUMBER:
-        raise CommandError(f"--node-id must be between 0 and {MOST_NUMBER}, got {args.node_id}")
     if args.check_only and (args.attach or args.resume is not None):
         raise CommandError("--check-only is for all nodes at once: not with --attach or --resume")
     slurm = slurm_environment(os.environ) if args.from_slurm else None
     node = _node_id(args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
-    check_port(args.coordinator_port, _PORT_FLAG)
     interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
     if args.host is None and interface:
         args.host = interface_address(interface)

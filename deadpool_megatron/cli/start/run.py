@@ -24,12 +24,12 @@ from pathlib import Path
 
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli.common import (
-    CommandError,
     add_size,
     check_platform,
     listen,
     local_address,
     make_info,
+    number,
     refusing_system_errors,
     warn_of_danger_above,
 )
@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " processes have all died: it continues from what is in memory",
     )
     parser.add_argument(
-        "--refill", type=int, default=0, metavar="K", help="start up to K new spares as nodes die"
+        "--refill",
+        type=number(int, 0),
+        default=0,
+        metavar="K",
+        help="start up to K new spares as nodes die",
     )
     parser.add_argument(
         "--from-scratch",
@@ -135,8 +139,6 @@ def _prepare(args: argparse.Namespace) -> tuple[Launcher, Follower, int]:
     # Refused here, or it would be in a standby.
     address = local_address(settings.interface)
     listen(address, 0).close()
-    if args.refill < 0:
-        raise CommandError(f"--refill must be at least 0, got {args.refill}")
     failpoints.load()  # a plan that cannot be read is better found here than in each process
     warn_of_danger_above(directory.path, info)
     scripts.announce(args.command, os.environ)
