@@ -100,7 +100,7 @@ class _Set(argparse.Action):
         given, _, text = str(values).partition("=")
         name = given.replace("-", "_")
         if name not in FIELDS or is_chosen(name):
-            parser.error(f"argument {SET_FLAG}: there is no {given!r}")
+            parser.error(f"argument {SET_FLAG}: there is no {given!r}, see --help-all")
         try:
             setattr(namespace, f"{_PREFIX}{name}", _kind(name)(text))
         except ValueError:

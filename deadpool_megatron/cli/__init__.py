@@ -92,6 +92,7 @@ _WRITERS = {"run", "demo", "check", "agent", "standby"}
 # On these a run depends, for as long as it lasts. Where the system refuses them something they look
 # at themselves until they have started a process; later a traceback tells more than a line.
 _PARTS_OF_A_RUN = {"run", "agent", "standby"}
+_ADVICE = "see --help; a command follows '--'"
 UMASK_VARIABLE = "DEADPOOL_UMASK"
 _EXAMPLES = """\
 examples:
@@ -172,10 +173,21 @@ def _carry_out(given: list[str]) -> int:
         with contextlib.nullcontext() if is_part else refusing_system_errors():
             return int(_module(COMMANDS[args.subcommand]).run(args))
     except _REFUSALS as error:
-        print(shown(f"deadpool {args.subcommand}: {error}"), file=sys.stderr)
+        flag = _flag_of(error.__cause__, args)
+        print(shown(f"deadpool {args.subcommand}: {flag}{error}"), file=sys.stderr)
         return ExitStatus.BAD_INPUT
     except KeyboardInterrupt:
         return 130
+
+
+def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
+    """Return the option that names the file of which the system complains; empty for none."""
+    file = str(getattr(cause, "filename", None))
+    names = [name.replace("_", "-") for name, value in vars(args).items() if str(value) == file]
+    for word in filter(None, args.options):
+        if any(f"--{name}".startswith(word) for name in names):
+            return f"{word} "
+    return ""
 
 
 def _umask() -> int:
@@ -218,10 +230,10 @@ class _HelpParser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if wrong := next((word for word in unknown if word.startswith("-")), ""):
             near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
-            hint = f"do you mean {near[0]}?" if near else "see --help"
+            hint = f"do you mean {near[0]}?" if near else _ADVICE
             self.error(f"there is no option {wrong}: {arguments.successor(wrong) or hint}")
         if unknown:
-            self.error(f"unexpected {unknown[0]!r}: see --help; a command follows '--'")
+            self.error(f"unexpected {unknown[0]!r}: {_ADVICE}")
         return found, unknown
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -36,7 +36,7 @@ from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.observe.story import PHASES, Interruption
-from deadpool_megatron.preflight.host import VISIBLE
+from deadpool_megatron.preflight.host import VISIBLE, visible_gpus
 from deadpool_megatron.process_names import interpreter
 
 CONFIG = "configs/tiny.args"
@@ -320,6 +320,10 @@ def _check(args: argparse.Namespace) -> None:
         )
     elif args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         complaint = "--plot needs matplotlib: pip install matplotlib"
+    elif args.plot is not None and not args.plot.suffix:
+        complaint = f"--plot {args.plot}: give the name of a file, as in FILE.png"
+    elif args.gpu and len(visible_gpus(os.environ)) < (needed := ON_GPUS.nodes + ON_GPUS.spares):
+        complaint = f"--gpu needs {needed} visible GPUs: leave it out"
     for path in (args.json, args.plot):
         if path is not None and not path.absolute().parent.is_dir():
             complaint = complaint or f"the folder of {path} does not exist"

@@ -233,6 +233,8 @@ def _describe_protection(story: Story) -> list[str]:
         spent = f"half of them in {half:.3f} s, the longest {most:.3f} s"
         lines.append(f"audits without a find: {len(story.audits)}, {spent}")
     lines += [f"{_COUNTED[kind]}: {number}" for kind, number in story.counts.items()]
+    if story.refusal is not None:
+        lines.append(f"the last one refused: {dict(story.refusal.data)}")
     return ["Protection", *(f"  {line}" for line in lines)]
 
 

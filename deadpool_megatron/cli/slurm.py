@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import time
@@ -121,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
     """Follow until the run is over."""
     directory = RunDirectory(args.run_dir)
     directory.read_run()
+    if shutil.which("sinfo") is None:
+        raise CommandError("sinfo was not found: start it on a host of the Slurm cluster")
     follower = SlurmFollower(directory, drained_hosts, lambda message: ask(directory, message))
     while not directory.has_final():
         follower.look()

@@ -178,7 +178,7 @@ def refusal(
     if (present is None or scheme != present.scheme) and live_nodes < needed:
         return (
             f"{scheme_in_words(scheme)} that survives {blocks} lost nodes needs at least {needed}"
-            f" nodes, there are {live_nodes}: attach {needed - live_nodes} more"
+            f" nodes, there are {live_nodes}: {needed - live_nodes} more needed"
         )
     return ""
 

@@ -67,10 +67,13 @@ class Narrator:
         # A coordinator that took over is told again what is known.
         again = event.kind is Kind.STEP and (event.iteration or 0) <= story.last_iteration
         again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event, event.epoch)
+        again |= event.kind is Kind.NODE_JOINED and story.is_taking_over
+        plans = len(story.protections)
         known = len(story.failures)
         story.take(event)
         if event.kind is Kind.EPOCH_OPENED and len(story.failures) > known:  # without a coordinator
             return [_title_line(story.failures[-1], story), *_advice(story.failures[-1])]
+        again |= event.kind is Kind.PROTECTION and len(story.protections) == plans
         if again or (was_over and story.ended is not None):  # agents leave
             return []
         match event.kind:

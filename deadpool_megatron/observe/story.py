@@ -230,6 +230,7 @@ class Story:
         self.longest_wait: tuple[float, int | None, int | None] = (0.0, None, None)
         self.bytes_by_kind: dict[Kind, int] = {}
         self.counts: dict[Kind, int] = {}
+        self.refusal: Event | None = None  # the newest
         self.audits: list[float] = []  # seconds of each that has found nothing
         self.lost_nodes: dict[int, Event] = {}  # those that have not joined again
         self.drained: set[int] = set()
@@ -259,6 +260,7 @@ class Story:
         self.epoch = max(self.epoch, event.epoch)
         if event.kind in _COUNTED:
             self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+            self.refusal = event if event.kind is Kind.REFUSED else self.refusal
         if event.node is not None and event.kind is Kind.NODE_JOINED:
             self.lost_nodes.pop(event.node, None)
         elif event.node is not None and event.kind is Kind.NODE_LOST and self.ended is None:
@@ -348,6 +350,11 @@ class Story:
         """The failure the run is recovering from, if any."""
         last = self.failures[-1] if self.failures else None
         return None if last is None or last.is_over or last.is_cut_short else last
+
+    @property
+    def is_taking_over(self) -> bool:
+        """Return whether agents come back to another coordinator."""
+        return self._silence is not None
 
     def has_left(self, loss: Event) -> bool:
         """Return whether a lost node was drained before, and none of its roles failed with it."""

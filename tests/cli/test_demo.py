@@ -102,6 +102,7 @@ def test_it_is_on_cpus_and_gloo_unless_it_is_told_to_take_gpus(
     runs = Runs()
     monkeypatch.setattr(demo, "train", runs)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    monkeypatch.setattr(demo, "visible_gpus", lambda _: "34567")
     assert cli.main(["demo", "--iterations", "12", *flags]) == 0
     assert runs.seen == [visible, visible]
     told = dict(itertools.pairwise(demo.launch_command(tmp_path, 12, shape)))

@@ -20,6 +20,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     write_json,
 )
+from tests.cli.start.refused import old_run
+from tests.cli.told import Complain
 
 # Taken from a task of Slurm 22.05.
 TASK = {
@@ -157,3 +159,11 @@ def test_slurm_that_does_not_answer_is_named(sinfo: Path, monkeypatch: pytest.Mo
     sinfo.write_text("#!/bin/sh\nexec sleep 1000\n")
     with pytest.raises(CommandError, match=r"no answer within 0\.2 s"):
         slurm.drained_hosts()
+
+
+def test_a_host_without_slurm_follows_nothing(
+    tmp_path: Path, complain: Complain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = old_run(tmp_path / "old")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "sinfo" in complain("follow-slurm", str(run.path))

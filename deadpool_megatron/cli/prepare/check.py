@@ -30,6 +30,7 @@ from deadpool_megatron.cli.common import (
     check_platform,
     host_address,
     interface_address,
+    listen,
     number,
     size,
     table,
@@ -133,6 +134,7 @@ def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
 def _address(args: argparse.Namespace) -> str:
     """Empty where no other host could reach this one, which is of no interest to it alone."""
     if args.host is not None:
+        listen(args.host, 0, flags=("--host", "--interface")).close()
         return str(args.host)
     interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
     try:

@@ -128,7 +128,7 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
         raise CommandError(
             f"no number of nodes and processes fits {where}, the script's parallel sizes, its batch"
             " and the spares: "
-            + (f"without one '{other}' does" if other else "give --nodes and --nproc-per-node")
+            + (f"without one '{other}' does" if other else "choose other numbers")
         )
     chosen = found.nodes, found.spares, found.processes
     args.nodes, args.spares, args.nproc_per_node = (

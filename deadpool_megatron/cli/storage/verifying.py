@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Verify and say what was found."""
     subjects = find_subjects(args.directory)
     found: list[tuple[Subject, Finding]] = []
-    display = Display(sys.stderr, quiet=args.json)
+    display = Display(sys.stderr, quiet=args.json or not sys.stderr.isatty())
     total = sum(_bytes_in(subject.path) for subject in subjects)
 
     def show(done: int) -> None:

@@ -561,7 +561,8 @@ class State:
             case Bootstrapping():
                 return "nodes and members to start"
             case TakingOver():
-                return "the agents to come to the new coordinator"
+                absent = [] if self.record is None else self.fleet.absent(self.record.nodes)
+                return f"the agents of nodes {absent} to come to the new coordinator"
             case Closing(looks=True):
                 return "a look at the checkpoints"
             case Closing(awaited=awaited):

@@ -44,7 +44,7 @@ def test_what_is_not_named_stays() -> None:
 
 def test_refused_at_once_with_the_reason() -> None:
     desk = Desk(2, Settings())
-    assert "attach 1 more" in str(desk.ask(scheme="parity"))
+    assert "1 more" in str(desk.ask(scheme="parity"))
     assert "start the run with" in str(desk.ask(scheme="recompute"))
     assert "not between 1 and 1000" in str(desk.ask(every=0))
     assert "by buddy already" in str(desk.ask(every=1))

@@ -84,7 +84,7 @@ RECOMPUTE = Settings(protection="recompute")
     ("plan", "settings", "nodes", "why"),
     [
         (EVERY_THIRD, Settings(), 2, ""),
-        (EVERY_THIRD, Settings(), 1, "needs at least 2 nodes, there are 1: attach 1 more"),
+        (EVERY_THIRD, Settings(), 1, "needs at least 2 nodes, there are 1: 1 more"),
         (EVERY_THIRD, Settings(replicas=2), 2, "survives 2 lost nodes needs at least 3 nodes"),
         (replace(EVERY_THIRD, every=0), Settings(), 2, "between 1 and 1000"),
         (plan_of_kind("parity", Settings(), 1, 4), Settings(), 3, ""),
