@@ -92,13 +92,19 @@ def is_private(path: Path) -> bool:
     return ours and not facts.st_mode & _OTHERS
 
 
+def is_taken(path: Path) -> bool:
+    """Return whether something has this name in which we write nothing: neither private, nor in a
+    place that the user trusts."""
+    return os.path.lexists(path) and not is_private(path) and not _is_trusted(path)
+
+
 def make_private(path: Path) -> None:
     """Make a directory of mode 0700 in one that others may write to, or find it as such.
 
     Raises OwnershipError where something else has the name already, unless the user trusts it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_private(path) and not _is_trusted(path):
+    if is_taken(path):
         raise OwnershipError(
             f"{path} is there already and is not a directory of this user alone (mode 0700): what"
             " is written there could be read or replaced; remove it, or have its owner remove it,"

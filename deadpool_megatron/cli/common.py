@@ -29,7 +29,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectoryError,
     RunInfo,
     address_in,
-    segment_root,
 )
 from deadpool_megatron.observe.narration import at_risk
 from deadpool_megatron.ownership import OwnershipError
@@ -157,7 +156,6 @@ def make_info(
         nproc_per_node=args.nproc_per_node,
         command=tuple(args.command),
         settings=settings,
-        segment_root=str(segment_root(run_id)),
         restore={} if restore is None else restore,
     )
 

@@ -122,7 +122,7 @@ def silent_run(tmp_path: Path) -> RunDirectory:
     """A run that has written some events, and whose coordinator is away."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
-    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings(), "/dev/shm/x")
+    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings())
     (run.path / "run.json").write_text(json.dumps(info.to_dict()))
     run.events.write_bytes(b"".join(map(to_line, trained(5))))
     write_json(run.coordinator, {"host": "127.0.0.1", "port": free_port(), "pid": 1})

@@ -85,7 +85,7 @@ def test_a_run_is_watched_from_its_newest_lines_to_its_end(
 ) -> None:
     run = write_run(tmp_path / "run", strike=6)
     (run / "run.json").unlink()
-    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none")
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
     RunDirectory(run).create(info)
     status, text, _ = carry_out("watch", "--lines", "2", run)
     _, *lines, report = text.splitlines()

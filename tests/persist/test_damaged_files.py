@@ -25,7 +25,7 @@ from deadpool_megatron.persist.state_template import (
 from deadpool_megatron.settings import Settings
 from tests.persist.harness.exported import exported, saved_at
 
-INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ RUN, OTHER = "0123abcd", "4567cdef"
 
 def info_of(run_id: str) -> RunInfo:
     """The run of one node."""
-    return RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "")
+    return RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings())
 
 
 def make_run(path: Path, run_id: str) -> None:
@@ -119,7 +119,7 @@ def test_a_run_directory_that_another_user_has_made_anew(place: Path) -> None:
 
     as_user(ATTACKER, make)
     as_user(VICTIM, lambda: make_run(place / "other", OTHER))
-    alive = cleanup.segment_root(OTHER)
+    alive = Path(as_user(VICTIM, lambda: cleanup.segment_root(OTHER)))
 
     def clean() -> int:
         held = os.open(alive / "owner.json", os.O_RDONLY)

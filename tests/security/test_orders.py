@@ -130,8 +130,11 @@ def test_a_directory_that_another_user_made_first(place: Path, mode: int) -> Non
 
     as_user(ATTACKER, take_the_name)
     run = RunDirectory(place / "run")
-    claimed = as_user(VICTIM, lambda: refusal(lambda: cleanup.claim_segments(run, RUN)))
-    assert "not a directory of this user alone" in claimed
+    as_user(VICTIM, lambda: cleanup.claim_segments(run, RUN))  # under another name
+    as_user(ATTACKER, lambda: (place / f"deadpool-{RUN}.0").mkdir(mode=mode))
+    (own,) = {path for path in place.glob(f"deadpool-{RUN}.*") if path.stat().st_uid == VICTIM}
+    assert as_user(VICTIM, lambda: directory.segment_root(RUN)) == str(own)
+    assert as_user(VICTIM, lambda: cleanup.runs_in_memory()) == str({RUN: run.path})
     if mode == 0o777:
         locked = as_user(VICTIM, lambda: refusal(lambda: slots.claim(root / "node0", 0)))
         assert "not a directory of this user alone" in locked
@@ -139,16 +142,16 @@ def test_a_directory_that_another_user_made_first(place: Path, mode: int) -> Non
     assert as_user(VICTIM, lambda: cleanup.is_held(RUN)) == "False"
     as_user(VICTIM, lambda: cleanup.clean_run(run, RUN))
     assert (root / "node0").exists()
+    assert not own.exists()
 
 
 @needs_root
 def test_a_link_to_a_directory_of_ours(place: Path) -> None:
     as_user(VICTIM, lambda: make_run(place / "run", RUN))
-    held = directory.segment_root(RUN)
-    other = directory.segment_root("89abcdef")
+    held, other = place / f"deadpool-{RUN}", place / "deadpool-89abcdef"
     as_user(ATTACKER, lambda: other.symlink_to(held))
     run = RunDirectory(place / "other")
-    assert as_user(VICTIM, lambda: refusal(lambda: cleanup.claim_segments(run, "89abcdef")))
+    assert as_user(VICTIM, lambda: directory.segment_root("89abcdef").name) != other.name
     as_user(VICTIM, lambda: cleanup.clean_run(run, "89abcdef"))
     assert (held / "node0").exists()
 

@@ -69,7 +69,7 @@ def planted(tmp_path: Path) -> Path:
     (path / "pretrain_gpt.py").touch()
     settings = Settings(start_method="fork", connect_seconds=0.5, spare_timeout_seconds=1.0)
     command = ("-m", scripts.MODULE, str(path / "pretrain_gpt.py"), "--deadpool")
-    assert RunDirectory(path).create(RunInfo("0123abcd", 1, 1, 0, 1, command, settings, ""))
+    assert RunDirectory(path).create(RunInfo("0123abcd", 1, 1, 0, 1, command, settings))
     return path
 
 
@@ -119,7 +119,7 @@ def test_whatever_the_umask_nobody_else_may_write_what_is_carried_out(
     run.path.chmod(0o755)
     before = os.umask(mask)
     try:
-        assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), ""))
+        assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings()))
         run.journal.rmdir()
         journal = Journal(run.journal)  # as one that is somewhere else
         journal.write("epoch", 1, {})
@@ -158,7 +158,7 @@ def test_who_could_replace_it_is_told_at_the_start(
         team.chmod(0o2775)
         run = RunDirectory(team / "run")
         command = ("-m", "deadpool_megatron.trainer")
-        assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, command, Settings(), ""))
+        assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, command, Settings()))
         words = ["agent", "--run-dir", str(run.path), "--attach", "--host", "127.0.0.1"]
         assert cli.main(words) == 2
         told, end = capfd.readouterr().err.splitlines()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -15,8 +15,6 @@ import deadpool_megatron
 from deadpool_megatron import cli
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.start import run
-from deadpool_megatron.cluster.process import member_main
-from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.observe.narration import shown
 from deadpool_megatron.process_names import interpreter
@@ -41,31 +39,34 @@ def test_text_of_others_does_nothing_to_a_terminal(
     assert "\x1b" not in capsys.readouterr().err
 
 
-def test_a_member_does_not_have_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
-    script = tmp_path / "script.py"
+MEMBER = """
+import json, socket, sys
+from deadpool_megatron.cluster.process.member_main import MemberSpec, become_member
+ours, theirs = socket.socketpair()
+become_member(MemberSpec.from_dict(json.loads(sys.argv[1])), theirs.fileno())
+"""
+
+
+def test_a_member_does_not_have_the_secret(tmp_path: Path) -> None:
+    """Nor does the block show it that its process was started with."""
+    script, secret = tmp_path / "script.py", "0123456789abcdef"
     script.write_text(
         "import os\n"
-        f"open({str(tmp_path / 'seen')!r}, 'w').write(os.environ.get('DEADPOOL_SECRET', 'none'))\n"
+        "print(dict(os.environ), open('/proc/self/environ').read(), file=open('seen', 'w'))\n"
     )
-    ours, theirs = socket.socketpair()
-    spec = MemberSpec.from_dict(
-        {
-            "node": 0,
-            "slot": 0,
-            "incarnation": 0,
-            "command": [str(script)],
-            "directory": str(tmp_path),
-            "log": str(tmp_path / "log"),
-            "environment": {"DEADPOOL_RUN_DIR": str(tmp_path)},
-        }
-    )
-    with ours, theirs:
-        child = os.fork()
-        if child == 0:
-            member_main.become_member(spec, theirs.fileno())
-        os.waitpid(child, 0)
-    assert (tmp_path / "seen").read_text() == "none"
+    spec = {
+        **dict.fromkeys(("node", "slot", "incarnation"), 0),
+        "command": [str(script)],
+        "directory": str(tmp_path),
+        "log": str(tmp_path / "log"),
+        "environment": {"DEADPOOL_RUN_DIR": str(tmp_path), auth.ENVIRONMENT_NAME: secret},
+    }
+    environment = {**os.environ, "BEFORE": "1", auth.ENVIRONMENT_NAME: secret, "BEHIND": "2"}
+    program = interpreter("-c", MEMBER, json.dumps(spec))
+    subprocess.run(program, env=environment, check=True)
+    seen = (tmp_path / "seen").read_text()
+    assert secret not in seen
+    assert f"BEFORE=1\0{auth.ENVIRONMENT_NAME}={'-' * len(secret)}\0BEHIND=2" in seen
 
 
 def test_a_file_in_the_working_directory_takes_no_library_s_place(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
         os.chdir(spec.directory)
         os.environ.clear()
         os.environ.update(spec.environment)
-        os.environ.pop(SECRET_VARIABLE, None)  # neither it nor what it starts needs the secret
+        posix.forget_variable(SECRET_VARIABLE)  # neither it nor what it starts needs the secret
         os.environ["DEADPOOL_AGENT_FD"] = str(agent_fd)
         failpoints.load()
         failpoints.set_context(

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import resource
 import select
 import signal
@@ -19,6 +20,8 @@ from pathlib import Path
 #: asks a process of ours where it stands
 ASK_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
+# env_start of /proc/PID/stat, counted from behind the name
+_ENVIRONMENT_STARTS = 47
 _ORPHAN_SECONDS = 10.0
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -136,6 +139,17 @@ def close_inherited(keep: Iterable[int]) -> None:
         if int(name) not in kept:
             with contextlib.suppress(OSError):  # the one of the listing itself
                 os.close(int(name))
+
+
+def forget_variable(name: str) -> None:
+    """Remove a variable from the environment, and from what /proc/PID/environ shows: the block that
+    the process, or the one that it was forked from, was started with."""
+    os.environ.pop(name, None)
+    block = Path("/proc/self/environ").read_bytes()
+    found = re.search(rb"(?:^|\0)%b=([^\0]+)" % name.encode(), block)
+    if found:
+        facts = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ctypes.memset(int(facts[_ENVIRONMENT_STARTS]) + found.start(1), ord("-"), len(found[1]))
 
 
 def redirect_output(path: Path) -> None:

@@ -60,7 +60,7 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
 
     Returns a descriptor; until it is closed :func:`is_held` says that somebody of the run is here:
     an agent that comes back under another number is in no listing meanwhile, but its slots count.
-    Raises OwnershipError when another user has made a directory of this name.
+    Raises OwnershipError when another user makes a directory of this name meanwhile.
     """
     ownership.make_private(segment_root(run_id))
     owner, text = (
@@ -233,7 +233,7 @@ def runs_in_memory() -> dict[str, Path | None]:
     noted). Whatever belongs to others is passed over."""
     found: dict[str, Path | None] = {}
     for root in sorted(SEGMENT_ROOT.glob(_PREFIX + "*")):
-        run_id = root.name.removeprefix(_PREFIX)
+        run_id = root.name.removeprefix(_PREFIX).partition(".")[0]
         if not RUN_ID.fullmatch(run_id) or not ownership.is_private(root):
             continue
         try:

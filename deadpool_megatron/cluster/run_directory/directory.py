@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,6 @@ class RunInfo:
     nproc_per_node: int
     command: tuple[str, ...]
     settings: Settings
-    segment_root: str
     restore: Mapping[str, Any] = field(default_factory=dict)
     check_only: bool = False
     ended_term: int = 0
@@ -268,8 +268,16 @@ def slots_are_kept(run: RunDirectory) -> bool:
 
 
 def segment_root(run_id: str) -> Path:
-    """Shared-memory directory of a run on this host."""
-    return SEGMENT_ROOT / f"deadpool-{run_id}"
+    """Shared-memory directory of a run on this host.
+
+    All users of a host see the name, and may make it on the run's other hosts: there it gets an
+    ending that nobody can know beforehand, and the oldest directory of ours is the run's.
+    """
+    named = SEGMENT_ROOT / f"deadpool-{run_id}"
+    ours = sorted(filter(ownership.is_private, SEGMENT_ROOT.glob(f"{named.name}*")))
+    if not ours and ownership.is_taken(named):
+        return named.with_name(f"{named.name}.{time.time_ns():x}")
+    return ours[0] if ours else named
 
 
 def unfinished_export(directory: Path, run_id: str, name: str) -> Path:

@@ -50,7 +50,6 @@ class Service:
                 nproc_per_node=nproc,
                 command=("-m", "deadpool_megatron.trainer"),
                 settings=settings,
-                segment_root="",
             )
         )
         create_secret(directory)

@@ -24,7 +24,7 @@ FINAL = {"exit_status": 75, "reason": "no spare\x1b[31m", "iterations": 7}
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path / "run")
-    directory.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
+    directory.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
     return directory
 
 

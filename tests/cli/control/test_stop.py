@@ -38,7 +38,7 @@ def test_state_is_saved_and_another_run_goes_on_from_it(tmp_path: Path) -> None:
 def test_a_stop_that_nobody_takes_is_said_so(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "r")
     run.create(
-        RunInfo("0123abcd", 1, 1, 0, 1, ("train.py",), Settings(), str(tmp_path / "shm"))
+        RunInfo("0123abcd", 1, 1, 0, 1, ("train.py",), Settings())
     )  # and no coordinator, ever
     late = deadpool("stop", "--wait", "0.3", str(run.path))
     assert late.returncode == 2

@@ -27,7 +27,7 @@ def agent_arguments(directory: Path, *more: str) -> list[str]:
 def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     run = RunDirectory(path)
     brief = Settings(close_seconds=0.2)
-    info = RunInfo(RUN_ID, world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
+    info = RunInfo(RUN_ID, world_size, world_size, 0, 1, ("x.py",), brief)
     run.create(info)
     auth.create_secret(path)
     return run

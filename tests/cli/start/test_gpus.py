@@ -19,7 +19,7 @@ NODES, NPROC = 3, 2
 
 def info(communicator: str) -> RunInfo:
     settings = replace(Settings(), communicator=communicator)
-    return RunInfo("00000000", 4, 2, 1, NPROC, ("x.py",), settings, "/dev/shm/x")
+    return RunInfo("00000000", 4, 2, 1, NPROC, ("x.py",), settings)
 
 
 FOUR = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")

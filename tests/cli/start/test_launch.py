@@ -44,7 +44,7 @@ def slots() -> Iterator[Path]:
 
 def launcher_of(slots: Path, directory: Path, *, ended_epoch: int = 0) -> launch.Launcher:
     run_id = slots.parents[1].name.removeprefix("deadpool-")
-    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x", ended_epoch=ended_epoch)
+    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), ended_epoch=ended_epoch)
     run = RunDirectory(directory)
     run.create(info)
     return launch.Launcher(run, info, (), 0, print, lambda: None, numbers=(0,))
@@ -92,7 +92,7 @@ def test_what_keeps_a_first_coordinator_from_coming_ends_the_run_with_its_reason
 ) -> None:
     run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
     settings = Settings(connect_seconds=5, spare_timeout_seconds=10)
-    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), settings, f"/dev/shm/deadpool-{run_id}")
+    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), settings)
     # After the checks, as a file system that fails when the run has begun.
     junk = run.journal / "junk"
     monkeypatch.setattr(launch, "preload_modules", lambda *_: junk.touch())
@@ -108,7 +108,7 @@ def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shell has jobs in its background ignore interrupts, and nohup the end of the session."""
-    info = RunInfo(uuid.uuid4().hex[:8], 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    info = RunInfo(uuid.uuid4().hex[:8], 1, 1, 0, 1, ("x.py",), Settings())
     launcher = launch.Launcher(
         RunDirectory(tmp_path), info, (), 0, print, lambda: None, numbers=(0,)
     )
@@ -156,7 +156,7 @@ SECONDS = 30.0
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Launch agents that are real processes: that of node 1 ends at once, others with their
     launcher. ``look(run)`` says whether the run is over."""
-    info = RunInfo(uuid.uuid4().hex[:8], 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    info = RunInfo(uuid.uuid4().hex[:8], 2, 2, 0, 1, ("x.py",), Settings())
     run, said, limit = RunDirectory(tmp_path / "run"), list[str](), time.monotonic() + SECONDS
 
     def serve(*given: Any, launcher_fd: int, **_: Any) -> int:

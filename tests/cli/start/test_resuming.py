@@ -26,7 +26,7 @@ from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.settings import Settings
 
-INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
 ARGS = argparse.Namespace(nodes=2, nproc_per_node=1)
 WHOLE = Restore("dump", Generation(1, 7), path="dump/1-7")
 

@@ -38,7 +38,7 @@ def attach(run: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator)
     monkeypatch.setattr(serving, "ask", coordinator)
     monkeypatch.setattr(serving, "_ATTACH_PAUSE_SECONDS", 0.0)
     settings = Settings(spare_timeout_seconds=60.0)
-    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings, "/dev/shm/x")
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
     return serving._attach(RunDirectory(run), info, None)
 
 
@@ -67,7 +67,7 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
     table, run = tmp_path / "domains", RunDirectory(tmp_path / "run")
     table.write_text("3 rack-a\n7 rack-b\n")
     settings = Settings(spare_timeout_seconds=60.0, domains_file=str(table))
-    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings, "/dev/shm/x")
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), settings)
     served: list[tuple[int, str]] = []
 
     def serve_once(options: AgentOptions) -> int:

@@ -225,7 +225,7 @@ def test_a_checkpoint_that_a_run_prunes_meanwhile_is_not_bad(tmp_path: Path, mom
 
 def test_frozen_weights_of_a_run(tmp_path: Path, findings: Findings) -> None:
     run = RunDirectory(tmp_path / "run")
-    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
+    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
     tensors = [("base", torch.arange(5000.0))]
     name = frozen_file.name_of(tensors, time.sleep)
     frozen_file.write(run.frozen, name, tensors, time.sleep)
@@ -250,7 +250,7 @@ def test_what_another_run_would_go_on_from_is_not_there(
     tmp_path: Path, findings: Findings, text: str, reason: str
 ) -> None:
     run = RunDirectory(tmp_path / "run")
-    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
+    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings()))
     run.latest.write_text(text.replace("PLACE", str(tmp_path)))
     (bad,) = findings(run.path, 1)
     assert (bad["kind"], bad["path"]) == ("latest", str(run.latest))

@@ -97,7 +97,7 @@ def no_processes(*_: object, **__: object) -> Watch:
 
 
 @pytest.fixture
-def info(tmp_path: Path) -> RunInfo:
+def info() -> RunInfo:
     return RunInfo(
         run_id=f"keeper-{os.getpid()}",
         world_size=1,
@@ -106,7 +106,6 @@ def info(tmp_path: Path) -> RunInfo:
         nproc_per_node=1,
         command=("x",),
         settings=Settings(),
-        segment_root=str(tmp_path / "shm"),
     )
 
 
@@ -329,7 +328,7 @@ def examiner(
     directory: Path, seat: int, *command: str, settings: Settings | None = None
 ) -> tuple[Any, list[Any]]:
     """Of node 0 in an epoch whose only role is on node ``seat``."""
-    info = RunInfo("testrun", 1, 1, 1, 1, (), settings or Settings(), "")
+    info = RunInfo("testrun", 1, 1, 1, 1, (), settings or Settings())
     run = RunDirectory(directory)
     sent: list[Any] = []
     options = replace(options_of(run, info), facts=FACTS)

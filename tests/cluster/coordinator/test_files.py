@@ -21,7 +21,7 @@ from tests.cluster.machine.rig import Rig
 
 
 def info() -> RunInfo:
-    return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/deadpool-ab")
+    return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings())
 
 
 async def test_a_cleaner_that_takes_the_run_file_does_not_hide_the_run(

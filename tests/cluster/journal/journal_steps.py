@@ -140,7 +140,6 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
         nproc_per_node=1,
         command=("x",),
         settings=Settings(),
-        segment_root="",
     )
     if not run.path.exists():
         run.create(info)

@@ -121,7 +121,7 @@ def test_a_run_directory_without_room_is_told_at_once(
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", quota)
-    info = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    info = RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings())
     with pytest.raises(OSError, match="quota exceeded"):
         RunDirectory(tmp_path).create(info)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -138,7 +138,7 @@ def test_salvage_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         process, "node_directories", lambda _: [tmp_path / "node5", tmp_path / "node6"]
     )
-    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings())
     with pytest.raises(VaultError, match=r"copy-8\.seg is no segment of this version"):
         process.dump_orphans(run, info, {1: NO_LIMIT})
     for node in (5, 6):
