@@ -268,7 +268,8 @@ def test_the_agent_says_so_and_ends(
     run = RunDirectory(tmp_path / "run")
     run.create(info)
     options = options_of(run, info)
-    options.segments.mkdir(parents=True)
+    os.close(cleanup.claim_segments(run, info.run_id))
+    options.segments.mkdir()
     agent = Agent(options)
     said: list[Any] = []
 
