@@ -34,6 +34,7 @@ from deadpool_megatron.cli.common import (
     listen_address,
     shown_host,
 )
+from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, EventTail, Kind
 from deadpool_megatron.observe.story import RECENT_STEPS, Story, decimal
@@ -96,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.listen is not None:
             host, port = listen_address(args.listen)
-            server, _ = prometheus_client.start_http_server(port, host, registry)
+            answers = prometheus_client.MetricsHandler.factory(registry)
+            server = LimitedServer(host, port, answers)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
             print(f"http://{shown_host(host)}:{server.server_port}/metrics", flush=True)
             _stay(watched, lambda: None)
         elif args.textfile is not None:

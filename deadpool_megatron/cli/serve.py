@@ -12,7 +12,6 @@ exit status: 0 interrupted, 2 bad arguments
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hmac
 import json
 import math
@@ -25,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -39,6 +38,7 @@ from deadpool_megatron.cli.common import (
     listen_address,
     shown_host,
 )
+from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cli.run_result import failure_to_dict
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -61,7 +61,6 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
 }
 _LOOK_SECONDS = 0.5
-_REQUEST_SECONDS, _MOST_REQUESTS = 20.0, 32
 _SHOWN_LINES = 200
 _SHOWN_RECOVERIES = 50
 _SHOWN_NODES = 50  # of those that were lost
@@ -259,13 +258,12 @@ def _failure(failure: Interruption, story: Story) -> dict[str, Any]:
     }
 
 
-def make_server(watched: WatchedPage, host: str, port: int, token: str) -> ThreadingHTTPServer:
+def make_server(watched: WatchedPage, host: str, port: int, token: str) -> LimitedServer:
     """Return a server that answers the page to whoever names the token. Raises OSError."""
 
     class Handler(BaseHTTPRequestHandler):
         """Three files and one JSON answer."""
 
-        timeout = _REQUEST_SECONDS
         server_version, sys_version = "deadpool", ""
 
         def do_GET(self) -> None:
@@ -301,29 +299,7 @@ def make_server(watched: WatchedPage, host: str, port: int, token: str) -> Threa
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing: the address has the token in it."""
 
-    class PageServer(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
-
-        def __init__(self) -> None:
-            super().__init__((host, port), Handler)
-            self._taken: deque[Any] = deque()
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            """See the base class. Of too many the oldest ends, if it has not by itself."""
-            self._taken.append(request)
-            if len(self._taken) > _MOST_REQUESTS:
-                with contextlib.suppress(OSError):
-                    self._taken.popleft().shutdown(socket.SHUT_RDWR)
-            super().process_request(request, client_address)
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Say nothing of a reader that went away, or that is too slow."""
-            quiet = ConnectionError | TimeoutError | RuntimeError  # the last: no more threads
-            if not isinstance(sys.exc_info()[1], quiet):
-                super().handle_error(request, client_address)
-
-    return PageServer()
+    return LimitedServer(host, port, Handler)
 
 
 def run(args: argparse.Namespace) -> int:
