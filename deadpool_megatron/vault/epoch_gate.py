@@ -45,8 +45,8 @@ class VaultState:
     """Shared by all threads. ``lock`` guards every field that changes; methods take it themselves.
 
     ``changed`` is notified whenever a wait of a worker may be over. ``on_committed(role,
-    generation, boundary, released)`` and ``on_bad(epoch, role, generation, part)`` are called
-    without waiting for anybody and tell the member.
+    generation, boundary)`` and ``on_bad(epoch, role, generation, part)`` are called without waiting
+    for anybody and tell the member.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class VaultState:
         self.closed_epoch = 0
         self.reports = VaultReports(node, emit)
         self.committed: dict[int, tuple[Generation, str]] = {}
-        self.on_committed: Callable[[int, Generation, str, bool], None] = lambda *_: None
+        self.on_committed: Callable[[int, Generation, str], None] = lambda *_: None
         self.on_bad: Callable[[int, int, Generation, str], None] = lambda *_: None
         self._unprotected: dict[int, float] = {}  # role -> monotonic time since when
         # Bytes shipped since the last commit, of roles of which a copy was missing.
@@ -396,7 +396,7 @@ class VaultState:
     def _report_commit(
         self, role: int, generation: Generation, boundary: str, released: bool
     ) -> None:
-        self.on_committed(role, generation, boundary, released)
+        self.on_committed(role, generation, boundary)
         shipped_bytes = self._shipped.pop(role, 0)
         facts: dict[str, object] = {
             "lineage": generation.lineage,

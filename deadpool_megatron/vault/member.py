@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,6 @@ _NAMELESS_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 # Sends a message to the vault if it is there.
 Tell = Callable[[Mapping[str, Any]], None]
-
-
-class GateAnswer(StrEnum):
-    """The end of a wait at the gate."""
-
-    COMMITTED = "committed"
-    INTERRUPTED = "interrupted"
-    RELEASED = "released"  # the record lets the role pass with fewer copies
 
 
 class VaultClient:
@@ -73,7 +64,7 @@ class VaultClient:
         self._parked: Segment | None = None
         self._epoch = 0
         self._restored: Generation | None = None
-        self._commit: tuple[int, Generation, str, bool] | None = None  # epoch, ..., released
+        self._commit: tuple[int, Generation, str] | None = None  # epoch, ..., boundary
         self._bad: tuple[int, str] | None = None  # epoch, what a person is told
         self._reply: dict[str, Any] | None = None
         self._rehearsed = False
@@ -227,49 +218,44 @@ class VaultClient:
         generation: Generation,
         boundary: str,
         *,
-        deadline_seconds: float,
         interrupted: int,
         on_wait: Callable[[float], None],
         report_every_seconds: float,
-    ) -> GateAnswer:
-        """The commit gate: until the generation is committed, or ``interrupted`` is readable.
+    ) -> bool:
+        """Wait at the commit gate until the generation is committed; False when ``interrupted``
+        became readable before.
 
-        ``on_wait(seconds so far)`` is called every ``report_every_seconds`` and at the deadline,
-        which is for reports only: the gate never opens by itself. ``released`` is the answer when
-        the record lets this role pass with fewer copies. Raises VaultError when the vault has found
-        the slot damaged, or a restarted one has not got it: it can never be committed.
+        ``on_wait(seconds so far)`` is called every ``report_every_seconds``: the gate never opens
+        by itself. Raises VaultError when the vault has found the slot damaged, or a restarted one
+        has not got it: it can never be committed.
         """
-        if (known := self._known(generation, boundary)) is not None:
-            return known
+        if self._is_committed(generation, boundary):
+            return True
         # Whatever spreads this generation over the iteration has to let it go now.
         self.tell({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
         started = time.monotonic()
-        reports = [started + deadline_seconds, started + report_every_seconds]
+        due = started + report_every_seconds
         while True:
             self._pump()
-            if (known := self._known(generation, boundary)) is not None:
-                return known
+            if self._is_committed(generation, boundary):
+                return True
             if self._bad is not None and self._bad[0] == self._epoch:
                 raise VaultError(self._bad[1])
             if self._reply is not None and self._reply["t"] == "unregistered":
                 raise _unregistered(self._reply)
             now = time.monotonic()
-            if now >= min(reports):
+            if now >= due:
                 on_wait(now - started)
-                reports = [due for due in reports if due > now]
-                reports.append(now + report_every_seconds)
+                due = now + report_every_seconds
             if self._link is None:
                 self._reconnect()
-            if self._poll(interrupted, min(reports) - time.monotonic()):
-                return GateAnswer.INTERRUPTED
+            if self._poll(interrupted, due - time.monotonic()):
+                return False
 
-    def _known(self, generation: Generation, boundary: str) -> GateAnswer | None:
+    def _is_committed(self, generation: Generation, boundary: str) -> bool:
         newest = self.newest_committed
         wanted = generation, BOUNDARIES.index(boundary)
-        if newest is None or (newest[0], BOUNDARIES.index(newest[1])) < wanted:
-            return None
-        is_released = self._commit is not None and self._commit[3]
-        return GateAnswer.RELEASED if is_released else GateAnswer.COMMITTED
+        return newest is not None and (newest[0], BOUNDARIES.index(newest[1])) >= wanted
 
     # Restoring.
 
@@ -428,7 +414,7 @@ class VaultClient:
             news = int(message["epoch"]), Generation.from_list(message["generation"])
             # A vault that was restarted finds out about older ones first.
             if self._commit is None or news >= self._commit[:2]:
-                self._commit = (*news, message["boundary"], message["released"])
+                self._commit = (*news, message["boundary"])
         elif kind == "bad":
             about = f"part {message['part']} of generation {message['generation']}"
             self._bad = int(message["epoch"]), f"{about} was damaged in the member's own slot"

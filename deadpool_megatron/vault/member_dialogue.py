@@ -73,11 +73,11 @@ class MemberDialogues:
             if self._dialogues.get(dialogue.role) is dialogue:
                 del self._dialogues[dialogue.role]
 
-    def _committed(self, role: int, generation: Generation, boundary: str, released: bool) -> None:
+    def _committed(self, role: int, generation: Generation, boundary: str) -> None:
         with self._lock:
             dialogue = self._dialogues.get(role)
         if dialogue is not None:
-            dialogue.push_committed(generation, boundary, released)
+            dialogue.push_committed(generation, boundary)
 
     def _bad(self, epoch: int, role: int, generation: Generation, part: str) -> None:
         bad = {"t": "bad", "epoch": epoch, "generation": generation.to_list(), "part": part}
@@ -123,17 +123,10 @@ class MemberDialogue:
                 self._over = True
             self._unpin()
 
-    def push_committed(self, generation: Generation, boundary: str, released: bool) -> None:
+    def push_committed(self, generation: Generation, boundary: str) -> None:
         """Tell the member how far its newest generation is committed."""
-        self.link.send(
-            {
-                "t": "committed",
-                "epoch": self._state.open_epoch,
-                "generation": generation.to_list(),
-                "boundary": boundary,
-                "released": released,
-            }
-        )
+        about = {"epoch": self._state.open_epoch, "generation": generation.to_list()}
+        self.link.send({"t": "committed", **about, "boundary": boundary})
 
     def _attach(self) -> bool:
         """Have the member's segment: the one that it uses already, else made if need be."""
@@ -155,9 +148,8 @@ class MemberDialogue:
         with state.lock:
             if state.own_roles().get(self.role) != self._seat or not state.open_epoch:
                 return
-            committed = state.committed.get(self.role)
-            if committed is not None and state.ledger is not None:
-                self.push_committed(*committed, state.ledger.released(self.layout, committed[0]))
+            if (committed := state.committed.get(self.role)) is not None:
+                self.push_committed(*committed)
         worker = self._members.workers.get(self.role)
         if worker is not None:
             worker.poke()

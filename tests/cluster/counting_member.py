@@ -214,15 +214,14 @@ class Counting:
         writer.part("extras@step")[: len(extras)] = extras
         writer.fill({"values": _FORMAT.size, "extras@step": len(extras)})
         self.section = "gate"
-        verdict = self.vault.wait_committed(
+        is_committed = self.vault.wait_committed(
             generation,
             "step",
-            deadline_seconds=60.0,
             interrupted=self.link.interrupt_fd,
             on_wait=lambda seconds: print(f"gate: {seconds:.1f} s"),
             report_every_seconds=5.0,
         )
-        if verdict == "interrupted":
+        if not is_committed:
             raise EpochLeft
 
     # Training.

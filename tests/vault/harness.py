@@ -283,14 +283,14 @@ class Member:
                 raise GateShutError
 
         try:
-            return self.client.wait_committed(
+            is_committed = self.client.wait_committed(
                 generation,
                 boundary,
-                deadline_seconds=seconds,
                 interrupted=self.interrupt,
                 on_wait=report,
                 report_every_seconds=0.2,
             )
+            return "committed" if is_committed else "interrupted"
         except GateShutError:
             return "shut"
 

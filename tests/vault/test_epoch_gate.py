@@ -391,7 +391,7 @@ def test_only_what_is_in_a_slot_of_the_one_who_plays_the_role_is_sealed(state: V
 
 def test_what_is_committed_is_never_told_backwards(state: VaultState) -> None:
     told: list[Generation] = []
-    state.on_committed = lambda role, generation, boundary, released: told.append(generation)
+    state.on_committed = lambda role, generation, boundary: told.append(generation)
     newest = Generation(1, 5)
     for generation in (newest, OLD):
         state.acknowledge(LAYOUT, generation, 1, NAMES, 1)

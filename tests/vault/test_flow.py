@@ -121,9 +121,9 @@ def test_the_gate_needs_the_wanted_copies(tmp_path: Path) -> None:
         record = running.record(2, restore, fewer=frozenset({0}))
         running.open(record)
         member.check(record)
-        assert member.wait(Generation(1, 0)) == "released"
+        assert member.wait(Generation(1, 0)) == "committed"
         member.write(Generation(2, 1))
-        assert member.wait(Generation(2, 1)) == "released"
+        assert member.wait(Generation(2, 1)) == "committed"
         # Rule 3 in the member: without its gate no slot may be overwritten.
         member.client.begin(Generation(2, 2), 2).fill({"shard": 1, "tail": 1, "extras@step": 1})
         member.wait(Generation(2, 2))
@@ -223,7 +223,7 @@ def test_ends_without_an_agent_and_leaves_its_slots(tmp_path: Path) -> None:
         node = running.nodes[0]
         (member,) = running.join({0: make_layout(0)}, running.record(1, fewer=frozenset({0})))
         member.write(Generation(1, 0))
-        assert member.wait(Generation(1, 0)) == "released"
+        assert member.wait(Generation(1, 0)) == "committed"
         assert node.control is not None
         assert node.process is not None
         node.loop(node.control.close())

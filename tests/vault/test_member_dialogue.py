@@ -94,7 +94,6 @@ def leaves_the_gate_at_once(client: VaultClient, why: str) -> None:
         client.wait_committed(
             Generation(1, 4),
             "step",
-            deadline_seconds=0.2,
             interrupted=interrupted,
             on_wait=lambda _: pytest.fail("it waits"),
             report_every_seconds=0.2,
@@ -120,7 +119,7 @@ def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_
 
     def committed(epoch: int, iteration: int) -> Generation:
         generation = Generation(epoch, iteration)
-        about = {"generation": generation.to_list(), "boundary": "step", "released": False}
+        about = {"generation": generation.to_list(), "boundary": "step"}
         client._enter(epoch)
         client._take({"t": "committed", "epoch": epoch, **about})
         assert client.newest_committed is not None

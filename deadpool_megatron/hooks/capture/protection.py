@@ -62,7 +62,7 @@ from deadpool_megatron.platform.devices import (
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen, Interrupted, VaultError
-from deadpool_megatron.vault.member import GateAnswer, RestoredParts, SlotWriter, VaultClient
+from deadpool_megatron.vault.member import RestoredParts, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum
 
 # Shorter waits are the price of looking, not a stall.
@@ -416,16 +416,15 @@ class Protection:
 
     def _await_commit(self, generation: Generation, boundary: str) -> None:
         started = time.monotonic()
-        answer = self._vault.wait_committed(
+        is_committed = self._vault.wait_committed(
             generation,
             boundary,
-            deadline_seconds=self._settings.gate_report_seconds,
             interrupted=self._interrupt_fd,
             on_wait=lambda seconds: self._report_wait(generation, seconds, False),
             report_every_seconds=self._settings.gate_report_seconds,
         )
         self._count_stall(generation, time.monotonic() - started)
-        if answer == GateAnswer.INTERRUPTED or self._interrupted():
+        if not is_committed or self._interrupted():
             raise EpochClosed(self._epoch, f"commit of iteration {generation.iteration}")
 
     def _interrupted(self) -> bool:

@@ -88,14 +88,14 @@ class Vault:
 
     def wait_committed(
         self, generation: Generation, boundary: str, *, interrupted: int, **options: Any
-    ) -> str:
+    ) -> bool:
         self.asked.append((generation, boundary))
         self.waiting.set()
         while self.holds_back and not self.commit.is_set():
             if select.select([interrupted], [], [], 0.005)[0]:
-                return "interrupted"
+                return False
             options["on_wait"](0.005)
-        return "committed"
+        return True
 
     def _check(self) -> None:
         self.waiting.set()

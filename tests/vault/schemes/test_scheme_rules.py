@@ -254,7 +254,7 @@ class Nodes:
             for member in self.members.values():
                 member.write(Generation(lineage, iteration))
             for member in self.members.values():
-                assert member.wait(Generation(lineage, iteration)) in ("committed", "released")
+                assert member.wait(Generation(lineage, iteration)) == "committed"
 
     def lose(self, nodes: frozenset[int]) -> None:
         """These are gone; spares take their roles, else whoever lives."""
@@ -362,7 +362,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
             for member in nodes.members.values():
                 member.check(record)
             for member in nodes.members.values():
-                assert member.wait(restore.generation) in ("committed", "released")
+                assert member.wait(restore.generation) == "committed"
         except (RestoreUnavailable, VaultError) as error:
             event(f"again: {type(error).__name__}")
             continue
