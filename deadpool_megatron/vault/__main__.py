@@ -22,7 +22,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.agent_orders import Vault
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.pace import interface_of
-from deadpool_megatron.vault.transport import TcpTransport
+from deadpool_megatron.vault.transport import Transport
 from deadpool_megatron.wire import auth
 
 
@@ -60,7 +60,7 @@ def main() -> int:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2
     listener = socket.socket(fileno=given.tcp_fd)
-    transport = TcpTransport(listener, secret, run_id, given.node, settings.connect_seconds)
+    transport = Transport(listener, secret, run_id, given.node, settings.connect_seconds)
     local = socket.socket(fileno=given.unix_fd)
     interface = interface_of(listener.getsockname()[0])
     vault = Vault(given.node, given.segment_dir, settings, transport, local, interface)

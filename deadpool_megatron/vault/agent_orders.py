@@ -67,7 +67,7 @@ class Vault:
         self._directory = directory
         self._settings = settings
         self._transport = transport
-        self._state = VaultState(node, directory, settings, self._emit, interface)
+        self._state = VaultState(node, directory, settings, self._emit, transport, interface)
         self._members = MemberDialogues(self._state)
         self._server = Server(self._state, transport)
         self._links = LocalServer(local_listener, self._dialogue)
@@ -231,7 +231,7 @@ class Vault:
                 return
             self._state.table.removed.clear()  # what is made for new roles may need the room
             workers = {
-                role: RoleWorker(self._state, self._transport, record, role, seat)
+                role: RoleWorker(self._state, record, role, seat)
                 for role, seat in self._state.own_roles().items()
             }
             self._members.set_workers(workers)

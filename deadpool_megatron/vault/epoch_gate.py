@@ -27,7 +27,6 @@ from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
     Inventory,
-    NodeAddress,
     RoleLayout,
     Seat,
     extras_part,
@@ -39,6 +38,7 @@ from deadpool_megatron.vault.pace import Pace, SharedLink
 from deadpool_megatron.vault.schemes.scheme import Scheme, Target, scheme_of
 from deadpool_megatron.vault.shm.segment import Filled, PartState, Segment, SlotState
 from deadpool_megatron.vault.shm.table import Place, Table
+from deadpool_megatron.vault.transport import Channel, Transport
 
 
 class VaultState:
@@ -46,7 +46,7 @@ class VaultState:
 
     ``changed`` is notified whenever a wait of a worker may be over. ``on_committed(role,
     generation, boundary)`` and ``on_bad(epoch, role, generation, part)`` are called without waiting
-    for anybody and tell the member.
+    for anybody and tell the member. ``transport``: None where no vault runs, and files are dumped.
     """
 
     def __init__(
@@ -55,9 +55,11 @@ class VaultState:
         directory: Path,
         settings: Settings,
         emit: Callable[[Event], None],
+        transport: Transport | None = None,
         interface: str = "",
     ) -> None:
         self.node = node
+        self.transport = transport
         self.settings = settings
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
         self.link = SharedLink(settings, interface)
@@ -171,9 +173,13 @@ class VaultState:
             return {}
         return {r: seat for r, seat in self.record.seats.items() if seat.node == self.node}
 
-    def address(self, node: int) -> NodeAddress | None:
-        """Return where the vault of a live node listens."""
-        return self.record.nodes.get(node) if self.record is not None else None
+    def dial(self, node: int) -> Channel:
+        """Connect to the vault of a node. Raises OSError, WireError, or VaultError for a node that
+        is not live."""
+        address = self.record.nodes.get(node) if self.record is not None else None
+        if address is None or self.transport is None:
+            raise VaultError("not a live node")
+        return self.transport.connect(node, address.host, address.vault_port)
 
     # Segments.
 

@@ -26,7 +26,7 @@ from deadpool_megatron.vault.pace import Share
 from deadpool_megatron.vault.schemes.scheme import Scheme, Target
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.vault.transport import UNREACHABLE, Channel, Transport
+from deadpool_megatron.vault.transport import UNREACHABLE, Channel
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,10 @@ class Sender(threading.Thread, ABC):
     verb = "ship"
 
     def __init__(
-        self,
-        state: VaultState,
-        transport: Transport,
-        layout: RoleLayout,
-        target: Target,
-        scheme: Scheme,
+        self, state: VaultState, layout: RoleLayout, target: Target, scheme: Scheme
     ) -> None:
         super().__init__(name=f"{self.verb}-{layout.role}-to-{target.node}", daemon=True)
         self._state = state
-        self._transport = transport
         self._layout = layout
         self._target = target
         self._node = target.node
@@ -93,7 +87,7 @@ class Sender(threading.Thread, ABC):
     def _bring(self, work: Work) -> bool:
         """True to continue at once, False to try again after a pause.
 
-        What :data:`UNREACHABLE` names breaks the connection and is followed by a pause.
+        VaultError, or what :data:`UNREACHABLE` names, breaks the connection. A pause follows.
         """
 
     def run(self) -> None:
@@ -105,7 +99,7 @@ class Sender(threading.Thread, ABC):
                 continue
             try:
                 done = self._bring(work)
-            except UNREACHABLE as error:
+            except (VaultError, *UNREACHABLE) as error:
                 log.info("%s: %s: %s", self.name, type(error).__name__, error)
                 self._disconnect()
                 done = False
@@ -127,11 +121,7 @@ class Sender(threading.Thread, ABC):
 
     def _connect(self) -> Channel:
         if self._channel is None:
-            address = self._state.address(self._node)
-            if address is None:
-                raise WireError(f"node {self._node} has no address in epoch {self._epoch}")
-            channel = self._transport.connect(self._node, address.host, address.vault_port)
-            self._channel = channel
+            self._channel = channel = self._state.dial(self._node)
             if not self._going():
                 raise WireError("the epoch was closed while connecting")
             channel.give_way(self._state.settings.dscp)

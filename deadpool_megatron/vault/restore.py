@@ -41,7 +41,6 @@ from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.transport import (
     UNREACHABLE,
     Channel,
-    Transport,
     ask_elsewhere,
     ask_part,
     receive_part,
@@ -75,11 +74,8 @@ class _Wanted(NamedTuple):
 class Restorer:
     """Gets the parts of one role for one epoch. One thread."""
 
-    def __init__(
-        self, state: VaultState, transport: Transport, record: EpochRecord, role: int
-    ) -> None:
+    def __init__(self, state: VaultState, record: EpochRecord, role: int) -> None:
         self._state = state
-        self._transport = transport
         self._record = record
         self._role = role
         self._seat = record.seats[role]
@@ -211,8 +207,7 @@ class Restorer:
         from deadpool_megatron.vault.schemes.parity_decode import Decoder
 
         if self._decoder is None:
-            about = (self._state, self._record, self._role)
-            self._decoder = Decoder(*about, self._dial, self._target)
+            self._decoder = Decoder(self._state, self._record, self._role, self._target)
         return self._decoder.obtain(layout, part, decoding, tried, deadline)
 
     def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
@@ -363,17 +358,10 @@ class Restorer:
         finally:
             self._state.release(segment, slot)
 
-    def _dial(self, node: int) -> Channel:
-        """A new connection. Raises OSError, WireError, or VaultError for a node that is gone."""
-        address = self._state.address(node)
-        if address is None:
-            raise VaultError("not a live node")
-        return self._transport.connect(node, address.host, address.vault_port)
-
     def _channel(self, node: int) -> Channel:
         if node not in self._channels:
             try:
-                self._channels[node] = self._dial(node)
+                self._channels[node] = self._state.dial(node)
             except VaultError as error:
                 raise _Hopeless(str(error)) from error
             if not self._state.is_open(self._record.epoch):

@@ -112,7 +112,7 @@ class Server:
             finally:
                 with self._lock:
                     self._unauthenticated.pop(channel, None)
-            connection = _Connection(self._state, self._transport, channel)
+            connection = _Connection(self._state, channel)
             while not self._stopping.is_set():
                 if channel.readable(1.0):
                     connection.handle(channel.receive())
@@ -133,10 +133,9 @@ class Server:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(self, state: VaultState, transport: Transport, channel: Channel) -> None:
+    def __init__(self, state: VaultState, channel: Channel) -> None:
         self._state = state
         self._channel = channel
-        self._transport = transport
         self._layout: RoleLayout | None = None
 
     def handle(self, message: Mapping[str, Any]) -> None:
@@ -157,7 +156,7 @@ class _Connection:
         elif kind == "put" and message.get("block") is not None:
             offer = self._offer(message)
             scheme, block = self._state.scheme(offer.epoch), int(message["block"])
-            scheme.combine(self._state, self._transport, self._channel, block, offer)
+            scheme.combine(self._state, self._channel, block, offer)
         elif kind == "put":
             self._put(message)
         elif kind == "fetch":

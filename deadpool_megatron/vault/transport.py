@@ -1,4 +1,4 @@
-"""Ways of vaults to reach each other: a small seam, and authenticated TCP behind it.
+"""Authenticated TCP connections between vaults.
 
 A channel carries frames (JSON objects) and, between them, raw bytes whose number both sides know.
 Every call ends within the channel's deadline or raises. A part that is asked for goes straight into
@@ -8,11 +8,9 @@ its slot.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -99,12 +97,10 @@ class Channel:
         """Wait up to ``seconds`` for a frame or the end of the stream."""
         if self._socket.pending():
             return True  # taken already: the descriptor knows nothing of it
-        poll = select.poll()
         try:
-            poll.register(self._socket, select.POLLIN)
+            return framing.readable(self._socket.fileno(), seconds)
         except ValueError as error:  # closed by another thread
             raise framing.ConnectionClosed("channel is closed") from error
-        return bool(poll.poll(seconds * 1000))
 
     def give_way(self, dscp: int) -> None:
         """From now on this side's bytes come after those of training: see docs/streaming.md."""
@@ -141,25 +137,9 @@ class Channel:
         self._socket.close()
 
 
-class Transport(ABC):
-    """Opens channels to other vaults and takes theirs. Thread-safe."""
-
-    @abstractmethod
-    def connect(self, node: int, host: str, port: int) -> Channel:
-        """An authenticated channel to the vault of ``node``. Raises OSError or WireError."""
-
-    @abstractmethod
-    def accept(self, seconds: float) -> Channel | None:
-        """The next channel, not yet authenticated, or None when nobody came in time, or who came is
-        gone. Raises OSError for lack of descriptors, for one."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Take no more channels."""
-
-
-class TcpTransport(Transport):
-    """TCP, with the handshake of :mod:`deadpool_megatron.wire.auth`.
+class Transport:
+    """Opens channels to other vaults and takes theirs: TCP, with the handshake of
+    :mod:`deadpool_megatron.wire.auth`. Thread-safe.
 
     The listening socket is made by the agent and inherited, so the address and the backlog of
     connections survive a restart of the vault.
@@ -180,11 +160,14 @@ class TcpTransport(Transport):
         defer_accept(listener, HANDSHAKE_SECONDS)
 
     def connect(self, node: int, host: str, port: int) -> Channel:
+        """An authenticated channel to the vault of ``node``. Raises OSError or WireError."""
         realm = realm_of(self._run_id, node)
         connection = auth.connect((host, port), self._secret, realm, self._deadline_seconds)
         return Channel(connection, self._deadline_seconds, self._secret, realm)
 
     def accept(self, seconds: float) -> Channel | None:
+        """The next channel, not yet authenticated, or None when nobody came in time, or who came is
+        gone. Raises OSError for lack of descriptors, for one."""
         self._listener.settimeout(seconds)
         try:
             connection, _ = self._listener.accept()
@@ -196,6 +179,7 @@ class TcpTransport(Transport):
         return Channel(records, self._deadline_seconds, self._secret, self._realm)
 
     def close(self) -> None:
+        """Take no more channels."""
         self._listener.close()
 
 

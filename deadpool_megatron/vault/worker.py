@@ -20,7 +20,6 @@ from deadpool_megatron.vault.replicate import Sender
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.vault.transport import Transport
 
 log = logging.getLogger(__name__)
 # Answers a member that waits for its state: the places, or why there are none.
@@ -30,12 +29,9 @@ RestoreAnswer = Callable[[dict[str, Place] | VaultError], None]
 class RoleWorker(threading.Thread):
     """Thread of one role and epoch; ends when the epoch is closed."""
 
-    def __init__(
-        self, state: VaultState, transport: Transport, record: EpochRecord, role: int, seat: Seat
-    ) -> None:
+    def __init__(self, state: VaultState, record: EpochRecord, role: int, seat: Seat) -> None:
         super().__init__(name=f"role-{role}", daemon=True)
         self._state = state
-        self._transport = transport
         self._record = record
         self._restored = record.restore.generation
         self._role = role
@@ -48,7 +44,7 @@ class RoleWorker(threading.Thread):
         self._outcome: dict[str, Place] | VaultError | None = None
         self._replicators: list[Sender] = []
         self._refused: set[tuple[int, Generation]] = set()
-        self._restorer = Restorer(state, transport, record, role)
+        self._restorer = Restorer(state, record, role)
 
     @property
     def epoch(self) -> int:
@@ -109,9 +105,7 @@ class RoleWorker(threading.Thread):
                 with state.lock:
                     scheme = state.scheme(self.epoch)
                     targets = scheme.owed(layout, self._restored).names
-                self._replicators = [
-                    scheme.sender(state, self._transport, layout, target) for target in targets
-                ]
+                self._replicators = [scheme.sender(state, layout, target) for target in targets]
                 for replicator in self._replicators:
                     replicator.start()
         except Refused:

@@ -148,7 +148,7 @@ def test_what_a_dead_vault_has_sealed_is_held_against_its_checksum(state: VaultS
         segment.seal_part(0, name, 10, checksum(segment.data(0, name, 10)), 1)
     segment.data(0, NAMES[0])[5] ^= 0x10
     seat = Seat(0, 0, 0)
-    worker = RoleWorker(state, FakeNetwork().transport("a", 1, 1.0), state.record, 0, seat)
+    worker = RoleWorker(state, state.record, 0, seat)
     worker.seal()
     assert segment.state(0) is SlotState.SEALED
     assert state.table.held(0)[NEW] == set(NAMES[1:])
@@ -163,8 +163,7 @@ def restarted(state: VaultState) -> tuple[RoleWorker, list[RoleLayout]]:
     """A worker of epoch 1, which began with RESTORED from memory, and what it has obtained."""
     assert state.record is not None
     record = replace(state.record, restore=Restore("memory", RESTORED))
-    network = FakeNetwork()
-    worker = RoleWorker(state, network.transport("a", 1, 1.0), record, 0, Seat(0, 0, 0))
+    worker = RoleWorker(state, record, 0, Seat(0, 0, 0))
     obtained: list[RoleLayout] = []
 
     def obtain(layout: RoleLayout) -> dict[str, Place]:
@@ -293,7 +292,7 @@ def test_what_is_copied_on_the_node_is_given_up_with_its_epoch(
     record = replace(state.record, epoch=2, restore=Restore("memory", OLD), seats={0: seat})
     state.close(1)
     state.adopt(record)
-    obtainer = Restorer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
+    obtainer = Restorer(state, record, 0)
     monkeypatch.setattr(state, "open_part", lambda *_: state.close(2))
     with pytest.raises(VaultError, match="was closed"):
         obtainer.obtain(LAYOUT)
@@ -305,12 +304,12 @@ def test_what_is_copied_on_the_node_is_given_up_with_its_epoch(
 
 def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path: Path) -> None:
     network = FakeNetwork()
-    theirs = network.transport("fake", 1, 10.0)
+    theirs, state.transport = (network.transport("fake", number, 10.0) for number in (1, 2))
     assert state.record is not None
     sources = {0: {"extras@step": (Source(1, 0),)}}
     restore = Restore("memory", RESTORED, sources=sources)
     record = replace(state.record, restore=restore, seats={0: Seat(0, 0, 1)})  # it has no slots
-    obtainer = Restorer(state, network.transport("here", 2, 10.0), record, 0)
+    obtainer = Restorer(state, record, 0)
     before = set(tmp_path.glob("*.seg"))
 
     def refuse() -> None:
@@ -335,7 +334,8 @@ def test_a_source_that_is_gone_from_the_record_says_nothing_of_a_role(state: Vau
     assert gone not in state.record.nodes
     restore = Restore("memory", RESTORED, sources={0: {"shard": (Source(gone, 0),)}})
     record = replace(state.record, restore=restore)
-    obtainer = Restorer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
+    state.transport = FakeNetwork().transport("here", 2, 10.0)
+    obtainer = Restorer(state, record, 0)
     assert obtainer.describe() is None
 
 

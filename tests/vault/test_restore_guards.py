@@ -58,8 +58,8 @@ class House:
             folder = directory / f"node{node}"
             folder.mkdir()
             settings = Settings(restore_seconds=5.0, chunk_bytes=4096)
-            self.states.append(VaultState(node, folder, settings, lambda _: None))
             transport = self.network.transport("fake", node, 5.0)
+            self.states.append(VaultState(node, folder, settings, lambda _: None, transport))
             self.servers.append(Server(self.states[node], transport))
             self.servers[node].start()
 
@@ -77,8 +77,7 @@ class House:
             state.close(1)
         for state in self.states[: 1 if late else 3]:
             state.adopt(record)
-        transport = self.network.transport("fake", 7, 5.0)
-        obtainer = Restorer(self.states[0], transport, record, 0)
+        obtainer = Restorer(self.states[0], record, 0)
         if late:
             pause = self.states[0].pause
 

@@ -50,7 +50,7 @@ from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.schemes.parity_decode import load_code
 from deadpool_megatron.vault.schemes.scheme import Copies, Offer, Parts, Target
 from deadpool_megatron.vault.shm.segment import Segment, checksum
-from deadpool_megatron.vault.transport import UNREACHABLE, Channel, Transport, begin_thread
+from deadpool_megatron.vault.transport import UNREACHABLE, Channel, begin_thread
 from deadpool_megatron.wire.framing import ConnectionClosed
 
 if TYPE_CHECKING:
@@ -101,12 +101,10 @@ class Parity(Copies):
             return ()
         return [part.name for part in layout.parts]
 
-    def combine(
-        self, state: VaultState, transport: Transport, channel: Channel, block: int, offer: Offer
-    ) -> None:
-        self.block(state, transport, block, offer.role).put(channel, offer)
+    def combine(self, state: VaultState, channel: Channel, block: int, offer: Offer) -> None:
+        self.block(state, block, offer.role).put(channel, offer)
 
-    def block(self, state: VaultState, transport: Transport, number: int, role: int) -> ParityBlock:
+    def block(self, state: VaultState, number: int, role: int) -> ParityBlock:
         """A block that ``role`` is part of. Raises Refused when nobody makes it, here and in this
         epoch."""
         with state.lock:
@@ -119,7 +117,7 @@ class Parity(Copies):
                 raise Refused(Refusal.WRONG_HOLDER)
             block = self._blocks.get(number)
             if block is None:
-                block = self._blocks[number] = ParityBlock(state, transport, self, number, found)
+                block = self._blocks[number] = ParityBlock(state, self, number, found)
             return block
 
     def cut(self) -> None:
@@ -171,13 +169,11 @@ class ParityBlock:
     def __init__(
         self,
         state: VaultState,
-        transport: Transport,
         scheme: Parity,
         number: int,
         place: tuple[ParityGroup, int],
     ) -> None:
         self._state = state
-        self._transport = transport
         self._scheme = scheme
         self._epoch = scheme.record.epoch
         self._number = number
@@ -467,16 +463,12 @@ class ParityBlock:
         for role in roles:
             try:
                 node = self._scheme.record.seats[role].node
-                address = self._state.address(node)
-                if address is None:
-                    raise ConnectionError("not a live node")
-                channel = self._transport.connect(node, address.host, address.vault_port)
-                with contextlib.closing(channel):
+                with contextlib.closing(self._state.dial(node)) as channel:
                     about = {"role": role, "generation": generation.to_list()}
                     channel.send({"t": "describe", "again": self._state.node, **about})
                     found = channel.receive()["layout"]
                 layout = RoleLayout.from_dict(found) if found else None
-            except UNREACHABLE as error:
+            except (VaultError, *UNREACHABLE) as error:
                 log.info("block %d: role %d: %s", self._number, role, error)
                 continue
             with self._state.changed:

@@ -54,8 +54,6 @@ _PAUSE_SECONDS = 0.05
 _CHANCES = 2  # bytes damaged on the way come whole the next time; damaged at home they do not
 _MOST_SMALL_BYTES = 16 << 20
 
-# A new connection to the vault of a node; raises OSError, WireError, or VaultError for no node.
-Dial = Callable[[int], Channel]
 Target = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
 # Of a part: bytes and checksum, and what fills a piece that begins at some byte, one after another.
 Asked = tuple[int, int, Callable[[int, memoryview], None]]
@@ -178,15 +176,14 @@ class VaultBlock(BlockSource):
     _channel: Channel | None = None
     _over = False
 
-    def __init__(self, epoch: int, dial: Dial, *about: Any) -> None:
+    def __init__(self, epoch: int, *about: Any) -> None:
         super().__init__(*about)
         self.where = f"from node {self._source.node}"
         self._epoch = epoch
-        self._dial = dial
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Asked]:
-        with contextlib.closing(self._dial(self._source.node)) as channel:
+        with contextlib.closing(self._state.dial(self._source.node)) as channel:
             self._channel = channel
             if self._over or not self._state.is_open(self._epoch):
                 raise ConnectionError("the epoch was closed while connecting")
@@ -281,23 +278,14 @@ class _Candidates:
 class Decoder:
     """Decodes parts of one role for one epoch. One thread; :meth:`cut` from any.
 
-    ``dial``: connects to the vault of a node, if it is not a dump that is restored. ``target``: the
-    claimed slot for the role.
+    ``target``: the claimed slot for the role.
     """
 
-    def __init__(
-        self,
-        state: VaultState,
-        record: EpochRecord,
-        role: int,
-        dial: Dial,
-        target: Target,
-    ) -> None:
+    def __init__(self, state: VaultState, record: EpochRecord, role: int, target: Target) -> None:
         self._state = state
         self._record = record
         self._role = role
         self._generation = record.restore.generation
-        self._dial = dial
         self._target = target
         self._blocks: list[BlockSource] = []
         self._members: dict[Source, BlockMembers] = {}
@@ -433,7 +421,7 @@ class Decoder:
         about = (self._state, self._generation, number, source, part, wanted)
         if self._record.restore.kind == "dump":
             return DumpedBlock(Path(self._record.restore.path), *about)
-        return VaultBlock(self._record.epoch, self._dial, *about)
+        return VaultBlock(self._record.epoch, *about)
 
     def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> BlockMembers:
         """Return what the parity was computed from, as one of the chosen parity blocks says."""

@@ -26,7 +26,7 @@ from deadpool_megatron.vault.shm.segment import Segment
 if TYPE_CHECKING:
     from deadpool_megatron.vault.epoch_gate import VaultState
     from deadpool_megatron.vault.replicate import Sender
-    from deadpool_megatron.vault.transport import Channel, Transport
+    from deadpool_megatron.vault.transport import Channel
 
 # Name -> (bytes, checksum).
 Parts = Mapping[str, tuple[int, int]]
@@ -112,14 +112,12 @@ class Scheme(ABC):
     ) -> None:
         """Own parts with these checksums are about to be sealed; others may be added to them."""
 
-    def sender(
-        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
-    ) -> Sender:
+    def sender(self, state: VaultState, layout: RoleLayout, target: Target) -> Sender:
         """The thread that brings a target what it is owed."""
         # Not before: it asks the state, which asks us.
         from deadpool_megatron.vault.replicate import Replicator
 
-        return Replicator(state, transport, layout, target, self)
+        return Replicator(state, layout, target, self)
 
     def follows(self, role: int, generation: Generation) -> Generation | None:
         """The generation that a step leads from; None for one that travels whole."""
@@ -135,9 +133,7 @@ class Scheme(ABC):
         what is said of that."""
         return False
 
-    def combine(
-        self, state: VaultState, transport: Transport, channel: Channel, block: int, offer: Offer
-    ) -> None:
+    def combine(self, state: VaultState, channel: Channel, block: int, offer: Offer) -> None:
         """Answer a role that puts parts into a block that is kept here. Raises Refused. The vault's
         lock is not held."""
         raise Refused(Refusal.WRONG_BLOCK)
@@ -205,12 +201,10 @@ class LocalTwice(Scheme):
         names = [one.name for one in layout.parts if kind_of(one.name) in (kind, PartKind.EXTRAS)]
         return [([Target(self._seats[layout.role])], names)]
 
-    def sender(
-        self, state: VaultState, transport: Transport, layout: RoleLayout, target: Target
-    ) -> Sender:
+    def sender(self, state: VaultState, layout: RoleLayout, target: Target) -> Sender:
         from deadpool_megatron.vault.replicate import LocalCopier
 
-        return LocalCopier(state, transport, layout, target, self)
+        return LocalCopier(state, layout, target, self)
 
 
 def scheme_of(record: EpochRecord, rehearsed: Collection[int]) -> Scheme:

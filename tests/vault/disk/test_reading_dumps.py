@@ -14,7 +14,6 @@ from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Place
-from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, record_of
 
 LAYOUT = make_layout(0, nbytes=100)
@@ -28,10 +27,6 @@ def _vault(directory: Path, record: EpochRecord) -> VaultState:
     state = VaultState(0, directory, Settings(), lambda _: None)
     state.adopt(record)
     return state
-
-
-def _restorer(state: VaultState, record: EpochRecord) -> Restorer:
-    return Restorer(state, FakeNetwork().transport("a", 1, 1.0), record, 0)
 
 
 @pytest.fixture
@@ -59,12 +54,12 @@ def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) 
     restore = _from_dump(writer, tmp_path)
     record = record_of(2, restore=restore)
     state = _vault(tmp_path / "after", record)
-    with _restorer(state, record)._target(LAYOUT):
+    with Restorer(state, record, 0)._target(LAYOUT):
         state.close(2)
         record = record_of(3, restore=restore)
         state.adopt(record)
         found: list[dict[str, Place]] = []
-        obtainer = _restorer(state, record)
+        obtainer = Restorer(state, record, 0)
         restoring = threading.Thread(target=lambda: found.append(obtainer.obtain(LAYOUT)))
         restoring.start()
         restoring.join(0.5)

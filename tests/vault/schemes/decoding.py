@@ -14,7 +14,7 @@ from deadpool_megatron.vault.epoch_gate import VaultState
 from deadpool_megatron.vault.restore import Restorer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import copy_name, own_name
-from tests.vault.fake_network import FakeNetwork, FakeTransport
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import record_of
 from tests.vault.schemes.coded import EXTRAS, GENERATION, CodedGroup, seal
 
@@ -36,7 +36,6 @@ class Vaults:
         coded.write(self.directories, lost)
         self.events: list[Event] = []
         self.states: dict[int, VaultState] = {}
-        self.transports: dict[int, FakeTransport] = {}
         self.servers: list[Server] = []
 
     def own(self, role: int) -> Path:
@@ -50,12 +49,12 @@ class Vaults:
     def open(self, chosen: Settings = SETTINGS) -> None:
         """Start all vaults and have them close epoch 1."""
         for node in self.nodes:
-            state = VaultState(node, self.directories[node], chosen, self.events.append)
+            transport = self.network.transport("fake", node, chosen.connect_seconds)
+            state = VaultState(node, self.directories[node], chosen, self.events.append, transport)
             state.table.scan()
             state.close(1)
             self.states[node] = state
-            self.transports[node] = self.network.transport("fake", node, chosen.connect_seconds)
-            self.servers.append(Server(state, self.transports[node]))
+            self.servers.append(Server(state, transport))
             self.servers[-1].start()
 
     def adopt(self, restore: Restore | None = None) -> EpochRecord:
@@ -84,7 +83,7 @@ class Vaults:
     def obtain(self, record: EpochRecord, role: int) -> None:
         """Restore a lost role on the spare, and compare every byte."""
         state = self.states[self.spare]
-        obtainer = Restorer(state, self.transports[self.spare], record, role)
+        obtainer = Restorer(state, record, role)
         places = obtainer.obtain(self.coded.layouts[role])
         assert set(places) == {"shard", "tail", EXTRAS}
         for name, place in places.items():
@@ -103,8 +102,9 @@ class Vaults:
     def stop(self) -> None:
         for server in self.servers:
             server.stop()
-        for transport in self.transports.values():
-            transport.close()
+        for state in self.states.values():
+            assert state.transport is not None
+            state.transport.close()
 
 
 def seats_of(coded: CodedGroup, lost: set[int], spare: int) -> dict[int, Seat]:

@@ -80,7 +80,8 @@ class Making:
         if node in self.held:
             seat = Seat(node, 0, 0)
             seal(directory / own_name(node, seat), self.layouts[node], seat, self.held[node])
-        state = VaultState(node, directory, SETTINGS, self.events.append)
+        transport = self.transports[node]
+        state = VaultState(node, directory, SETTINGS, self.events.append, transport)
         state.table.scan()
         return state
 
@@ -105,9 +106,9 @@ class Making:
 
     def tell(self) -> None:
         """All owners have said what they consist of."""
-        scheme, transport = self.state.scheme(self.record.epoch), self.transports[self.holder]
+        scheme = self.state.scheme(self.record.epoch)
         assert isinstance(scheme, Parity)
-        block = scheme.block(self.state, transport, self.block, 0)
+        block = scheme.block(self.state, self.block, 0)
         block._layouts |= self.layouts
         block._told |= {*self.layouts}
 
@@ -118,7 +119,7 @@ class Making:
             scheme = state.scheme(self.record.epoch)
             targets = scheme.owed(layout, GENERATION).names
             (target,) = (one for one in targets if one.block == self.block)
-            sender = scheme.sender(state, self.transports[role], layout, target)
+            sender = scheme.sender(state, layout, target)
             self.senders.append(sender)
             sender.start()
 

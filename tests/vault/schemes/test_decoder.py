@@ -297,7 +297,7 @@ def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: P
     record = vaults.adopt(Restore("dump", Generation(2, GENERATION.iteration), path=str(folder)))
     generation = record.restore.generation
     state = vaults.states[vaults.spare]
-    obtainer = Restorer(state, vaults.transports[vaults.spare], record, 0)
+    obtainer = Restorer(state, record, 0)
     places = obtainer.obtain(vaults.coded.layouts[0])
     for name, place in places.items():
         assert bytes(place.view) == vaults.coded.part(0, name), name
@@ -310,7 +310,7 @@ def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: P
             path.unlink()
     (place,) = state.table.find(0, generation, "shard")
     state.mark_bad(place, 0)
-    again = Restorer(state, vaults.transports[vaults.spare], record, 0)
+    again = Restorer(state, record, 0)
     with pytest.raises(RestoreUnavailable, match="role 1 on node 1: checksum"):
         again.obtain(vaults.coded.layouts[0])
 
@@ -333,7 +333,7 @@ def test_a_file_of_a_dump_that_cannot_be_read_is_one_place_less(
 
     monkeypatch.setattr(Segment, "read_into", read)
     record = vaults.adopt(Restore("dump", Generation(2, GENERATION.iteration), path=str(folder)))
-    obtainer = Restorer(vaults.states[vaults.spare], vaults.transports[vaults.spare], record, 1)
+    obtainer = Restorer(vaults.states[vaults.spare], record, 1)
     places = obtainer.obtain(vaults.coded.layouts[1])
     assert bytes(places["shard"].view) == vaults.coded.part(1, "shard")
     (folder / dump_name(1, 9)).unlink()

@@ -46,7 +46,6 @@ from deadpool_megatron.vault.shm.segment import (
     own_name,
 )
 from deadpool_megatron.vault.worker import RoleWorker
-from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import record_of
 
 EVERY = 4
@@ -173,9 +172,7 @@ def test_sums_are_not_written_after_a_close(
     segment.mark_writing(0)
     segment.begin(0, g(1), 1)
     segment.fill(0, {"shard0": 9, UPDATE_PART: 9, EXTRAS: 9}, 1)
-    worker = RoleWorker(
-        state, FakeNetwork().transport("h", 1, 1.0), state.record or record(), 0, seat
-    )
+    worker = RoleWorker(state, state.record or record(), 0, seat)
 
     def slow(view: memoryview) -> int:
         if state.is_open(1):

@@ -20,7 +20,6 @@ from deadpool_megatron.vault.room import make_own, park
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.vault.worker import RoleWorker
-from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import (
     Cluster,
     Member,
@@ -237,7 +236,7 @@ def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Pat
     state.adopt(record)
     layout = LAYOUTS[0]
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
-    worker = RoleWorker(state, FakeNetwork().transport("a", 1, 1.0), record, 0, seat)
+    worker = RoleWorker(state, record, 0, seat)
     worker._outcome = {"a step": Place(segment, 0, "shard", 1, 0, 2)}
     held = weakref.ref(segment)
     del segment
