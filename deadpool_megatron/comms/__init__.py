@@ -12,14 +12,9 @@ from __future__ import annotations
 
 from deadpool_megatron.comms.communicators import Communicators
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+from deadpool_megatron.comms.in_flight.attached_epoch import Limits
 from deadpool_megatron.comms.in_flight.device_time import StreamWaits
-from deadpool_megatron.comms.inner import (
-    CommunicatorFault,
-    EpochClosed,
-    Fabric,
-    GroupSpec,
-    InnerGroup,
-)
+from deadpool_megatron.comms.inner import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.store import EpochStore
 
 
@@ -33,9 +28,7 @@ __all__ = [
     "Communicators",
     "EpochClosed",
     "EpochStore",
-    "Fabric",
-    "GroupSpec",
-    "InnerGroup",
+    "Limits",
     "ReconfigurableGroup",
     "StreamWaits",
     "is_detached",

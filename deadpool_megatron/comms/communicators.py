@@ -62,15 +62,10 @@ class Communicators(Observed):
     """Makes torch.distributed groups whose communicators can be closed and replaced.
 
     ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or a
-    factory of one (:func:`fabric_of`). ``operation_timeout_seconds`` bounds any gloo operation, and
-    with it the life of what an interrupted one leaves behind, ``long_operation_seconds`` one that
-    waits for what a peer does on purpose (:meth:`be_patient`; 0: none). After a fault, a failed
-    call waits ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation,
-    text)`` is called before, once per epoch, on the thread that communicates or calls :meth:`look`.
-    ``drain_seconds`` is the deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted
-    wait gets to end by itself; ``rebuild`` the way in which the communicators of an epoch are made,
-    as in the settings: "auto" is side by side, over NCCL one by one. No other way has been tried on
-    a device.
+    factory of one (:func:`fabric_of`). ``on_fault(group, operation, text)`` is called at a fault,
+    once per epoch, on the thread that communicates or calls :meth:`look`. ``rebuild`` is the way in
+    which the communicators of an epoch are made, as in the settings: "auto" is side by side, over
+    NCCL one by one. No other way has been tried on a device.
 
     All methods but interrupt, those of Observed and the properties belong to the main thread.
     """
@@ -78,26 +73,16 @@ class Communicators(Observed):
     def __init__(
         self,
         kind: str = "gloo",
-        operation_timeout_seconds: float = 60.0,
-        close_wait_seconds: float = 30.0,
-        drain_seconds: float = 5.0,
+        limits: Limits | None = None,
         on_fault: FaultCallback | None = None,
-        grace_seconds: float = 0.1,
-        address: str | None = None,
+        address: str = "127.0.0.1",
         rebuild: str = "auto",
-        long_operation_seconds: float = 0.0,
     ) -> None:
         if kind not in ("gloo", "nccl") and not is_played(kind):
             raise ValueError(f"no kind of communicators: {kind!r}")
         super().__init__()
         self._kind = kind
-        self._limits = Limits(
-            operation_timeout_seconds,
-            close_wait_seconds,
-            drain_seconds,
-            grace_seconds,
-            long_operation_seconds,
-        )
+        self._limits = limits or Limits()
         self._on_fault = on_fault
         self._address = address
         self.rebuild = rebuild
@@ -454,11 +439,16 @@ class Communicators(Observed):
         """Run ``build``, which runs the builders and blocks on peers, so that it can be left."""
         problem: str | None = None
         late = False
-        if self._kind != "gloo":
-            build = _entered(select_platform().thread_entry(), build)
+        enter = None if self._kind == "gloo" else select_platform().thread_entry()
+
+        def enter_and_build() -> None:
+            if enter is not None:
+                enter()
+            build()
+
         epoch.waits[get_ident()] = activity
         try:
-            self._pool.call(build, epoch, deadline_seconds)
+            self._pool.call(enter_and_build, epoch, deadline_seconds)
         except Left as left:
             # The first error ends the wait for the builders, and others may hang for ever.
             self._builders_left.append((builders, left.waiter))
@@ -498,35 +488,24 @@ class Communicators(Observed):
         return Job(group.spec().place, connect)
 
 
-def _entered(enter: Callable[[], None], build: Callable[[], None]) -> Callable[[], None]:
-    def enter_and_build() -> None:
-        enter()
-        build()
-
-    return enter_and_build
-
-
-def fabric_of(epoch: Epoch, transport: str, address: str | None) -> Fabric:
+def fabric_of(epoch: Epoch, transport: str, address: str) -> Fabric:
     """Return the fabric of the epoch behind the groups of a transport, made at the first call: of
     "gloo", "nccl", or MODULE:FACTORY, which tests give for what plays NCCL:
     ``FACTORY(epoch, address)`` makes it. Any thread.
     """
     with _fabric_lock:
-        fabric = epoch.fabric_of.get(transport)
-        if fabric is None:
-            fabric = _make_fabric(epoch, transport, address)
-            epoch.fabric_of[transport] = fabric
-            epoch.fabrics.append(fabric)
+        if transport in epoch.fabric_of:
+            return epoch.fabric_of[transport]
+        fabric: Fabric
+        if transport == "gloo":
+            fabric = GlooFabric(epoch, address)
+        elif transport == "nccl":
+            from deadpool_megatron.comms.nccl import NcclFabric
+
+            fabric = NcclFabric(epoch)
+        else:
+            module, _, factory = transport.partition(":")
+            fabric = getattr(importlib.import_module(module), factory)(epoch, address)
+        epoch.fabric_of[transport] = fabric
+        epoch.fabrics.append(fabric)
     return fabric
-
-
-def _make_fabric(epoch: Epoch, transport: str, address: str | None) -> Fabric:
-    if transport == "gloo":
-        return GlooFabric(epoch, address)
-    if transport == "nccl":
-        from deadpool_megatron.comms.nccl import NcclFabric
-
-        return NcclFabric(epoch)
-    module, _, factory = transport.partition(":")
-    played: Fabric = getattr(importlib.import_module(module), factory)(epoch, address)
-    return played

@@ -62,7 +62,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 class GlooFabric(Fabric):
     """The gloo device of one epoch: one listening socket, one loop thread for all groups."""
 
-    def __init__(self, epoch: Epoch, address: str | None = None) -> None:
+    def __init__(self, epoch: Epoch, address: str) -> None:
         self._epoch = epoch
         self._lock = threading.Lock()
         self._device: Any
@@ -208,27 +208,17 @@ class GlooGroup(InnerGroup):
         self._backend = None
 
 
-def _create_known_device(address: str | None) -> tuple[Any, int]:
-    """A new device and its epoll descriptor."""
+def _create_known_device(address: str) -> tuple[Any, int]:
+    """A new device and its epoll descriptor; an eager one, as lazy ones hang when a peer dies."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _device_lock:
             before = set().union(*listening_epolls().values())
-            device = _create_device(address)
+            device = ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
             made = [fd for fd, inodes in listening_epolls().items() if inodes - before]
         if len(made) == 1:
             return device, made[0]
         # Another thread opened a server at the same time.
     raise RuntimeError(f"cannot tell the epoll descriptor of the gloo device: {made}")
-
-
-def _create_device(address: str | None) -> Any:
-    """A device as c10d makes it by default, but eager: lazy ones hang when a peer dies."""
-    if address:
-        return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if name:
-        return ProcessGroupGloo.create_device(interface=name, lazy_init=False)
-    return ProcessGroupGloo.create_default_device(lazy_init=False)
 
 
 def listening_epolls() -> dict[int, set[int]]:

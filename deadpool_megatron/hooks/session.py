@@ -38,7 +38,7 @@ import torch.distributed as dist
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
-from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
+from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.capture.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.dimensions import PeerMismatch
@@ -83,14 +83,16 @@ class Session:
             flush=True,
         )
         self._communicators = Communicators(
-            kind=kind,
-            operation_timeout_seconds=settings.operation_timeout_seconds,
-            close_wait_seconds=settings.close_seconds,
-            drain_seconds=self._drain_seconds,
-            on_fault=self._on_fault,
-            address=settings.interface,
-            rebuild=settings.rebuild,
-            long_operation_seconds=settings.first_step_seconds,
+            kind,
+            Limits(
+                operation_timeout_seconds=settings.operation_timeout_seconds,
+                close_wait_seconds=settings.close_seconds,
+                drain_seconds=self._drain_seconds,
+                long_operation_seconds=settings.first_step_seconds,
+            ),
+            self._on_fault,
+            settings.interface,
+            settings.rebuild,
         )
         self._reports = RoleReports(link, self._check)
         self._entry: EpochEntry | None = None

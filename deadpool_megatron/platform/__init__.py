@@ -16,13 +16,12 @@ import torch
 from deadpool_megatron.platform.cuda import CudaPlatform
 from deadpool_megatron.platform.devices import (
     CopyFailedError,
-    CopyHandle,
     CpuPlatform,
     PinnedSlots,
     Platform,
 )
 
-__all__ = ["CopyFailedError", "CopyHandle", "PinnedSlots", "Platform", "select_platform"]
+__all__ = ["CopyFailedError", "PinnedSlots", "Platform", "select_platform"]
 
 
 @functools.cache

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common.command import parser_of, run_bench
 from store import Tree, connect, link_of
 
-from deadpool_megatron.comms import Communicators
+from deadpool_megatron.comms import Communicators, Limits
 from deadpool_megatron.comms.gloo import GlooFabric
 from deadpool_megatron.comms.in_flight.waiters import AT_ONCE
 from deadpool_megatron.comms.store import EpochStore
@@ -71,11 +71,7 @@ def play_role(
     while order := orders.recv(64).decode():
         side, _, epoch = order.rpartition(" ")
         if SIDES[side]:
-            ours = Communicators(
-                operation_timeout_seconds=_DEADLINE_SECONDS,
-                address="127.0.0.1",
-                rebuild=SIDES[side],
-            )
+            ours = Communicators(limits=Limits(_DEADLINE_SECONDS), rebuild=SIDES[side])
             ours.install()
             dist.init_process_group("gloo", rank=role, world_size=roles)
             for ranks in groups_of(roles, count):

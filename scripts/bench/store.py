@@ -35,7 +35,7 @@ from common.machine import cpu_seconds_of
 from deadpool_megatron.cluster.agent.members import FramePipe
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink
 from deadpool_megatron.cluster.link.rendezvous import CoordinatorStore, StoreRelay
-from deadpool_megatron.comms import Communicators
+from deadpool_megatron.comms import Communicators, Limits
 from deadpool_megatron.comms.store import EpochStore
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
@@ -86,7 +86,7 @@ def play_role(
     """Attach whenever told to, through the store that is named; answer how long it took."""
     torch.set_num_threads(1)
     link = link_of(role, links)
-    communicators = Communicators(operation_timeout_seconds=_DEADLINE_SECONDS, address="127.0.0.1")
+    communicators = Communicators(limits=Limits(_DEADLINE_SECONDS))
     communicators.install()
     dist.init_process_group("gloo", rank=role, world_size=roles)
     for ranks in groups_of(roles):

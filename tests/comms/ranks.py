@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.comms import Communicators
+from deadpool_megatron.comms import Communicators, Limits
 from tests.common.waiting import wait_for
 
 DEADLINE_SECONDS = 60.0
@@ -49,9 +49,10 @@ class Member:
     _client: dist.Store | None = None
 
     def __post_init__(self) -> None:
+        given = {"operation_timeout_seconds": 20.0, "close_wait_seconds": 10.0, **self.settings}
+        limits = {name: given.pop(name) for name in [*given] if name.endswith("_seconds")}
         self.comms = Communicators(
-            on_fault=lambda *what: self.faults.append(what),
-            **{"operation_timeout_seconds": 20.0, "close_wait_seconds": 10.0, **self.settings},
+            limits=Limits(**limits), on_fault=lambda *what: self.faults.append(what), **given
         )
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()

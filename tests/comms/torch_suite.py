@@ -36,7 +36,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
-from deadpool_megatron.comms import Communicators  # noqa: E402
+from deadpool_megatron.comms import Communicators, Limits  # noqa: E402
 
 NAMES = Path(__file__).with_suffix(".txt").read_text().split()
 _FORK = torch.multiprocessing.get_context("fork")
@@ -86,7 +86,7 @@ class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedT
             )
         else:
             # Nobody closes an epoch here, so that nobody has to wait for it.
-            communicators = Communicators(operation_timeout_seconds=seconds, close_wait_seconds=0)
+            communicators = Communicators(limits=Limits(seconds, close_wait_seconds=0))
             communicators.install()
             dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
             communicators.attach(0, store, rank, _MEETING_SECONDS)

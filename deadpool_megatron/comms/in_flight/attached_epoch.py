@@ -85,14 +85,18 @@ class Progress:
     stream_waits: StreamWaits = field(default_factory=StreamWaits)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Limits:
-    """Deadlines in seconds; see Communicators."""
+    """Deadlines in seconds. ``operation_timeout_seconds`` bounds any gloo operation, and with it
+    the life of what an interrupted one leaves behind, ``long_operation_seconds`` one that waits for
+    what a peer does on purpose (0: none). After a fault, a failed call waits ``close_wait_seconds``
+    for the close of the epoch. ``drain_seconds`` is the deadline of a drain, ``grace_seconds`` the
+    time that an interrupted wait gets to end by itself."""
 
-    operation_timeout_seconds: float
-    close_wait_seconds: float
-    drain_seconds: float
-    grace_seconds: float
+    operation_timeout_seconds: float = 60.0
+    close_wait_seconds: float = 30.0
+    drain_seconds: float = 5.0
+    grace_seconds: float = 0.1
     long_operation_seconds: float = 0.0
 
 

@@ -111,12 +111,12 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from deadpool_megatron.comms import Communicators
+        from deadpool_megatron.comms import Communicators, Limits
 
         self._setup, self._rank, self._line = setup, rank, line
         self._limit_seconds = limit_seconds
         self._comms = Communicators(
-            setup.device.communicator, drain_seconds=limit_seconds, rebuild=way
+            setup.device.communicator, Limits(drain_seconds=limit_seconds), rebuild=way
         )
         self._where = torch.device(setup.device.value)
         self._fate = Fate.NONE

@@ -87,7 +87,7 @@ def _warm(task: Task) -> dict[str, Any]:
     until = time.monotonic() + _WARM_UP_SHARE * task.left_seconds
     while len(seconds) < _WARM_UPS and (not seconds or time.monotonic() < until):
         began = time.monotonic()
-        warm(device, lambda epoch: fabric_of(epoch, task.device.communicator, None))
+        warm(device, lambda epoch: fabric_of(epoch, task.device.communicator, "127.0.0.1"))
         seconds.append(time.monotonic() - began)
         # A hang in one of them leaves those before it.
         facts = task.facts.setdefault("warm", {"held_after_first": resources(task.is_on_gpu)})

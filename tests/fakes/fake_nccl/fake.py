@@ -132,7 +132,7 @@ CONNECT = "NCCL_RUNTIME_CONNECT"
 class FakeNcclFabric(NcclFabric):
     """Fake communicators of one epoch, aborted together."""
 
-    def __init__(self, epoch: Epoch, address: str | None = None) -> None:
+    def __init__(self, epoch: Epoch, address: str = "127.0.0.1") -> None:
         enter_stream_order()
         super().__init__(epoch)
         self._gloo = GlooFabric(epoch, address)
