@@ -82,6 +82,8 @@ class Communicators(Observed):
             raise ValueError(f"no kind of communicators: {kind!r}")
         super().__init__()
         self._kind = kind
+        #: what a group is that asks for nothing
+        self.default_backend = "gloo" if kind == "gloo" else "nccl"
         self._limits = limits or Limits()
         self._on_fault = on_fault
         self._address = address
@@ -125,11 +127,6 @@ class Communicators(Observed):
         self._pool.shut_down()
 
     # -- what the installed functions call ------------------------------------------------------
-
-    @property
-    def default_backend(self) -> str:
-        """Return what a group is that asks for nothing: "gloo" or "nccl"."""
-        return "gloo" if self._kind == "gloo" else "nccl"
 
     def make_group(
         self, ranks: tuple[int, ...], rank: int, requested: str, timeout: timedelta, options: Any
@@ -338,15 +335,6 @@ class Communicators(Observed):
             epoch.finish_in_flight()
 
     # -- what holds now ----------------------------------------------------------------------------
-
-    @property
-    def interrupted(self) -> bool:
-        """Return whether the current epoch is closed: from the interrupt to the next attach or
-        detach."""
-        current, attaching = self._current, self._attaching
-        if attaching is not None:
-            return attaching.closed
-        return current is not None and current.closed
 
     @property
     def reaping(self) -> int:

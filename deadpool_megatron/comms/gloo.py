@@ -95,7 +95,7 @@ class GlooFabric(Fabric):
     def quiescent(self) -> bool:
         with self._lock:
             try:
-                return self._device is None or connected_sockets(self._epoll) == 0
+                return self._device is None or all(listens for _, listens in _sockets(self._epoll))
             except OSError:
                 return False
 
@@ -240,26 +240,15 @@ def listening_epolls() -> dict[int, set[int]]:
     return found
 
 
-def connected_sockets(epoll: int) -> int:
-    """Number of sockets registered with ``epoll`` that are not listeners."""
-    return sum(1 for _, listening in _sockets(epoll) if not listening)
-
-
-def cut_connections(epoll: int) -> int:
-    """Shut down every registered connection; answers how many were met.
+def cut_connections(epoll: int) -> None:
+    """Shut down every registered connection.
 
     A listener is left alone: shutting it down makes gloo abort the whole process.
     """
-    count = 0
     for connection, listening in _sockets(epoll):
-        if listening:
-            continue
-        count += 1
-        try:
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # not connected yet, or already gone
-    return count
+        with contextlib.suppress(OSError):  # not connected yet, or already gone
+            if not listening:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets(epoll: int) -> Iterator[tuple[socket.socket, bool]]:

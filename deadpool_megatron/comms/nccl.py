@@ -45,7 +45,6 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.device_time import (
     CudaClock,
-    Numbers,
     ask_recorder,
     read_positions,
 )
@@ -204,9 +203,7 @@ class NcclFabric(Fabric):
         groups = list(self._groups)
         found = read_positions(self._recorded(), {group.uid for group in groups})
         return {
-            group.place: _position(found[group.uid], group)
-            for group in groups
-            if group.uid in found
+            group.place: group.position(*found[group.uid]) for group in groups if group.uid in found
         }
 
     def fault(self) -> tuple[str, str, str] | None:
@@ -407,10 +404,11 @@ class NcclGroup(InnerGroup):
         found = "SUCCESS" if ask is None else str(ask().name)
         return "" if found == "SUCCESS" else found
 
-    @property
-    def is_collective(self) -> bool:
-        """Return whether its ranks have had no messages for one another."""
-        return not self._messages
+    def position(self, enqueued: int, started: int | None, completed: int) -> Position:
+        """Return how far the device is with it, by these numbers of the flight recorder."""
+        if self.error():
+            completed = min(completed, enqueued - 1)
+        return Position(enqueued, started, completed, collective=not self._messages)
 
     def backend(self) -> Any:
         return self._backend
@@ -493,13 +491,6 @@ def _barrier_options(
     if getattr(opts.device, "index", None) is None:
         opts.device = device
     return opts
-
-
-def _position(numbers: Numbers, group: NcclGroup) -> Position:
-    enqueued, started, completed = numbers
-    if group.error():
-        completed = min(completed, enqueued - 1)
-    return Position(enqueued, started, completed, group.is_collective)
 
 
 def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric) -> None:

@@ -61,7 +61,7 @@ def waits_for_a_future(member: Member) -> str:
     member.init(epoch=1)
     if member.rank == 0:
         # As where gloo forgets to wake an operation whose connection went.
-        gloo.cut_connections = lambda epoll: 0
+        gloo.cut_connections = lambda epoll: None
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
         member.say(("waits", None))
         with pytest.raises(RuntimeError) as caught:

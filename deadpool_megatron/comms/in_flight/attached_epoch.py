@@ -173,10 +173,6 @@ class Epoch:
         for fabric in list(self.fabrics):
             fabric.abort()
 
-    def grace_is_over(self) -> bool:
-        """Return whether a wait on the closed epoch should be left now."""
-        return time.monotonic() >= self.closed_at_seconds + self.grace_seconds
-
     def check(self, operation: str) -> None:
         """Raise EpochClosed if the epoch is closed."""
         if self.closed:

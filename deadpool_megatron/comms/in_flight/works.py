@@ -220,7 +220,7 @@ class HostWork(SeamWork):
                     return failure
                 if until is not None and monotonic() >= until:
                     raise
-            if epoch.closed and epoch.grace_is_over():
+            if epoch.closed and monotonic() >= epoch.closed_at_seconds + epoch.grace_seconds:
                 return None
 
     def _wait_handed(self, timeout: timedelta | None) -> str | None:
