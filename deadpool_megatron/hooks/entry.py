@@ -41,7 +41,7 @@ from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.replaying import REPLAY
-from deadpool_megatron.layout.schemes import may_recompute, recomputes
+from deadpool_megatron.layout.schemes import SchemeKind, recomputes
 from deadpool_megatron.layout.sizing import extras_room_bytes, node_needs
 from deadpool_megatron.ownership import check_checkpoint
 from deadpool_megatron.persist.frozen_file import Wait
@@ -409,7 +409,8 @@ class EpochEntry:
         # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
         self._pristine = self._pristine or self._capture(loop, frozen)
         updates = UpdateCapture()
-        if may_recompute(self._settings):
+        # Room for steps is part of the layout, which is fixed for a run.
+        if self._settings.protection == SchemeKind.RECOMPUTE:
             # Here: no other scheme loads it.
             from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 

@@ -8,7 +8,7 @@ blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from deadpool_megatron.settings import Settings
@@ -119,19 +119,9 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
     return f"{scheme.kind} ({what}){each}"
 
 
-def may_recompute(settings: Settings) -> bool:
-    """Return whether slots have room for steps: fixed for a run, for it is part of the layout."""
-    return settings.protection == SchemeKind.RECOMPUTE
-
-
 def recomputes(plan: ProtectionPlan) -> bool:
     """Return whether members have to keep the steps to their generations."""
     return plan.kind is SchemeKind.RECOMPUTE
-
-
-def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
-    """The same plan with whole copies of every generation."""
-    return replace(plan, scheme=SchemeNumbers(SchemeKind.BUDDY)) if recomputes(plan) else plan
 
 
 def most_lost(every: int, max_lag: int, *, spans_the_world: bool) -> int:

@@ -198,20 +198,13 @@ class Scene:
     roomy: bool = False
 
 
-@dataclass(frozen=True)
-class NodeMemory:
-    """Bytes of one node: ``own`` slots of the roles that train there; ``kept`` beside them (second
-    copies, copies for others, parity blocks)."""
-
-    own: int
-    kept: int
-
-
-def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, NodeMemory]:
-    """Returns what each node has its memory for, while nobody takes over from another one."""
+def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, tuple[int, int]]:
+    """Returns what each node has its memory for, while nobody takes over from another one: bytes of
+    the own slots of the roles that train there, and of what it keeps beside them (second copies,
+    copies for others, parity blocks)."""
     sizing = _Sizing(plan, scene)
     own = sizing.own
-    return {node: NodeMemory(own[node], all - own[node]) for node, all in sizing.memory.items()}
+    return {node: (own[node], all - own[node]) for node, all in sizing.memory.items()}
 
 
 def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.schemes import SchemeKind, most_lost
+from deadpool_megatron.layout.schemes import SchemeKind, losses_survived, most_lost
 from deadpool_megatron.layout.sizing import choose, refusal
 from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.plan_file import Plan, PlanError
@@ -42,15 +42,10 @@ class Assessment:
     timing: Timing
 
     @property
-    def slots(self) -> int:
-        """Generations in a segment."""
-        return slots_of(self.plan)
-
-    @property
     def lost_steps(self) -> int:
         """The RPO: the most finished steps that a loss makes the job compute again."""
         lag = self.plan.protection.max_lag
-        together = self.slots == 2 + lag
+        together = slots_of(self.plan) == 2 + lag
         return most_lost(self.plan.protection.cadence, lag, spans_the_world=together)
 
     def busiest(self, name: str) -> tuple[float, int]:
@@ -84,7 +79,7 @@ class Assessment:
             "plan": dataclasses.asdict(self.plan),
             "parameters": total_parameters(self.plan.model),
             "roles": len(placement.roles),
-            "slots": self.slots,
+            "slots": slots_of(self.plan),
             "largest_shard_bytes": max(role.shard_bytes for role in placement.roles.values()),
             "domains": len(set(placement.scene.domains.values())),
             "nodes": nodes,
@@ -179,7 +174,7 @@ def _check_scheme(plan: Plan) -> None:
 def _check_domains(plan: Plan, placement: Placement) -> None:
     """No copy of a role shares a failure domain with another one."""
     if placement.same_domain:
-        wanted = plan.protection.survived + 1
+        wanted = losses_survived(settings_of(plan)) + 1
         raise PlanError(
             f"cluster.racks: {wanted - 1} copies on other nodes need {wanted} failure domains,"
             f" there are {len(set(placement.scene.domains.values()))}: set it to at least {wanted},"

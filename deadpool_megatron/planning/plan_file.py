@@ -109,17 +109,6 @@ class PlannedProtection:
         "--deadpool-extras-room-mb: least room for them", Settings.extras_room_mb, least=0
     )
 
-    @property
-    def survived(self) -> int:
-        """Nodes that may be lost at a time."""
-        return 0 if self.scheme in ("local", "local-twice") else self.replicas
-
-    @property
-    def name(self) -> str:
-        """The scheme with its number."""
-        numbers = {"parity": f"({self.parity_group})", "recompute": f"({self.full_every})"}
-        return self.scheme + numbers.get(self.scheme, "")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.parity_groups import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
+from deadpool_megatron.layout.schemes import losses_survived
 from deadpool_megatron.layout.sizing import Scene, memory_by_use
 from deadpool_megatron.planning.plan_file import Plan
-from deadpool_megatron.planning.sizes import GRADIENT_BYTES, protection_plan, scene_of
+from deadpool_megatron.planning.sizes import GRADIENT_BYTES, protection_plan, scene_of, settings_of
 
 GIGA = 1e9
 # vault/pacing.py: of the time from the seal to the gate, the part in which copies are over.
@@ -65,7 +66,7 @@ class Placement:
 
 def place(plan: Plan) -> Placement:
     """Seat all roles and choose the nodes of all copies."""
-    scene, survived = scene_of(plan), plan.protection.survived
+    scene, survived = scene_of(plan), losses_survived(settings_of(plan))
     seats, domains, coded = scene.seats, scene.domains, plan.protection.scheme == "parity"
     copies = CopyPlacement(seats, domains, scene.spares, survived)
     roles = {}
@@ -122,7 +123,7 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
                 into[holder] += placement.roles[number].coded_bytes
     memory = memory_by_use(protection_plan(plan), placement.scene)
     return {
-        node: NodeLoad(unique[node], memory[node].own, memory[node].kept, out[node], into[node])
+        node: NodeLoad(unique[node], *memory[node], out[node], into[node])
         for node in placement.scene.domains
     }
 

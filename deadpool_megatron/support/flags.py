@@ -218,11 +218,6 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def is_vouched_for(flag: str) -> bool:
-    """Return whether somebody has read what it does."""
-    return flag in _KNOWN
-
-
 def is_known(name: str) -> bool:
     """Return whether some version of Megatron-LM has this flag or script."""
     return name in UNREVIEWED_SCRIPTS or any(name in family.flags for family in UNREVIEWED)
@@ -249,8 +244,9 @@ def unread_values(argv: Sequence[str]) -> Iterator[str]:
             yield f"{flag}={word}"
 
 
-_KNOWN = {flag for row in ROWS for flag in row.flags}
-_KNOWN |= {flag for family in REVIEWED for flag in family.flags}
+#: whose effect somebody has read
+KNOWN = {flag for row in ROWS for flag in row.flags}
+KNOWN |= {flag for family in REVIEWED for flag in family.flags}
 
 
 def _is_installed(package: str) -> bool:

@@ -143,7 +143,7 @@ def _unread(command: Sequence[str]) -> list[str]:
             flag
             for flag in given
             if flag.startswith("--")
-            and not flags.is_vouched_for(flag)
+            and flag not in flags.KNOWN
             and not flag.startswith(f"{FLAG}-")
             and flag != FLAG
         ),

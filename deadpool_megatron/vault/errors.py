@@ -108,10 +108,6 @@ class Refused(VaultError):
             return None
         return Refused(Refusal(answer["why"]), str(answer.get("about", "")))
 
-    def to_message(self) -> dict[str, Any]:
-        """Returns the answer that it is."""
-        return {"t": "refused", "why": str(self.why), "about": self.about}
-
 
 class Frozen(VaultError):
     """The epoch has been closed: the member must not write (and has not written) into a slot."""

@@ -395,7 +395,10 @@ class Share(AbstractContextManager["Share"]):
             size = self._await_turn(going)
             self._held_seconds += time.monotonic() - before
             piece = view[start : start + size]
-            self._await_limit(len(piece), going)
+            with self._link.changed:
+                end = self._link.let_through(len(piece), time.monotonic_ns())
+            while going() and (left := end - time.monotonic_ns()) > 0:
+                time.sleep(min(left / 1e9, _LONGEST_WAIT_SECONDS))
             if not going():
                 return
             yield piece
@@ -418,13 +421,6 @@ class Share(AbstractContextManager["Share"]):
         if self._link.pace(self._role).is_late(self.generation):
             self.seconds = 0.0
         return 0.0 if not self.seconds or self._link.is_idle else self.due() - time.monotonic()
-
-    def _await_limit(self, nbytes: int, going: Callable[[], bool]) -> None:
-        """Wait until the hard limit lets so many bytes through."""
-        with self._link.changed:
-            end = self._link.let_through(nbytes, time.monotonic_ns())
-        while going() and (left := end - time.monotonic_ns()) > 0:
-            time.sleep(min(left / 1e9, _LONGEST_WAIT_SECONDS))
 
     def end(self) -> None:
         """The other end has everything: count what it took, without what the pace held it back; but

@@ -146,7 +146,7 @@ class _Connection:
             if refused.why not in NO_OFFENCE:
                 about = {key: message[key] for key in ("node", "role", "epoch") if key in message}
                 self._state.reports.refuse(str(refused), **about)
-            self._channel.send(refused.to_message())
+            self._channel.send({"t": "refused", "why": str(refused.why), "about": refused.about})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout.schemes import scheme_in_words
 from deadpool_megatron.layout.sizing import node_needs
 from deadpool_megatron.planning.answer import Assessment, assess
 from deadpool_megatron.planning.plan_file import Plan, PlanError
+from deadpool_megatron.planning.sizes import protection_plan
 from deadpool_megatron.planning.traffic import (
     NodeLoad,
     node_loads,
@@ -72,7 +74,7 @@ def test_a_node_of_the_run_asks_for_what_was_planned(scheme: str) -> None:
 def test_mixed_is_copies_then_parity_then_what_is_missing() -> None:
     def settled(memory_gb: float) -> str:
         plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})
-        return assess(plan).plan.protection.name
+        return scheme_in_words(protection_plan(assess(plan).plan).scheme)
 
     assert settled(5000) == "buddy"
     needed = worked_out("buddy").busiest("memory_bytes")[1] / 1e9

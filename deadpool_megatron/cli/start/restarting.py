@@ -37,7 +37,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import DAMAGE, Kind, event_files, parse_line
 from deadpool_megatron.layout.records import EpochRecord, Restore
-from deadpool_megatron.layout.schemes import may_recompute
+from deadpool_megatron.layout.schemes import SchemeKind
 from deadpool_megatron.settings import Settings, flag_name
 
 _PAUSE_SECONDS = 0.1
@@ -150,7 +150,7 @@ def other_slots(known: Settings, given: Mapping[str, Any]) -> str:
     they can say what they need. The layout's hash says nothing of it: a dump fits either.
     """
     names = ["max_lag", "extras_room_mb"]
-    if may_recompute(known) and given.get("protection", known.protection) == known.protection:
+    if given.get("protection", known.protection) == known.protection == SchemeKind.RECOMPUTE:
         names.append("full_every")  # so many steps are kept beside each copy
     for name in names:
         old = getattr(known, name)

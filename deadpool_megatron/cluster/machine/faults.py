@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart, Generation
 from deadpool_megatron.layout.replaying import REPLAY, suspects
-from deadpool_megatron.layout.schemes import recomputes, without_recompute
+from deadpool_megatron.layout.schemes import ProtectionPlan, recomputes
 
 
 def roles_hung(core: Core, event: ev.RolesHung) -> None:
@@ -98,7 +98,7 @@ def _give_up_recomputing(core: Core, role: int, text: str) -> None:
     """Intact bytes gave another result: whole copies for the rest of the run."""
     chosen = core.state.protection
     if recomputes(chosen.plan):
-        chosen.plan = without_recompute(chosen.plan)
+        chosen.plan = ProtectionPlan(every=chosen.plan.every)
         why = "from the next epoch on every iteration is copied whole"
         core.log("warning", f"role {role}: {text}; {why}")
 

@@ -127,7 +127,12 @@ def newest_whole(
     parts are loaded.
     """
     refusals: list[str] = []
-    for generation, directory in dumped_generations(base):
+    found = []
+    for directory in base.iterdir() if base.is_dir() else ():
+        match = _NAME.fullmatch(directory.name)
+        if match is not None and directory.is_dir():
+            found.append((Generation(int(match[1]), int(match[2])), directory))
+    for generation, directory in sorted(found, reverse=True):
         if not is_kept(kept, generation):
             continue
         boundary, lacking = last_boundary(directory, generation, world_size)
@@ -135,16 +140,6 @@ def newest_whole(
             return Restore("dump", generation, boundary, str(directory)), refusals
         refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {lacking}")
     return None, refusals
-
-
-def dumped_generations(base: Path) -> list[tuple[Generation, Path]]:
-    """The directories of generations below ``base``, the newest first."""
-    found = []
-    for directory in base.iterdir() if base.is_dir() else ():
-        match = _NAME.fullmatch(directory.name)
-        if match is not None and directory.is_dir():
-            found.append((Generation(int(match[1]), int(match[2])), directory))
-    return sorted(found, reverse=True)
 
 
 def last_boundary(
