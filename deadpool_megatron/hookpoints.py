@@ -113,7 +113,6 @@ def points_of(version: str) -> tuple[Point, ...]:
 
 
 _always = frozenset(point.function for point in POINTS if point.always)
-_handlers: Mapping[str, Handler] | None = None
 
 
 def hookpoint(function: _Function) -> _Function:
@@ -137,8 +136,5 @@ def is_marked(function: object) -> bool:
 
 def handlers() -> Mapping[str, Handler]:
     """The handler of each point; imported at the first call, when Megatron is there already."""
-    global _handlers
-    if _handlers is None:
-        _handlers = importlib.import_module(_HANDLERS_MODULE).HANDLERS
-    assert _handlers is not None
-    return _handlers
+    found: Mapping[str, Handler] = importlib.import_module(_HANDLERS_MODULE).HANDLERS
+    return found

@@ -45,8 +45,6 @@ class Shape:
     mlp: int
     norm: int
     router: int
-    experts: int
-    positions: int
     row_bias: int
 
     @staticmethod
@@ -65,8 +63,6 @@ class Shape:
             mlp=hidden * (width + ffn) + width * model.biases,
             norm=hidden if model.rmsnorm else 2 * hidden,
             router=hidden * model.experts,
-            experts=model.experts,
-            positions=model.positions,
             row_bias=hidden if model.biases else 0,
         )
 
@@ -76,9 +72,9 @@ def total_parameters(model: Model) -> int:
     shape = Shape.of(model)
     if shape is None:
         return model.parameters or 0
-    tables = (2 if model.untied else 1) * shape.vocab + shape.positions
+    tables = (2 if model.untied else 1) * shape.vocab + model.positions
     layer = shape.attention + shape.row_bias + 2 * shape.norm + shape.router
-    mlp = max(1, shape.experts) * (shape.mlp + shape.row_bias)
+    mlp = max(1, model.experts) * (shape.mlp + shape.row_bias)
     return shape.layers * (layer + mlp) + tables * shape.hidden + shape.norm
 
 
@@ -87,7 +83,7 @@ def active_parameters(model: Model) -> int:
     shape = Shape.of(model)
     if shape is None:
         return total_parameters(model)
-    idle = shape.layers * max(0, shape.experts - model.experts_per_token)
+    idle = shape.layers * max(0, model.experts - model.experts_per_token)
     return total_parameters(model) - idle * (shape.mlp + shape.row_bias)
 
 
@@ -110,12 +106,12 @@ def stage_parameters(model: Model, parallel: Parallel) -> list[StageParameters]:
     multiple = _VOCAB_MULTIPLE * tp
     table = -(-shape.vocab // multiple) * multiple * shape.hidden / tp
     dense = shape.attention / tp + shape.row_bias + 2 * shape.norm + shape.router
-    mlp = shape.mlp / (etp if shape.experts else tp) + shape.row_bias
-    expert = shape.experts / ep * mlp
-    if not shape.experts:
+    mlp = shape.mlp / (etp if model.experts else tp) + shape.row_bias
+    expert = model.experts / ep * mlp
+    if not model.experts:
         dense += mlp
     stages = [shape.layers / pp * dense] * pp
-    stages[0] += table + shape.positions * shape.hidden
+    stages[0] += table + model.positions * shape.hidden
     stages[-1] += shape.norm + (table if pp > 1 or model.untied else 0)
     return [StageParameters(stage, shape.layers / pp * expert) for stage in stages]
 

@@ -84,7 +84,6 @@ class _DeviceWait(threading.Thread):
 class CudaPlatform(Platform):
     """The current CUDA device."""
 
-    name = "cuda"
     is_cuda = True
 
     def __init__(self) -> None:

@@ -47,7 +47,6 @@ class CopyHandle(ABC):
 class Platform(ABC):
     """The device under the training process."""
 
-    name: str
     is_cuda: bool
 
     @abstractmethod
@@ -239,7 +238,6 @@ def _serve(copies: queue.SimpleQueue[_ThreadCopy]) -> None:
 class CpuPlatform(Platform):
     """The CPU, with Megatron's CUDA calls answered by :mod:`.stand_ins`."""
 
-    name = "cpu"
     is_cuda = False
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A network of vaults in one process: addresses are names, links are socket pairs.
+"""A network of vaults in one process: addresses are names, links go over the loopback.
 
 Who listens looks often whether it is to end.
 """
@@ -22,6 +22,15 @@ class QuickListener(socket.socket):
         super().settimeout(_LOOK_SECONDS if value else value)
 
 
+def connected() -> tuple[RecordSocket, RecordSocket]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    for end in ends:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return RecordSocket.of(ends[0]), RecordSocket.of(ends[1])
+
+
 class FakeNetwork:
     """All vaults of one process; what is cut answers nobody."""
 
@@ -40,7 +49,7 @@ class FakeNetwork:
 
     def dial(self, address: tuple[str, int], origin: tuple[str, int]) -> RecordSocket:
         """Raises ConnectionRefusedError for an address nobody listens on, or which is cut."""
-        ours, theirs = map(RecordSocket.of, socket.socketpair())
+        ours, theirs = connected()
         with self._condition:
             cut = address in self.cut or (origin, address) in self.cut_routes
             if address not in self._waiting or cut:
