@@ -278,14 +278,9 @@ class LocalLink:
                 return
             for message in messages:
                 self._kept += framing.encode(message)
-            try:
-                while self._kept:
-                    del self._kept[: self._sender.send(self._kept)]
-            except BlockingIOError:
-                if len(self._kept) > _MOST_KEPT_BYTES:
-                    log.warning("a local connection does not read: cut")
-                    self._shutdown()
-            except OSError:
+            framing.send_some(self._sender, self._kept)
+            if len(self._kept) > _MOST_KEPT_BYTES:
+                log.warning("a local connection does not read: cut")
                 self._shutdown()
 
     def receive(self, stopping: threading.Event) -> dict[str, Any] | None:

@@ -152,11 +152,10 @@ def _allocate(file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        free = os.statvfs(path.parent)
         needed = sum(count for _, count in ranges)
         raise NoRoom(
             f"no room for {path.name}: {needed} bytes needed on {path.parent}"
-            f" (shared memory, usually /dev/shm), {free.f_bavail * free.f_frsize} free:"
+            f" (shared memory, usually /dev/shm), {free_bytes(path.parent)} free:"
             " enlarge it (mount -o remount,size=..., docker --shm-size) or use fewer slots"
         ) from error
 
