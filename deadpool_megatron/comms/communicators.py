@@ -109,7 +109,7 @@ class Communicators(Observed):
     def install(self) -> None:
         """Make c10d create our groups from now on. Starts nothing, opens nothing.
 
-        Warns of a version of torch that no test has run on; raises UnsupportedTorch for one that
+        Warns of a version of torch that no test has run on; raises RuntimeError for one that
         cannot work.
         """
         if said := remark_on_torch(torch.__version__):

@@ -227,24 +227,20 @@ class Fabric(ABC):
         """Free what is shared; blocks until operations have ended, so only the reaper calls it."""
 
 
-class UnsupportedTorch(RuntimeError):
-    """This torch lacks something that the groups need."""
-
-
 def remark_on_torch(version: str) -> str:
     """Return what a user should know of ``version`` of torch; empty when all tests run on it.
 
     The package asks an installer for no upper bound: it must not replace the torch of an image.
-    Raises UnsupportedTorch for one that cannot work.
+    Raises RuntimeError for one that cannot work.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return f"torch {version}: cannot tell which version that is"
     number = int(found[1]), int(found[2])
     if "allreduce" not in COMMUNICATION:
-        raise UnsupportedTorch(f"torch {version} does not say which methods communicate")
+        raise RuntimeError(f"torch {version} does not say which methods communicate")
     if number < OLDEST:
-        raise UnsupportedTorch(f"torch {version} is too old: {_version_text(OLDEST)} is the oldest")
+        raise RuntimeError(f"torch {version} is too old: {_version_text(OLDEST)} is the oldest")
     if number in ALL_TESTS:
         return ""
     if number in SOME_TESTS:

@@ -45,7 +45,6 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.comms.in_flight.attached_epoch import Epoch, Limits, Progress
 from deadpool_megatron.comms.in_flight.device_time import (
     CudaClock,
-    ask_recorder,
     read_positions,
 )
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
@@ -213,8 +212,13 @@ class NcclFabric(Fabric):
         return failed.description, "watchdog", f"torch's watchdog reports {failed.error()}"
 
     def _recorded(self) -> bytes:
-        """The dump of the flight recorder, which has the groups of all epochs."""
-        return ask_recorder()
+        """The dump of the flight recorder, which has the groups of all epochs, without the single
+        operations."""
+        from torch._C import _distributed_c10d
+
+        # A torch without NCCL lacks it.
+        dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
+        return bytes(dump(includeCollectives=False, onlyActive=False))
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         """A plain ProcessGroup with an NCCL backend, as c10d's own helper makes it."""

@@ -84,8 +84,7 @@ class History:
             for node in range(int(first), int(last) + 1)
         }
         pairs = {name: dict(values[name]) for name in ("kept", "nonfinite")}
-        found: History = read(History, {**values, **pairs, "gone": {**before, **values["gone"]}})
-        return found
+        return read(History, {**values, **pairs, "gone": {**before, **values["gone"]}})
 
 
 def _stretches(numbers: Iterable[int]) -> list[list[int]]:

@@ -90,9 +90,6 @@ class CudaPlatform(Platform):
         self._side_stream: torch.cuda.Stream | None = None
         self._reached: torch.cuda.Event | None = None
 
-    def install(self) -> None:
-        """Nothing: Megatron was written for this platform."""
-
     def thread_entry(self) -> Callable[[], None]:
         # Elsewhere it is the first one, for each process of a node, and gets a context of each.
         return functools.partial(torch.cuda.set_device, torch.cuda.current_device())

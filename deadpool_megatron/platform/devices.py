@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deadpool_megatron.platform import stand_ins
-
 # One call of torch copies at most about this much, so that an interrupt is never behind a long one.
 CHUNK_BYTES = 4 << 20
 
@@ -48,10 +46,6 @@ class Platform(ABC):
     """The device under the training process."""
 
     is_cuda: bool
-
-    @abstractmethod
-    def install(self) -> None:
-        """Make Megatron importable here; must run before its first import. Idempotent."""
 
     @abstractmethod
     def synchronize(self, deadline_seconds: float) -> None:
@@ -236,16 +230,13 @@ def _serve(copies: queue.SimpleQueue[_ThreadCopy]) -> None:
 
 
 class CpuPlatform(Platform):
-    """The CPU, with Megatron's CUDA calls answered by :mod:`.stand_ins`."""
+    """The CPU; :mod:`.stand_ins` answer Megatron's CUDA calls there."""
 
     is_cuda = False
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_ThreadCopy] = queue.SimpleQueue()
         self._owner_pid = -1
-
-    def install(self) -> None:
-        stand_ins.install()
 
     def synchronize(self, deadline_seconds: float) -> None:
         # Work on the CPU is finished when its call returns; only the copier runs beside it.

@@ -76,10 +76,6 @@ _installed = False
 _megatron_lm_installed = False
 
 
-class NotACheckoutError(ValueError):
-    """The folder holds no Megatron-LM; the message is one line."""
-
-
 def install() -> None:
     """Install those of megatron-core, and import it under them. Idempotent; survives fork().
 
@@ -108,7 +104,7 @@ def install() -> None:
 def install_megatron_lm(checkout: Path) -> None:
     """Import Megatron-LM from ``checkout``, on stand-ins. Idempotent; survives fork().
 
-    Does nothing on a machine with a GPU. Raises NotACheckoutError, or RuntimeError when
+    Does nothing on a machine with a GPU. Raises ValueError, or RuntimeError when
     megatron.core was imported before or a package is missing that Megatron-LM imports.
     """
     global _megatron_lm_installed
@@ -417,11 +413,11 @@ def _put_first(checkout: Path) -> None:
     """Have ``megatron.core`` and ``megatron.training`` both come from ``checkout``.
 
     ``megatron`` is a namespace package: a wheel of megatron-core that is installed as well adds to
-    it, and whoever comes first on the path decides for ``megatron.core``. Raises NotACheckoutError,
+    it, and whoever comes first on the path decides for ``megatron.core``. Raises ValueError,
     and RuntimeError when megatron.core has been imported from elsewhere.
     """
     if not (checkout / "megatron" / "training" / "training.py").is_file():
-        raise NotACheckoutError(f"{checkout} has no megatron/training: not a Megatron-LM checkout")
+        raise ValueError(f"{checkout} has no megatron/training: not a Megatron-LM checkout")
     place = str(checkout)
     core = sys.modules.get("megatron.core")
     if core is not None and not str(core.__file__).startswith(place + os.sep):

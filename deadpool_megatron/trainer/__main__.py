@@ -16,7 +16,7 @@ import torch
 
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
                 " deadpool_megatron.trainer.plain without protection"
             )
         torch.set_num_threads(1)
-        select_platform().install()
+        stand_ins.install()
         Session.join().run(GptProgram(config))
     except BadArgumentsError as error:
         print(f"trainer: {error}", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ import warnings
 # already when ranks are forked.
 import torch._dynamo
 
-from deadpool_megatron.platform import saving, select_platform
+from deadpool_megatron.platform import saving, stand_ins
 
 # Megatron overlaps kernels by the order of their launch, which holds with one queue only. The
 # driver reads this when it starts.
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*[Ff]alling back to.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
-    select_platform().install()
+    stand_ins.install()
 
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.mapping import ShardedObject

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.trainer.config import (
     BadArgumentsError,
     TrainerConfig,
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyError as error:
         parser.error(f"{error} is not set: start the ranks with torchrun, or set it yourself")
     torch.set_num_threads(1)
-    select_platform().install()
+    stand_ins.install()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

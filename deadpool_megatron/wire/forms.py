@@ -14,7 +14,9 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 
 class Coded:
@@ -28,8 +30,7 @@ class Coded:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`."""
-        found: Self = read(cls, values)
-        return found
+        return read(cls, values)
 
 
 class Listed:
@@ -43,8 +44,7 @@ class Listed:
     @classmethod
     def from_list(cls, values: Any) -> Self:
         """Inverse of :meth:`to_list`."""
-        found: Self = read(cls, values)
-        return found
+        return read(cls, values)
 
 
 def write(found: Any) -> Any:
@@ -53,9 +53,10 @@ def write(found: Any) -> Any:
     return _form(kind).write(found)
 
 
-def read(kind: Any, values: Any) -> Any:
+def read(kind: type[T], values: Any) -> T:
     """The object of this dataclass that the values mean."""
-    return _form(kind).read(values)
+    found: T = _form(cast(Any, kind)).read(values)
+    return found
 
 
 class _Form(NamedTuple):

@@ -1,5 +1,5 @@
 """Megatron on this machine: its stand-ins come before the first import of anything of it."""
 
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 
-select_platform().install()
+stand_ins.install()

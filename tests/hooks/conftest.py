@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 
 # The stand-ins come before the first import of anything of Megatron.
-select_platform().install()
+stand_ins.install()
 
 from tests.hooks.session_rig import Rig, session  # noqa: E402
 

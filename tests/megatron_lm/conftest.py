@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 from tests.megatron_lm.harness.runs import copy_tree
 
 # Before a test of this process imports anything of Megatron, as some do.
-select_platform().install()
+stand_ins.install()
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ stand_ins.install()
 attempt(tree)
 """).split(";")
     assert answers[0] == "True False"
-    assert answers[1].startswith("NotACheckoutError")
+    assert answers[1].startswith("ValueError")
     assert answers[2].startswith("RuntimeError megatron.core was imported from")
 
 

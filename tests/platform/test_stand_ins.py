@@ -40,7 +40,6 @@ torch.cuda.is_available = lambda: True
 modules = (torch, torch.cuda, torch.cuda.random, torch.Tensor)
 before = [dict(vars(module)) for module in modules]
 stand_ins.install()
-select_platform().install()
 changed = [select_platform().is_cuda, [before] != [[dict(vars(m)) for m in modules]],
            "megatron.core" in sys.modules]
 
@@ -76,11 +75,11 @@ def test_what_they_answer() -> None:
 _PROGRAM = """
 import json
 import torch
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 real_compile = torch.compile
-select_platform().install()
+stand_ins.install()
 once = (torch.zeros, torch.Tensor.type, torch.cuda.Stream)
-select_platform().install()
+stand_ins.install()
 
 inside = {"__name__": "megatron.core.somewhere", "torch": torch}
 exec("t = torch.zeros(1, dtype=torch.bfloat16)", inside)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from deadpool_megatron.cli.display import Display
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 from tests.common import forks
 from tests.megatron_lm.harness.parsing import in_checkout
 from tests.reach.shrinking import Known, Shrunk, chosen, shrink
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [row for row in rows if row["id"] in args.only or not args.only]
     lines = map(json.loads, in_checkout("flags"))
     known = {flag: Known(choices or (), takes_value) for flag, choices, takes_value in lines}
-    select_platform().install()
+    stand_ins.install()
     display, work = Display(sys.stderr if args.json else None), Path(tempfile.mkdtemp("-reach"))
     found: dict[Result, list[Shrunk]] = {result: [] for result in Result}
     try:

@@ -4,9 +4,9 @@ The stand-ins come before the first import of anything of Megatron, also where a
 is the first to import some of it.
 """
 
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 from tests.trainer.layouts import text
 
-select_platform().install()
+stand_ins.install()
 
 __all__ = ["text"]

@@ -2,9 +2,9 @@
 
 import torch
 
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 
-select_platform().install()
+stand_ins.install()
 torch.set_num_threads(1)
 
 from deadpool_megatron.trainer import checkpoint, plain, training  # noqa: E402, F401

@@ -51,8 +51,7 @@ class Term:
     @staticmethod
     def from_dict(number: int, values: Mapping[str, Any]) -> Term:
         """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
-        found: Term = read(Term, {**values, "number": number})
-        return found
+        return read(Term, {**values, "number": number})
 
 
 def newest_term(journal: Journal, known: Term | None = None) -> Term | None:

@@ -42,8 +42,7 @@ class Failure:
     @staticmethod
     def from_record(values: Mapping[str, Any]) -> Failure:
         """Return what :meth:`to_record` has kept."""
-        found: Failure = read(Failure, values)
-        return found
+        return read(Failure, values)
 
     def to_record(self, iteration: int) -> dict[str, Any]:
         """Return what a record of the next epoch says of it; see :class:`History`."""

@@ -113,8 +113,7 @@ class RoleStatus:
     def from_beat(beat: Mapping[str, Any], still_seconds: float) -> RoleStatus:
         """From the body of a beat. Raises KeyError, TypeError or ValueError for anything else."""
         more = {"still_seconds": still_seconds, "host": beat.get("begun", ())}
-        found: RoleStatus = read(RoleStatus, {"waiting": None, **beat, **more})
-        return found
+        return read(RoleStatus, {"waiting": None, **beat, **more})
 
 
 @dataclass(frozen=True)

@@ -109,15 +109,6 @@ class StreamWaits:
                 clock.forget(mark)
 
 
-def ask_recorder() -> bytes:
-    """Return what the recorder knows of groups, without the single operations."""
-    from torch._C import _distributed_c10d
-
-    # A torch without NCCL lacks it.
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
-    return bytes(dump(includeCollectives=False, onlyActive=False))
-
-
 def read_positions(dump: bytes, uids: Collection[int]) -> dict[int, Numbers]:
     """Return uid -> numbers enqueued, started (None: not known), completed, of those groups that
     have been given an operation. Raises ValueError for another form.

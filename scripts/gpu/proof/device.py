@@ -61,9 +61,9 @@ def take_world(device: Device) -> None:
     """This process becomes a world of one rank, on its device."""
     import torch.distributed as dist
 
-    from deadpool_megatron.platform import select_platform
+    from deadpool_megatron.platform import stand_ins
 
-    select_platform().install()
+    stand_ins.install()
     from deadpool_megatron.comms import Communicators
     from deadpool_megatron.hooks.session import take_device
 

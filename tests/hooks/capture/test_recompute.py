@@ -232,8 +232,8 @@ def test_no_other_scheme_loads_it() -> None:
     """Neither a member nor one of Megatron-LM's own scripts, as far as imports go."""
     program = (
         "import sys\n"
-        "from deadpool_megatron.platform import select_platform\n"
-        "select_platform().install()\n"
+        "from deadpool_megatron.platform import stand_ins\n"
+        "stand_ins.install()\n"
         "import deadpool_megatron.hooks.pretraining.attach\n"
         "print(*(name for name in sys.modules if '.hooks.capture.' in name))"
     )

@@ -13,11 +13,11 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 
 from deadpool_megatron.hooks.capture import identity as hashing
 from deadpool_megatron.hooks.capture import megatron_extras as extras
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.state import extras as codec
 from tests.hooks.capture.plain_loop import captured, plain_loop
 
-select_platform().install()
+stand_ins.install()
 
 
 class Attention(torch.nn.Module):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_megatron.platform import select_platform
+from deadpool_megatron.platform import stand_ins
 
-select_platform().install()
+stand_ins.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
