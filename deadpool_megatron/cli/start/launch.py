@@ -22,7 +22,8 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import ignore_notices, local_address, refusing_system_errors
 from deadpool_megatron.cli.start.scripts import preload_modules
-from deadpool_megatron.cli.start.serving import AgentPlace, serve
+from deadpool_megatron.cli.start.serving import serve
+from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.process import posix
@@ -159,17 +160,19 @@ class Launcher:
         if gpus := self.gpus:
             size = self.info.nproc_per_node
             os.environ[VISIBLE] = share_of(gpus, self._shares[node], size)
-        return serve(
+        options = AgentOptions(
+            node,
             self.directory,
             self.info,
-            AgentPlace(node, self._address, ""),
+            auth.load_secret(self.directory.path),
+            self._address,
+            "",
             server,
             self.modules,
-            auth.load_secret(self.directory.path),
-            standby_port=0,
             launcher_fd=line,
             siblings=frozenset(self.numbers),
         )
+        return serve(options, standby_port=0)
 
     def _free_share(self) -> int:
         """Returns the first share of the GPUs that no live node has."""

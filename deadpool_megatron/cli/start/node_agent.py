@@ -58,7 +58,8 @@ from deadpool_megatron.cli.start.resuming import (
     write_what_is_left,
 )
 from deadpool_megatron.cli.start.scripts import DEFAULT_PRELOAD, preload_modules, waits_for_forks
-from deadpool_megatron.cli.start.serving import AgentPlace, serve
+from deadpool_megatron.cli.start.serving import serve
+from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER, Journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.process.fork_server import keep_single_threaded
@@ -151,47 +152,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; returns its exit status."""
     ignore_notices()
-    run, info, place, secret, fixed = _settle(args)
-    server, modules = None, tuple[str, ...]()
+    options = _settle(args)
+    run, info = options.run, options.info
     if not info.check_only:
         modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
         scripts.announce(info.command, os.environ)
         server = preload_modules(info.settings, modules)
+        options = replace(options, server=server, modules=modules)
     with refusing_system_errors():
         held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
     # Without the shared directory a standby would see another journal than all others.
-    alone = fixed is not None
+    alone = options.fixed_address is not None
     try:
-        status = serve(
-            run,
-            info,
-            place,
-            server,
-            modules,
-            secret,
-            standby_port=None if alone or args.no_standby else args.coordinator_port,
-            fixed=fixed,
-            rejoins=args.rejoin,
-            leave_seconds=args.leave_seconds,
-        )
+        port = None if alone or args.no_standby else args.coordinator_port
+        status = serve(options, port, args.rejoin)
     finally:
         os.close(held)
     if info.check_only and run.final.exists():
         term = newest_term(Journal(run.journal))
-        if term is not None and place.node == term.node:  # it speaks for all
+        if term is not None and options.node == term.node:  # it speaks for all
             _show_check(run, info, args)
     return status
 
 
 @refusing_system_errors()
-def _settle(
-    args: argparse.Namespace,
-) -> tuple[RunDirectory, RunInfo, AgentPlace, bytes, tuple[str, int] | None]:
+def _settle(args: argparse.Namespace) -> AgentOptions:
     """Look at everything that is known before anything of the user's is imported, and make the run
-    if this agent is the first to come; returns also the secret and a fixed coordinator's address.
-    """
+    if this agent is the first to come."""
     check_platform()
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
@@ -221,22 +210,31 @@ def _settle(
         checks.check_shared_memory(info, 1)
     if not args.domain:
         checks.read_domains(info.settings)  # it may be there on the host that made the run only
-    place = _place(args, node, slurm, info.settings)
-    checks.check_address(run, place.host)
-    _check_listening(run, args, place.host)
+    host, domain = _place(args, slurm, info.settings)
+    checks.check_address(run, host)
+    _check_listening(run, args, host)
     warn_of_danger_above(run.path, info)
     if fixed is not None:
         # Fails at once for a wrong address or secret, rather than after the whole patience.
         ask_at(fixed, run, info.run_id, {"command": "info"})
     if not info.check_only and (script := scripts.script_of(info.command)) is not None:
         checks.check_command([script])  # this may be another host than the one that made the run
-    return run, info, place, secret, fixed
+    return AgentOptions(
+        node,
+        run,
+        info,
+        secret,
+        host,
+        domain,
+        fixed_address=fixed,
+        leave_seconds=args.leave_seconds,
+    )
 
 
-def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
-    """Settled before anything else; None for one that the coordinator hands out."""
+def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int:
+    """Settled before anything else."""
     if args.attach:
-        return None
+        return NO_NUMBER
     if args.node_id is not None:
         return int(args.node_id)
     if slurm is not None:
@@ -245,9 +243,10 @@ def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
 
 
 def _place(
-    args: argparse.Namespace, node: int | None, slurm: SlurmNode | None, settings: Settings
-) -> AgentPlace:
-    """Return it: flags go before what Slurm tells, a domains file before Slurm's topology."""
+    args: argparse.Namespace, slurm: SlurmNode | None, settings: Settings
+) -> tuple[str, str]:
+    """Return the address and the failure domain of this node: flags go before what Slurm tells, a
+    domains file before Slurm's topology."""
     host, domain = args.host, args.domain
     if slurm is not None and not settings.domains_file:
         domain = domain or slurm.domain
@@ -260,7 +259,7 @@ def _place(
             host = local_address(settings.interface)
         else:
             host = host_address(slurm.host)
-    return AgentPlace(node, host, domain)
+    return host, domain
 
 
 def _check_listening(run: RunDirectory, args: argparse.Namespace, host: str) -> None:

@@ -7,17 +7,16 @@ from __future__ import annotations
 import argparse
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.common import PASSING, CommandError, RequestRefused, ask, ask_at, listen
 from deadpool_megatron.cli.start.checks import read_domains
-from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.options import NO_NUMBER, AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import Journal
-from deadpool_megatron.cluster.process.fork_server import ForkServer
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -32,66 +31,28 @@ from deadpool_megatron.wire import auth
 _ATTACH_PAUSE_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class AgentPlace:
-    """The place where an agent runs. ``node``: None for one that the coordinator hands out."""
-
-    node: int | None
-    host: str
-    domain: str
-
-
-def serve(
-    run: RunDirectory,
-    info: RunInfo,
-    place: AgentPlace,
-    server: ForkServer | None,
-    modules: tuple[str, ...],
-    secret: bytes,
-    *,
-    standby_port: int | None,
-    fixed: tuple[str, int] | None = None,
-    rejoins: int = 0,
-    launcher_fd: int | None = None,
-    leave_seconds: float = 0.0,
-    siblings: frozenset[int] = frozenset(),
-) -> int:
+def serve(options: AgentOptions, standby_port: int | None, rejoins: int = 0) -> int:
     """Serve as a node until the run is over; returns its exit status. An agent that was fenced
     comes back as another node, up to ``rejoins`` times. Raises CommandError.
 
-    ``standby_port``: where its standby listens once it coordinates, None for no standby. ``fixed``:
-    address of the coordinator where the run directory is not shared. ``launcher_fd``,
-    ``leave_seconds`` and ``siblings``: see :class:`AgentOptions`.
+    ``options``: without a standby, and with the domain that its user has given. ``standby_port``:
+    where its standby listens once it coordinates, None for no standby.
     """
-    node = place.node
+    run, info, node, host = options.run, options.info, options.node, options.host
     # Once: when a node that was cut off comes back, file systems may be away yet.
-    table = {} if place.domain else read_domains(info.settings)
+    table = {} if options.domain else read_domains(info.settings)
     for attempt in range(rejoins + 1):
-        if node is None:
-            node = _attach(run, info, fixed)
+        if node == NO_NUMBER:
+            node = _attach(run, info, options.fixed_address)
         standby: tuple[str, ...] = ()
         if standby_port is not None:
             standby = ("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path))
-            standby += ("--node-id", str(node), "--host", place.host, "--port", str(standby_port))
-        options = AgentOptions(
-            node=node,
-            run=run,
-            info=info,
-            secret=secret,
-            fixed_address=fixed,
-            host=place.host,
-            domain=place.domain or domains.domain_of(table, node, socket.gethostname()),
-            server=server,
-            modules=modules,
-            directory=Path.cwd(),
-            standby=standby,
-            keeps_slots=attempt < rejoins,
-            launcher_fd=launcher_fd,
-            leave_seconds=leave_seconds,
-            siblings=siblings,
-        )
+            standby += ("--node-id", str(node), "--host", host, "--port", str(standby_port))
+        domain = options.domain or domains.domain_of(table, node, socket.gethostname())
+        keeps = attempt < rejoins
+        once = replace(options, node=node, domain=domain, standby=standby, keeps_slots=keeps)
         try:
-            status = run_agent(options)
+            status = run_agent(once)
         except NodeTaken as error:
             raise CommandError(f"{error}: choose another --node-id") from error
         except SegmentError as error:
@@ -100,7 +61,7 @@ def serve(
             return ExitStatus.FENCED
         if status != ExitStatus.FENCED or run.has_final():
             break
-        node = None
+        node = NO_NUMBER
     try:
         ended = int(run.read_final()["exit_status"])
     except RunDirectoryError:

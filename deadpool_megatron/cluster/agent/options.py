@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deadpool_megatron.cluster.process.fork_server import ForkServer
@@ -19,6 +19,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.preflight.judge import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
+
+#: of a node that the coordinator has still to number
+NO_NUMBER = -1
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class AgentOptions:
     secret: bytes
     host: str
     domain: str
-    server: ForkServer | None
-    modules: tuple[str, ...]
-    directory: Path
+    server: ForkServer | None = None
+    modules: tuple[str, ...] = ()
+    directory: Path = field(default_factory=Path.cwd)
     standby: tuple[str, ...] = ()
     launcher_fd: int | None = None
     keeps_slots: bool = False

@@ -10,6 +10,7 @@ import pytest
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import checks, launch
 from deadpool_megatron.cli.start.checks import check_agreed, decided, gpus_to_share
+from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.preflight import host as gpus
 from deadpool_megatron.settings import Settings
@@ -119,10 +120,8 @@ def test_a_new_node_gets_the_gpus_of_the_one_that_died(
     )
     seen = {}
 
-    def serve(
-        _run: object, _info: object, place: launch.AgentPlace, *_: object, **__: object
-    ) -> int:
-        seen[place.node] = launch.os.environ["CUDA_VISIBLE_DEVICES"]
+    def serve(options: AgentOptions, **_: object) -> int:
+        seen[options.node] = launch.os.environ["CUDA_VISIBLE_DEVICES"]
         return 0
 
     monkeypatch.setattr(launch, "serve", serve)

@@ -77,8 +77,8 @@ def test_a_fenced_node_comes_back_though_the_file_of_domains_is_away(
 
     monkeypatch.setattr(serving, "run_agent", serve_once)
     monkeypatch.setattr(serving, "ask", lambda *_: {"ok": True, "node": 7})
-    place = serving.AgentPlace(3, "127.0.0.1", "")
-    status = serving.serve(run, info, place, None, (), b"", standby_port=None, rejoins=1)
+    options = AgentOptions(3, run, info, b"", "127.0.0.1", "")
+    status = serving.serve(options, standby_port=None, rejoins=1)
     assert (status, served) == (0, [(3, "rack-a"), (7, "rack-b")])
 
 
