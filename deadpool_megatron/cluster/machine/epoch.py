@@ -439,7 +439,6 @@ def check_opened(core: Core) -> None:
     if not isinstance(opening, Opening) or len(opening.restored) < len(state.seats):
         return
     recovery, members = state.recoveries.current, state.fleet.members
-    phases = {**recovery.phases, **recovery.reported} if recovery else {}
     for place in state.seats.role_by_place:
         core.set_member(place, MemberStatus.WARM)
     state.doing = Running(opening.done, opening.pause)
@@ -448,7 +447,7 @@ def check_opened(core: Core) -> None:
     if state.record is not None and state.record.restore.kind == "initial":
         for place in sorted(members.building):  # the data is ready: they can begin
             core.set_member(place, members[place].status)
-    core.emit(Kind.EPOCH_OPENED, phases=phases)
+    core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
     chosen_plan.tell_plan(core)
     check_done(core)
 

@@ -53,6 +53,7 @@ class RecoveryReport(Coded):
 @dataclass
 class Recovery:
     """A recovery in progress. ``mark``: when its present phase of the machine began.
+    ``opened_within``: seconds from the decision until the new epoch was open.
 
     ``kind``: of the likeliest cause of the first epoch's end, which is the first of ``causes``.
     """
@@ -66,7 +67,7 @@ class Recovery:
     phases: dict[str, float] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)
     exposed: float = 0.0
-    opened: bool = False
+    opened_within: float | None = None
 
     def spend(self, phase: str, now: float) -> None:
         """Book the time since ``mark`` on a phase."""
@@ -79,23 +80,23 @@ class Recovery:
 
     def again(self, cause: str, now: float) -> None:
         """The epoch it led to has failed before its first iteration was completed."""
-        if self.opened:
-            self._take_reported()
+        if self.opened_within is not None:
+            self.phases = self.all_phases()
         self.spend("abandoned", now)
         self.causes.append(cause)
-        self.reported, self.opened = {}, False
+        self.reported, self.opened_within = {}, None
 
     def finish(self, record: EpochRecord, now: float) -> RecoveryReport:
         """The first iteration of ``record``'s epoch is complete."""
         self.spend("replay", now)
-        self._take_reported()
+        phases = self.all_phases()
         return RecoveryReport(
             epoch=record.epoch,
             cause="; then ".join(self.causes),
             kind=self.kind,
             generation=record.restore.generation,
             boundary=record.restore.boundary,
-            phases={phase: self.phases.get(phase, 0.0) for phase in PHASES},
+            phases={phase: phases.get(phase, 0.0) for phase in PHASES},
             seconds=now - self.started,
             steps_recomputed=self.recomputed(record.restore),
             exposed_seconds=self.exposed,
@@ -106,9 +107,16 @@ class Recovery:
             },
         )
 
-    def _take_reported(self) -> None:
+    def all_phases(self) -> dict[str, float]:
+        """Return the machine's phases with those reported, which share the time until the epoch
+        was open: each is that of its slowest role, and roles work in parallel."""
+        spent = sum(each for phase, each in self.reported.items() if phase != "reprotect")
+        part = min(1.0, (self.opened_within or 0.0) / spent) if spent else 1.0
+        found = dict(self.phases)
         for phase, seconds in self.reported.items():
-            self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+            own = seconds if phase == "reprotect" else seconds * part
+            found[phase] = found.get(phase, 0.0) + own
+        return found
 
 
 @dataclass
@@ -153,7 +161,8 @@ class Recoveries:
     def open(self, now: float) -> None:
         """Every role has restored."""
         if self.current is not None:
-            self.current.mark, self.current.opened = now, True
+            self.current.opened_within = now - self.current.mark
+            self.current.mark = now
 
     def finish(self, record: EpochRecord, now: float) -> RecoveryReport | None:
         """Return the report of the one in progress, if there is one: it is complete."""
@@ -168,12 +177,13 @@ class Recoveries:
     def report(self, epoch: int, phase: str, seconds: float, exposed: float, newest: int) -> None:
         """Take what a member or vault of ``epoch`` says of one phase: they work in parallel, so the
         longest counts. ``newest``: the announced epoch. ``exposed``: how long something lacked
-        protection. A phase that is none of PHASES is part of another one.
+        protection. A phase that is none of PHASES is part of another one; copies alone may be made
+        again after the recovery.
         """
         if self.current is not None and epoch == newest:
             phases = self.current.reported
             self.current.exposed = max(self.current.exposed, exposed)
-        elif self.current is None and self.finished and self.finished[-1].epoch == epoch:
+        elif self.finished and self.finished[-1].epoch == epoch and phase == "reprotect":
             phases, last = self.finished[-1].phases, self.finished[-1]
             last.exposed_seconds = max(last.exposed_seconds, exposed)
         else:
