@@ -137,7 +137,7 @@ class ProtectedLoop(ABC):
         return {name: getattr(config, name) for name in _OF_THE_MODEL if hasattr(config, name)}
 
     def extra_state(self) -> dict[str, Any]:
-        """More that travels with a generation: JSON values, by name."""
+        """More that travels with a generation, by name: JSON values, bytes and tensors."""
         return {}
 
     def checkpoint_state(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Extras: the small state an iteration changes besides the shard, as bytes without pickle.
 
-Encoding: length of a JSON header (8 bytes, little endian), the header, then the raw blobs. The
-header maps each key to a JSON value or to the place of a blob (bytes or tensor). The random states
-of Python, numpy and torch are captured here; the hooks add Megatron's.
+Encoding: length of a JSON object (8 bytes, little endian), the object, then the raw blobs. In the
+place of each tensor, and of bytes, the object says where its blob is. The random states of Python,
+numpy and torch are captured here; the hooks add Megatron's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 
 Extras: TypeAlias = Mapping[str, Any]
 _LENGTH = struct.Struct("<Q")
+# The keys of an object that stands for a blob.
+_PLACE = {"blob", "dtype", "shape"}
 
 
 class ExtrasError(ValueError):
@@ -26,72 +28,62 @@ class ExtrasError(ValueError):
 
 
 def encode(values: Extras) -> bytes:
-    """Bytes of a mapping of JSON values, ``bytes`` and tensors (any device, copied to the host).
+    """Bytes of a mapping of JSON values, in which there may be ``bytes`` and tensors (any device,
+    copied to the host). Tuples become lists.
 
     Raises ExtrasError for any other value, naming its key.
     """
-    header: dict[str, Any] = {}
-    blobs: list[bytes] = []
-    start = 0
-    for key, value in values.items():
+    blobs = bytearray()
+
+    def place(value: Any) -> dict[str, Any]:
+        dtype, shape, start = "", list[int](), len(blobs)
         if isinstance(value, Tensor):
+            dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
             flat = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-            blob = flat.numpy().tobytes()
-            header[key] = {
-                "tensor": [start, len(blob)],
-                "dtype": str(value.dtype).removeprefix("torch."),
-                "shape": list(value.shape),
-            }
-        elif isinstance(value, bytes):
-            blob = value
-            header[key] = {"bytes": [start, len(blob)]}
-        else:
-            header[key] = {"json": value}
-            continue
-        blobs.append(blob)
-        start += len(blob)
-    try:
-        text = json.dumps(header, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise ExtrasError(f"{_first_strange(header)} cannot be encoded: {error}") from error
-    return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+            value = flat.numpy().tobytes()
+        elif not isinstance(value, bytes):
+            raise TypeError(f"a {type(value).__name__}")
+        blobs.extend(value)
+        return {"blob": [start, len(value)], "dtype": dtype, "shape": shape}
 
-
-def _first_strange(header: Mapping[str, Any]) -> str:
-    for key, value in header.items():
+    encoder, entries = json.JSONEncoder(separators=(",", ":"), default=place), []
+    for key, value in values.items():
         try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            return key
-    return "extras"
+            entries.append(f"{json.dumps(key)}:{encoder.encode(value)}")
+        except (TypeError, ValueError) as error:
+            raise ExtrasError(f"{key} cannot be encoded: {error}") from error
+    text = f"{{{','.join(entries)}}}".encode()
+    return b"".join([_LENGTH.pack(len(text)), text, blobs])
 
 
-def decode(payload: bytes | memoryview) -> dict[str, Any]:
-    """Inverse of :func:`encode`; tensors come back on the CPU. Raises ExtrasError."""
+def decode(payload: bytes | memoryview, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Inverse of :func:`encode`; tensors come back on ``device``. Raises ExtrasError."""
     view = memoryview(payload)
     try:
         (length,) = _LENGTH.unpack_from(view)
-        header = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
         body = view[_LENGTH.size + length :]
-        return {key: _decode_value(entry, body) for key, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        # The last two: a header that is no object, a dtype that torch does not have, a wrong shape.
+
+        def placed(found: dict[str, Any]) -> Any:
+            return found if found.keys() != _PLACE else _blob(found, body, device)
+
+        text = bytes(view[_LENGTH.size : _LENGTH.size + length])
+        return dict(json.loads(text, object_hook=placed))
+    except (struct.error, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        # The last two: a dtype that torch does not have, a wrong shape.
         raise ExtrasError(f"not encoded extras: {error}") from error
 
 
-def _decode_value(entry: Mapping[str, Any], body: memoryview) -> Any:
-    if "json" in entry:
-        return entry["json"]
-    start, size = entry.get("tensor") or entry["bytes"]
+def _blob(place: Mapping[str, Any], body: memoryview, device: torch.device | str) -> Any:
+    start, size = place["blob"]
     blob = bytearray(body[start : start + size])
     if len(blob) != size:
         raise ExtrasError("blob cut short")
-    if "bytes" in entry:
+    if not place["dtype"]:
         return bytes(blob)
-    dtype = getattr(torch, entry["dtype"])
+    dtype = getattr(torch, place["dtype"])
     if size == 0:
-        return torch.empty(entry["shape"], dtype=dtype)
-    return torch.frombuffer(blob, dtype=dtype).view(entry["shape"])
+        return torch.empty(place["shape"], dtype=dtype, device=device)
+    return torch.frombuffer(blob, dtype=dtype).view(place["shape"]).to(device)
 
 
 def capture_random_states() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import numpy as np
@@ -28,6 +29,7 @@ def test_values_come_back() -> None:
         "flags": torch.tensor([[1, 0], [0, 1]], dtype=torch.bool),
         "empty": torch.empty(0, 4, dtype=torch.bfloat16),
         "scalar": torch.tensor(7, dtype=torch.int64),
+        "odd": torch.tensor([math.inf, -math.inf, -0.0, 1e-45]),
         "lr": 1e-3,
     }
     found = decode(encode(values))
@@ -38,6 +40,14 @@ def test_values_come_back() -> None:
         assert found[key].dtype == values[key].dtype
         assert found[key].shape == values[key].shape
         assert torch.equal(found[key], values[key])
+    assert found["odd"].view(torch.int32).tolist() == values["odd"].view(torch.int32).tolist()
+
+
+def test_blobs_come_back_from_anywhere_within() -> None:
+    answer = ({"lm loss": torch.ones(3, dtype=torch.bfloat16) / 3}, None, 0.7, b"x", "\x00")
+    losses, *others = decode(encode({"answer": answer}))["answer"]
+    assert torch.equal(losses["lm loss"], answer[0]["lm loss"])
+    assert others == [None, 0.7, b"x", "\x00"]
 
 
 def test_decoded_tensors_are_fresh() -> None:
@@ -66,15 +76,15 @@ _JSON = st.recursive(
     max_leaves=8,
 )
 _ENTRY = _JSON | st.fixed_dictionaries(
-    {"tensor": st.just([0, 4]) | _JSON, "dtype": st.just("float32") | _JSON, "shape": _JSON}
+    {"blob": st.just([0, 4]) | _JSON, "dtype": st.just("float32") | _JSON, "shape": _JSON}
 )
 
 
 @given(_JSON | st.dictionaries(st.text(max_size=4), _ENTRY, max_size=3))
 @example(0)
 @example({"x": "y"})
-@example({"x": {"tensor": [0, 4], "dtype": "nothing", "shape": [1]}})
-@example({"x": {"tensor": [0, 4], "dtype": "float32", "shape": [3]}})
+@example({"x": {"blob": [0, 4], "dtype": "nothing", "shape": [1]}})
+@example({"x": {"blob": [0, 4], "dtype": "float32", "shape": [3]}})
 def test_odd_headers_are_refused(header: object) -> None:
     text = json.dumps(header).encode()
     try:

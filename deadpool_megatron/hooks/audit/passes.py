@@ -47,7 +47,7 @@ from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_c
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import fingerprint
 
-_BATCH = "batch."
+_BATCHES = "batches"
 # How far a role is with the rehearsal; of all roles the least counts.
 _STRANGE, _LEFT, _REHEARSED, _RELIED_ON = range(4)
 # What Megatron's schedules would do beside passes.
@@ -159,12 +159,8 @@ class PassAudit(Auditor):
         """The micro-batch of each chunk that reads data, and the random states of ``source``."""
         payload = b""
         if source == dist.get_rank():
-            values = {
-                f"{_BATCH}{chunk}.{name}": value
-                for chunk, batch in batches.items()
-                for name, value in batch.items()
-            }
-            payload = codec.encode({**values, **extras.random_states()})
+            found = {str(chunk): dict(batch) for chunk, batch in batches.items()}
+            payload = codec.encode({_BATCHES: found, **extras.random_states()})
         return codec.decode(broadcast_bytes(payload, source, group, current_device()))
 
     def _run(
@@ -190,7 +186,8 @@ class PassAudit(Auditor):
 
         extras.set_random_states(shared)
         data: list[Any] = [
-            _times(times, shared, f"{_BATCH}{at}.") if reads else None
+            # Each time its own, for those that take things out of it.
+            iter([dict(shared[_BATCHES][str(at)]) for _ in range(times)]) if reads else None
             for at, reads in enumerate(reads_data)
         ]
         with contextlib.ExitStack() as stack:
@@ -286,16 +283,6 @@ class PassAudit(Auditor):
 
 def _add(sums: Tensor, device: torch.device, tensor: Tensor) -> None:
     sums += fingerprint([tensor], device)
-
-
-def _times(times: int, values: Mapping[str, Any], prefix: str) -> Iterator[dict[str, Any]]:
-    """The batch of a chunk, ``times`` times, each its own for those that take things out of it."""
-    for _ in range(times):
-        yield {
-            name.removeprefix(prefix): value
-            for name, value in values.items()
-            if name.startswith(prefix)
-        }
 
 
 def _put_back(batch: Any, iterator: Any) -> Iterator[Any]:

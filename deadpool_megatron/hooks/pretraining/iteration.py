@@ -1,7 +1,7 @@
 """The newest iteration, as far as train() has to know it to be entered again behind it.
 
-What a training step returns, and the sums of the log, become JSON and come back exactly: Python
-writes the shortest text that reads back the same.
+What a training step returns, and the sums of the log, are kept as encoded extras, which come back
+exactly.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deadpool_megatron.hooks.capture.megatron_extras import capture_loss_sums, restore_loss_sums
+from deadpool_megatron.state import extras as codec
 
 # Positions in what train_step() answers in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
@@ -23,30 +23,28 @@ POSITIONS = ("consumed_train_samples", "skipped_train_samples")
 class Newest:
     """The answer of ``train_step()`` in the newest iteration, and what was there before it.
 
-    Kept as JSON, exactly, because it travels with the generation. ``operations``: Megatron's count
+    Kept as bytes, exactly, because it travels with the generation. ``operations``: Megatron's count
     of floating-point operations, which train() keeps in a local variable.
     """
 
     def __init__(self, operations: float) -> None:
         self.operations = operations
-        self._answer: Any = None
         self._before: dict[str, Any] = {}
-        # Sums of the log as training_log() found them.
-        self._sums: Any = encode({})
         #: what consume_seqlen_stats_in_iteration() answered: sums over packed sequences
         self.lengths: list[float | None] = []
-        # Sums that Megatron keeps elsewhere, and empties when it logs them.
-        self._loss_sums: Any = encode({})
+        # The answer, sums of the log as training_log() found them, and sums that Megatron keeps
+        # elsewhere, and empties when it logs them. Empty before the first iteration.
+        self._kept = b""
 
     @property
     def known(self) -> bool:
         """Return whether there is an answer; not at the start and after a load of a checkpoint."""
-        return self._answer is not None
+        return bool(self._kept)
 
     @property
     def skipped(self) -> int:
         """Return whether the update was skipped, as train_step() answers it."""
-        return int(self._answer["tuple"][SKIPPED])
+        return int(codec.decode(self._kept)["answer"][SKIPPED])
 
     @property
     def positions_before(self) -> dict[str, Any]:
@@ -66,8 +64,8 @@ class Newest:
 
     def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
         """It is trained. ``sums``: of the log, not yet with this iteration."""
-        self._answer, self._sums = encode(answer), encode(dict(sums))
-        self._loss_sums = encode(capture_loss_sums())
+        kept = {"answer": answer, "sums": dict(sums), "loss_sums": capture_loss_sums()}
+        self._kept = codec.encode(kept)
 
     def replay(self, device: torch.device) -> tuple[Any, ...]:
         """The answer, for train() to continue behind it.
@@ -76,66 +74,31 @@ class Newest:
         update was skipped. Where that had begun before a skipped one, it must begin here: the
         truth is in :attr:`skipped`.
         """
-        answer = list(decode(self._answer, device))
+        answer = codec.decode(self._kept, device)["answer"]
         if self._before["gathers_ahead"]:
             answer[SKIPPED] = 0
         return tuple(answer)
 
     def sums(self, device: torch.device) -> dict[str, Any]:
         """Sums of the log as training_log() has to find them for this iteration."""
-        found: dict[str, Any] = decode(self._sums, device)
+        found: dict[str, Any] = codec.decode(self._kept, device)["sums"]
         return found
 
-    def put_back_loss_sums(self, device: torch.device) -> None:
+    def put_back_loss_sums(self) -> None:
         """Those of auxiliary losses, as training_log() has to find them: a generation of after an
         evaluation holds what it has left of them."""
-        restore_loss_sums(decode(self._loss_sums, device))
+        restore_loss_sums(codec.decode(self._kept)["loss_sums"])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form."""
+        """Return what :meth:`restore` takes, as values of extras."""
         return {
-            "answer": self._answer,
+            "kept": self._kept,
             "before": self._before,
-            "sums": self._sums,
-            "loss_sums": self._loss_sums,
             "operations": self.operations,
             "lengths": self.lengths,
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_dict`, in place."""
-        self._answer, self._before = kept["answer"], dict(kept["before"])
-        self._sums, self.operations = kept["sums"], kept["operations"]
-        self._loss_sums, self.lengths = kept["loss_sums"], list(kept["lengths"])
-
-
-def encode(value: Any) -> Any:
-    """JSON form of None, numbers, strings, tensors of numbers, and tuples, lists, dicts of those.
-
-    Raises TypeError for anything else: it could not be given back after a recovery.
-    """
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu()
-        kind = str(flat.dtype).removeprefix("torch.")
-        return {"tensor": flat.reshape(-1).tolist(), "dtype": kind, "shape": list(flat.shape)}
-    if isinstance(value, dict):
-        return {"dict": [[key, encode(entry)] for key, entry in value.items()]}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [encode(entry) for entry in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"a {type(value).__name__} in the result of train_step cannot be kept")
-
-
-def decode(value: Any, device: torch.device) -> Any:
-    """Inverse of :func:`encode`; tensors on ``device``."""
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        dtype = getattr(torch, value["dtype"])
-        return torch.tensor(value["tensor"], dtype=dtype).reshape(value["shape"]).to(device)
-    if "dict" in value:
-        return {key: decode(entry, device) for key, entry in value["dict"]}
-    if "tuple" in value:
-        return tuple(decode(entry, device) for entry in value["tuple"])
-    return [decode(entry, device) for entry in value["list"]]
+        self._kept, self._before = kept["kept"], dict(kept["before"])
+        self.operations, self.lengths = kept["operations"], list(kept["lengths"])

@@ -353,7 +353,7 @@ class PretrainLoop(ProtectedLoop):
         if self._sums is not sums:
             # train() was entered anew, with empty ones.
             sums.update(self._newest.sums(current_device()))
-            self._newest.put_back_loss_sums(current_device())
+            self._newest.put_back_loss_sums()
             self._sums = sums
         if "is_first_iteration" in given:
             # Of the run, not of this entry into train(): the first line leaves the sums alone.
