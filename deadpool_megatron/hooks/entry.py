@@ -94,15 +94,14 @@ class EpochEntry:
         communicators: Communicators,
         reports: RoleReports,
     ) -> None:
-        settings = link.settings
         self.program = program
+        self.communicators = communicators
+        self.reports = reports
+        self.settings = settings = link.settings
         self.role = -1
         self.generation = Generation(0, 0)
         self.boundary = "step"
         self._link = link
-        self._settings = settings
-        self._communicators = communicators
-        self._reports = reports
         self._platform = select_platform()
         self._vault = VaultClient(
             os.environ["DEADPOOL_VAULT_SOCKET"],
@@ -181,9 +180,9 @@ class EpochEntry:
 
     def rebuild(self, record: EpochRecord, role: int) -> None:
         """Connect every group of the epoch."""
-        limit = self._settings.rebuild_seconds
+        limit = self.settings.rebuild_seconds
         store = EpochStore(self._link.store, record.epoch, limit)
-        self._communicators.attach(record.epoch, store, role, deadline_seconds=limit)
+        self.communicators.attach(record.epoch, store, role, deadline_seconds=limit)
         if record.restore.kind == "initial":
             self._make_loop()
 
@@ -216,7 +215,7 @@ class EpochEntry:
             self._restore_from_vault(record)
             self.protection.owe(self.generation, self.boundary)
             return
-        self._late, self._reports.told = {}, []
+        self._late, self.reports.told = {}, []
         if restore.kind == "durable":
             # First as after the build: a checkpoint does not hold all that an interrupted
             # iteration, or the warm-up of a spare, has changed (traps, A4).
@@ -261,12 +260,12 @@ class EpochEntry:
         return self._capture(self.loop, self.built.frozen)
 
     def _capture(self, loop: ProtectedLoop, frozen: FrozenWeights | None) -> bytes:
-        others = {"told": self._reports.told, "frozen": "" if frozen is None else frozen.name()}
+        others = {"told": self.reports.told, "frozen": "" if frozen is None else frozen.name()}
         return extras_codec.encode({**megatron_extras.capture(loop), **others})
 
     def judge_state(self) -> None:
         """Before it is saved: what no norm tells of, or none was computed for, shows here."""
-        self._reports.judge(STATE, largest_value(self.built.shard.parts))
+        self.reports.judge(STATE, largest_value(self.built.shard.parts))
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: True when no copy reads the state and the device has nothing to do.
@@ -308,7 +307,7 @@ class EpochEntry:
             raise RestoreFailed("", f"{checkpoint} cannot be loaded: {words}") from error
 
     def _restore_from_vault(self, record: EpochRecord) -> None:
-        settings = self._settings
+        settings = self.settings
         try:
             restored = self._vault.restore(
                 self.protection.layout,
@@ -337,10 +336,10 @@ class EpochEntry:
         finally:
             restored.close()
         if replayed:
-            self._reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
+            self.reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
         megatron_extras.restore(self.loop, values)
         self._late = values
-        self._reports.tell_again(values["told"])
+        self.reports.tell_again(values["told"])
 
     def _waiting(self, epoch: int, operation: str) -> Wait:
         def wait(seconds: float) -> None:
@@ -352,23 +351,23 @@ class EpochEntry:
     def _find_room(self, nodes: int, *, pinned: bool) -> list[str]:
         """Look for memory before the first slot is made, in a run of so many nodes; returns
         warnings, one line each. Raises NoRoom with one line that names needs, limit and remedy."""
-        needs = node_needs(self.protection.layout, _roles_per_node(), self._settings, nodes)
+        needs = node_needs(self.protection.layout, _roles_per_node(), self.settings, nodes)
         # Other members of the node may have taken their part of it already.
-        rooms = memory.node_rooms(self._vault.directory, self._settings.memory_bytes)
+        rooms = memory.node_rooms(self._vault.directory, self.settings.memory_bytes)
         if trouble := memory.objection(needs, rooms):
             raise NoRoom(trouble)
         return memory.warnings(needs, rooms, memory.memlock_bytes(), pinned=pinned)
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        if self._link.seat.slot == 0 and self._reports.record is not None:
-            self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
+        if self._link.seat.slot == 0 and self.reports.record is not None:
+            self.reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _make_groups(self, role: int, world_size: int) -> None:
         self._drop()
         os.environ["RANK"] = str(role)
         os.environ["WORLD_SIZE"] = str(world_size)
-        self._communicators.detach()
+        self.communicators.detach()
         self.program.make_groups()
         self.role = role
 
@@ -378,19 +377,19 @@ class EpochEntry:
         if not self.program.serves(loop, role):
             return False
         try:
-            self._communicators.renumber(role)
+            self.communicators.renumber(role)
         except ValueError:
             return False
         self.protection.close()
         self.built.shard.release()
         os.environ["RANK"] = str(role)
         self.role = role
-        with self._communicators.found_again():
-            self._protect(self.program.renumber(loop, self._reports.emit))
+        with self.communicators.found_again():
+            self._protect(self.program.renumber(loop, self.reports.emit))
         return True
 
     def _make_loop(self) -> None:
-        self._protect(self.program.make_loop(self._reports.emit))
+        self._protect(self.program.make_loop(self.reports.emit))
 
     def _protect(self, loop: ProtectedLoop) -> None:
         optimizer, config = loop.optimizer, model_config(loop)
@@ -403,56 +402,56 @@ class EpochEntry:
         shard = ShardState(optimizer)
         parts = shard.parts
         identify(loop, parts)
-        lag = self._settings.max_lag
+        lag = self.settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
         self._pristine = self._pristine or self._capture(loop, frozen)
         updates = UpdateCapture()
         # Room for steps is part of the layout, which is fixed for a run.
-        if self._settings.protection == SchemeKind.RECOMPUTE:
+        if self.settings.protection == SchemeKind.RECOMPUTE:
             # Here: no other scheme loads it.
             from deadpool_megatron.hooks.capture.step_keeper import StepKeeper
 
             refuse_what_cannot_be_replayed(optimizer)
             updates = StepKeeper(
-                optimizer, shard, self._platform, self._vault, self._reports.report_rehearsal
+                optimizer, shard, self._platform, self._vault, self.reports.report_rehearsal
             )
         layout = role_layout(
             self.role,
             parts,
-            extras_room_bytes(len(self._pristine), self._settings.extras_room_bytes),
+            extras_room_bytes(len(self._pristine), self.settings.extras_room_bytes),
             list(dist.get_process_group_ranks(group)),
             slots,
             role_meaning(loop),
             updates.layout_parts(self.role),
         )
-        leave_template(make_template(loop, parts, layout), self._settings)
+        leave_template(make_template(loop, parts, layout), self.settings)
         protection = Protection(
             vault=self._vault,
             platform=self._platform,
-            settings=self._settings,
+            settings=self.settings,
             parts=parts,
             layout=layout,
             interrupt_fd=self._link.interrupt_fd,
             closed_epoch=lambda: self._link.closed_epoch,
-            report_wait=self._reports.report_wait,
+            report_wait=self.reports.report_wait,
             pinned=self._pinned,
             updates=updates,
         )
         before, after, audit = [protection.using], [shard.updated, protection.updated], None
-        if self._settings.audit_interval:
+        if self.settings.audit_interval:
             audit = Audit(
                 loop,
                 parts,
                 self._vault.sealed_part,
-                self._settings.audit_interval,
+                self.settings.audit_interval,
                 protection.settle,
-                self._reports,
+                self.reports,
             )
             before.append(audit.before_update)
             after.append(audit.after_update)
-        judge = functools.partial(self._reports.judge, GRADIENT_NORM)
+        judge = functools.partial(self.reports.judge, GRADIENT_NORM)
         StepHooks(optimizer, protection.gate, before, after, judge)
         cleanup = InterruptCleanup(loop)
         self._built = BuiltRole(loop, shard, protection, cleanup, frozen, audit)

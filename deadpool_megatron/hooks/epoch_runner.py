@@ -12,15 +12,14 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.member_link import PausePoint
-from deadpool_megatron.comms import CommunicatorFault, Communicators
+from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.dimensions import current_device
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import SteppedLoop, StepRunner
-from deadpool_megatron.hooks.reports import OwnTimeMeter, RoleReports
+from deadpool_megatron.hooks.reports import OwnTimeMeter
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.ownership import make_private
-from deadpool_megatron.settings import Settings
 
 _Result = TypeVar("_Result")
 
@@ -32,12 +31,9 @@ class EpochRunner(StepRunner):
         self,
         record: EpochRecord,
         entry: EpochEntry,
-        communicators: Communicators,
-        reports: RoleReports,
         pause: PausePoint,
         own_time: OwnTimeMeter,
         checkpoints: Path,
-        settings: Settings,
     ) -> None:
         self.epoch = record.epoch
         self.recomputed = max(0, record.emitted_up_to - record.restore.generation.iteration)
@@ -46,12 +42,12 @@ class EpochRunner(StepRunner):
         self._first_iteration = entry.generation.iteration + 1
         self._record = record
         self._entry = entry
-        self._communicators = communicators
-        self._reports = reports
+        self._communicators = entry.communicators
+        self._reports = entry.reports
+        self._settings = entry.settings
         self._pause = pause
         self._own_time = own_time
         self._checkpoints = checkpoints
-        self._settings = settings
         own_time.reset()
 
     def is_behind(self, boundary: str) -> bool:

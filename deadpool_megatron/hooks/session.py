@@ -131,8 +131,6 @@ class Session:
         self._link.start(
             Handlers(
                 on_close=self._on_close,
-                on_record=lambda record: None,
-                on_stop=lambda reason: None,
                 on_pause=self._on_pause,
                 status=self._status,
                 on_durable=self._on_durable,
@@ -184,7 +182,6 @@ class Session:
         """
         reports, entry = self._reports, self._built
         reports.record = None
-        started = time.monotonic()
         if not entry.is_built:
             if not self._await_turn(record):
                 return
@@ -196,14 +193,7 @@ class Session:
             entry.warm_up()
             self._communicators.warm()
         reports.section = "parked"
-        self._link.send(
-            {
-                "t": "warm",
-                "stage_class": entry.loop.stage_class(),
-                "provisional_role": entry.role,
-                "seconds": time.monotonic() - started,
-            }
-        )
+        self._link.send({"t": "warm"})
         failpoints.hit("member.warm")
 
     def _is_restarted_in(self, record: EpochRecord) -> bool:
@@ -285,16 +275,8 @@ class Session:
         ):
             self._stage(phase, stage, record, role)
         self._reports.say("restored", generation=entry.generation.to_list())
-        runner = EpochRunner(
-            record,
-            entry,
-            self._communicators,
-            self._reports,
-            self._pause,
-            self._own_time,
-            self._run_directory / "checkpoints",
-            self._settings,
-        )
+        checkpoints = self._run_directory / "checkpoints"
+        runner = EpochRunner(record, entry, self._pause, self._own_time, checkpoints)
         runner.hash_restored()
         entry.loop.train(runner)
         self._reports.section = "finish"

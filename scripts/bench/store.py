@@ -65,8 +65,6 @@ def link_of(role: int, links: socket.socket) -> MemberLink:
     link.start(
         Handlers(
             on_close=lambda epoch, cause: None,
-            on_record=lambda record: None,
-            on_stop=lambda reason: None,
             on_pause=lambda iteration: None,
             status=lambda: {"section": "bench", "iteration": 0, "waiting": None, "progress": 0},
         )

@@ -115,7 +115,7 @@ class Counting:
         pass
 
     def main(self) -> int:
-        handlers = Handlers(self.ignore, self.ignore, self.ignore, self.on_pause, self.status)
+        handlers = Handlers(self.ignore, self.on_pause, self.status)
         self.link.start(handlers)
         try:
             while True:
@@ -130,7 +130,7 @@ class Counting:
         mine = [role for role, seat in record.seats.items() if seat == self.link.seat]
         if not mine:
             self.section = "parked"
-            self.link.send({"t": "warm", "stage_class": "", "provisional_role": 0})
+            self.link.send({"t": "warm"})
             return
         self.role = mine[0]
         failpoints.set_context(role=self.role, epoch=record.epoch)

@@ -236,7 +236,8 @@ class Rig:
         self.expect("hello")
 
     def _make_entry(self, *given: Any) -> FakeEntry:
-        self.emit = given[-1].emit
+        _, link, self.entry.communicators, self.entry.reports = given
+        self.entry.settings, self.emit = link.settings, self.entry.reports.emit
         return self.entry
 
     def _exit(self, code: int) -> None:

@@ -27,7 +27,7 @@ class Entry(EpochEntry):
 
     def __init__(self, node: Node, restore: Restore, client: VaultClient) -> None:
         self.generation, self.boundary = restore.generation, restore.boundary
-        self._settings, self._vault = node.settings, client
+        self.settings, self._vault = node.settings, client
         self._link: Any = SimpleNamespace(interrupt_fd=os.eventfd(0, os.EFD_CLOEXEC))
         protection = SimpleNamespace(layout=make_layout(0))
         self._built: Any = SimpleNamespace(protection=protection, frozen=None)

@@ -144,8 +144,8 @@ def test_a_durable_checkpoint_waits_for_its_own_answer(
     monkeypatch.setattr(reports, "say", lambda kind, **values: asked.append(values))
     rig.entry.generation, rig.entry.program = Generation(2, 6), MagicMock()
     rig.entry.program.checkpoint_directory = lambda: Path("saves")
-    others: Any = (rig.communicators, reports, PausePoint(), MagicMock(), tmp_path, QUICK)
-    runner = EpochRunner(reports.record, rig.entry, *others)  # type: ignore[arg-type]
+    rig.entry.reports = reports
+    runner = EpochRunner(reports.record, rig.entry, PausePoint(), MagicMock(), tmp_path)  # type: ignore[arg-type]
     loop: Any = SimpleNamespace(save_checkpoint=lambda directory: None)
     runner._save(loop)
     assert not list(answers)

@@ -46,8 +46,6 @@ class Handlers:
     """
 
     on_close: Callable[[int, str], None]
-    on_record: Callable[[EpochRecord], None]
-    on_stop: Callable[[str], None]
     on_pause: Callable[[int], None]
     status: Callable[[], Mapping[str, Any]]
     on_durable: Callable[[int], None] = lambda iteration: None
@@ -219,12 +217,10 @@ class MemberLink:
         elif kind == "record":
             self._on_record(EpochRecord.from_dict(message["record"]))
         elif kind == "stop":
-            reason = str(message.get("reason", ""))
             with self._state:
-                self._stop_reason = reason
+                self._stop_reason = str(message.get("reason", ""))
                 os.eventfd_write(self.interrupt_fd, 1)
                 self._state.notify_all()
-            self._handlers.on_stop(reason)
         elif kind == "pause":
             self._handlers.on_pause(int(message["iteration"]))
         elif kind == "durable-done":
@@ -241,14 +237,12 @@ class MemberLink:
         self._handlers.on_close(epoch, cause)
 
     def _on_record(self, record: EpochRecord) -> None:
-        assert self._handlers is not None
         with self._state:
             known = 0 if self._record is None else self._record.epoch
             if record.epoch <= max(known, self._closed_epoch):
                 return
             self._record = record
             self._state.notify_all()
-        self._handlers.on_record(record)
 
     def _beat(self) -> None:
         assert self._handlers is not None
