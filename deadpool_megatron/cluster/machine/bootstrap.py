@@ -14,10 +14,10 @@ from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine import takeover
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
-from deadpool_megatron.cluster.machine.blame import Failure
+from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.epoch import decide, drained, seating
+from deadpool_megatron.cluster.machine.epoch import can_spare, decide, drained, seating
 from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.machine.state import (
@@ -98,8 +98,9 @@ def _refusal(core: Core, event: ev.NodeJoined) -> str:
     state, node = core.state, event.node
     if state.phase in LAST_PHASES:
         return "the run is ending"
-    if left_behind := takeover.left_behind(core, event):
-        return left_behind
+    record = state.record
+    if record is not None and event.epoch and node not in record.nodes:
+        return f"epoch {record.epoch} continued without this node"
     if node in state.fleet.removed:
         return state.fleet.removed[node]
     return "it is connected already" if node in state.fleet.nodes else ""
@@ -181,7 +182,7 @@ def bootstrapped_enough(core: Core, bootstrapping: Bootstrapping, waited: str) -
     if unseated:
         who = ", ".join(f"node {n}: {why}" for n, why in sorted(fleet.removed.items()))
         why = f"no members for roles {list(unseated)} ({who or waited})"
-        finish(core, ExitStatus.BAD_INPUT, why)
+        finish(core, LastWords(ExitStatus.BAD_INPUT, why))
     else:
         decide(core)
 
@@ -225,7 +226,7 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
         if before is not facts.health:
             judged = Judgement(Standing.WEAK, (f"its health command says: {text}",))
             _emit(core, node, judged, facts, core.state.fleet.nodes[node].domain)
-        if not _can_spare(core, drained(core.state) | {node}):
+        if not can_spare(core, drained(core.state) | {node}):
             return
     core.state.fleet.drains |= {node}
     consider_pause(core)
@@ -289,7 +290,8 @@ def _judge_all(core: Core) -> None:
     left = state.fleet
     more_may_come = len(left.nodes) + len(left.removed) < config.nodes + config.spares
     if len(left.nodes) < min(config.nodes, len(facts)) and not more_may_come:
-        finish(core, ExitStatus.SAVED, _not_enough(len(left.nodes), config, judged))
+        why = _not_enough(len(left.nodes), config, judged)
+        finish(core, LastWords(ExitStatus.SAVED, why))
 
 
 def _judge_one(
@@ -309,16 +311,9 @@ def _weak_ones_last(core: Core, judged: Mapping[int, Judgement]) -> None:
     fleet.deprioritized |= weak
     spares = sum(node not in seated and node not in weak for node in fleet.nodes)
     leaving = sorted(weak & seated)[:spares]
-    while leaving and not _can_spare(core, frozenset(leaving)):
+    while leaving and not can_spare(core, frozenset(leaving)):
         leaving.pop()
     fleet.draining = frozenset(leaving)
-
-
-def _can_spare(core: Core, leaving: frozenset[int]) -> bool:
-    """Return whether good nodes take the roles of all these."""
-    found = seating(core, leaving)
-    new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
-    return not found.unseated and not new & core.state.fleet.deprioritized
 
 
 def _leave_out(core: Core, node: int, judged: Judgement) -> None:
@@ -336,7 +331,7 @@ def _end_check(core: Core, judged: Mapping[int, Judgement]) -> None:
     good = sum(one.standing is Standing.GOOD for one in judged.values())
     enough = good >= config.nodes
     why = "" if enough else f"not enough nodes: {good} are good, --nodes is {config.nodes}"
-    finish(core, 0 if enough else ExitStatus.FAILED, why)
+    finish(core, LastWords(0 if enough else ExitStatus.FAILED, why))
 
 
 def _not_enough(good: int, config: Config, judged: Mapping[int, Judgement]) -> str:

@@ -39,7 +39,7 @@ def restore_query(core: Core, seats: Mapping[int, Seat]) -> RestoreQuery:
     """Returns the question what the next epoch is restored from."""
     state, start, held = core.state, core.config.start, core.state.memory.held
     # A coordinator that has taken over knows of the first epoch only what memory shows.
-    begins = state.lineage.is_empty and not state.memory.has_computed
+    begins = not (state.lineage.ever_ran or state.lineage.newest or state.memory.has_computed)
     begins = begins or (core.config.from_scratch and state.restarted)
     return RestoreQuery(
         epoch=state.epoch + 1,
@@ -95,8 +95,11 @@ def dump(core: Core) -> None:
     if isinstance(dumping, Dumping) and dumping.held:
         _forget_lost(core, dumping)
         return
-    words = dumping.words if isinstance(dumping, Dumping) else state.last_words or _no_spare(core)
-    if not isinstance(dumping, Dumping) and must_look(core):
+    waited = f"no spare node for {core.config.settings.spare_timeout_seconds:g} s"
+    words = state.last_words or LastWords(ExitStatus.SAVED, waited, exports=True)
+    if isinstance(dumping, Dumping):
+        words = dumping.words
+    elif must_look(core):
         state.last_words = words
         return
     restore = planner.choose_restore(restore_query(core, state.seats))
@@ -133,16 +136,9 @@ def end_as_found(core: Core, words: LastWords) -> None:
         dump(core)  # nothing was begun
         return
     if not (core.config.restarted or core.config.finished or core.state.restarted):
-        reason = f"{words.reason}; nothing was computed yet"
-        finish(core, words.status, reason, kind=str(words.kind or ""))
+        finish(core, replace(words, reason=f"{words.reason}; nothing was computed yet"))
         return
-    finish(
-        core,
-        words.status,
-        words.reason + _stays(core),
-        kind=str(words.kind or ""),
-        keeps_slots=True,
-    )
+    finish(core, replace(words, reason=words.reason + _stays(core)), keeps_slots=True)
 
 
 def _stays(core: Core) -> str:
@@ -151,11 +147,6 @@ def _stays(core: Core) -> str:
         "; what the run holds in memory stays: the command that it had, with --run-dir"
         f" {run}, continues from it, 'deadpool clean {run}' removes it"
     )
-
-
-def _no_spare(core: Core) -> LastWords:
-    waited = f"no spare node for {core.config.settings.spare_timeout_seconds:g} s"
-    return LastWords(ExitStatus.SAVED, waited, exports=True)
 
 
 def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
@@ -349,14 +340,14 @@ def stop(core: Core, event: ev.UserStop) -> None:
                 f" run --resume {run} --run-dir NEW' continues from it,"
                 f" 'deadpool clean {run}' removes it"
             )
-            finish(core, ExitStatus.STOPPED, reason, keeps_slots=True)
+            finish(core, LastWords(ExitStatus.STOPPED, reason), keeps_slots=True)
         case _ if core.state.restarted and not core.state.survived:
             # A start that its user has thought better of: what was there before it still is.
             end_as_found(core, LastWords(ExitStatus.STOPPED, reason))
         case _:
             keeps = event.keeps and core.state.record is not None
             reason += _stays(core) if keeps else ""
-            finish(core, ExitStatus.STOPPED, reason, keeps_slots=keeps)
+            finish(core, LastWords(ExitStatus.STOPPED, reason), keeps_slots=keeps)
 
 
 def _finish_dumped(core: Core, dumping: Dumping, checkpoint: str) -> None:
@@ -368,7 +359,7 @@ def _finish_dumped(core: Core, dumping: Dumping, checkpoint: str) -> None:
     )
     if checkpoint:
         reason += f"; the same state is a checkpoint for Megatron's --load in {checkpoint}"
-    finish(core, words.status, reason, restore, str(words.kind or ""))
+    finish(core, replace(words, reason=reason), restore)
 
 
 def _finish_held(core: Core, dumping: Dumping) -> None:
@@ -394,30 +385,28 @@ def _finish_with_slots(core: Core, words: LastWords, resume: Restore | None) -> 
             f"; nodes {failed} could not write what they hold, it stays in memory there: make room,"
             f" then 'deadpool run --resume {run} --run-dir NEW' on their hosts writes it first"
         )
-    kind = str(words.kind or "")
-    finish(core, words.status, reason, resume, kind, keeps_slots=bool(failed))
+    finish(core, replace(words, reason=reason), resume, keeps_slots=bool(failed))
 
 
 def finish(
     core: Core,
-    status: int,
-    reason: str,
+    words: LastWords,
     resume: Restore | None = None,
-    kind: str = "",
     *,
     keeps_slots: bool = False,
     is_early: bool = False,
 ) -> None:
-    """End the run; the agents get ``close_seconds`` to go. ``keeps_slots``: what is in memory stays
-    there, for a start with the same run directory. When it is over, and what was asked for is
-    valid, the coordinator says so (RUN_ENDED)."""
+    """End the run with these words; the agents get ``close_seconds`` to go. ``keeps_slots``: what
+    is in memory stays there, for a start with the same run directory. When it is over, and what was
+    asked for is valid, the coordinator says so (RUN_ENDED)."""
     state = core.state
     if isinstance(state.doing, LeaveTaking | Ended):
         return
     end_recovery(core)
-    state.doing = LeaveTaking(core.now + core.config.settings.close_seconds, status)
+    state.doing = LeaveTaking(core.now + core.config.settings.close_seconds, words.status)
     state.blame.suspicion = None
-    core.act(Finish(status, reason, resume, kind, keeps_slots, is_early))
+    kind = str(words.kind or "")
+    core.act(Finish(words.status, words.reason, resume, kind, keeps_slots, is_early))
     check_ended(core)
 
 

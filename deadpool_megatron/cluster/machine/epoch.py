@@ -160,6 +160,13 @@ def seating(core: Core, leaving: frozenset[int]) -> Seating:
     )
 
 
+def can_spare(core: Core, leaving: frozenset[int]) -> bool:
+    """Return whether nodes that were not put aside themselves take the roles of all these."""
+    found = seating(core, leaving)
+    new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
+    return not found.unseated and not new & core.state.fleet.deprioritized
+
+
 def drained(state: State) -> frozenset[int]:
     """Nodes whose roles have moved while other drains are open: not to be moved to by those."""
     return state.fleet.drains - state.seats.nodes
@@ -192,7 +199,10 @@ def decide(core: Core) -> None:
         return
     nodes = record_nodes(state, seats.seats)
     if why := chosen_plan.settle(core, seats.seats, nodes, restore):
-        _wait_or_end(core, why, restore)
+        if state.lineage.ever_ran or restore.kind == "memory":
+            _wait_for_spare(core, f"{why}; waits for a node to join")
+        else:
+            finish(core, LastWords(ExitStatus.BAD_INPUT, why))
         return
     recovery, plan = state.recoveries.current, state.protection.plan
     record = EpochRecord(
@@ -244,7 +254,8 @@ def _without_restore(core: Core, reason: str) -> None:
     elif (k := core.config.finished) and state.restarted and not state.survived:
         # Nothing starts from nothing by itself; what is left in memory is not removed for it.
         anew = f"iteration {k} was finished; --from-scratch begins again at 0"
-        finish(core, 2, with_struck(core, f"{reason}; {anew}"), keeps_slots=True)
+        words = LastWords(ExitStatus.BAD_INPUT, with_struck(core, f"{reason}; {anew}"))
+        finish(core, words, keeps_slots=True)
     else:
         dump_held(core, LastWords(1, with_struck(core, _with_scheme(core, reason))))
 
@@ -274,14 +285,6 @@ def _wait_for_spare(core: Core, text: str) -> None:
         run = PurePath(core.config.dump_directory).parent
         text += f"; 'deadpool agent --run-dir {run} --attach' on a host adds a node"
         core.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
-
-
-def _wait_or_end(core: Core, why: str, restore: Restore) -> None:
-    """Wait for another node, which can help, unless the run is only about to begin."""
-    if not core.state.lineage.ever_ran and restore.kind != "memory":
-        finish(core, ExitStatus.BAD_INPUT, why)
-    else:
-        _wait_for_spare(core, f"{why}; waits for a node to join")
 
 
 def _history(state: State, restore: Restore) -> History:
@@ -426,7 +429,8 @@ def _begins_alike(
     begins = doing.begins or found
     if found != begins:
         loaded = f"iterations {begins.iteration} and {found.iteration}"
-        finish(core, 1, f"roles loaded different checkpoints, of {loaded}: see what --load names")
+        why = f"roles loaded different checkpoints, of {loaded}: see what --load names"
+        finish(core, LastWords(1, why))
         return False
     core.state.record = replace(record, restore=replace(record.restore, generation=begins))
     doing.begins = begins
@@ -465,9 +469,9 @@ def check_done(core: Core) -> None:
                 )
                 save_and_end(core, words, FailureKind.DRAINED)
             elif early:
-                finish(core, ExitStatus.SAVED, how, is_early=True)
+                finish(core, LastWords(ExitStatus.SAVED, how), is_early=True)
             else:
-                finish(core, 0, "")
+                finish(core, LastWords(0, ""))
 
 
 # What is told of it.

@@ -68,7 +68,8 @@ def restore_failed(core: Core, event: ev.NotRestored) -> None:
     if role is None or record is None:
         return
     if event.other_program and not core.state.lineage.ever_ran:
-        finish(core, ExitStatus.BAD_INPUT, event.text, kind=FailureKind.OTHER_PROGRAM)
+        words = LastWords(ExitStatus.BAD_INPUT, event.text, FailureKind.OTHER_PROGRAM)
+        finish(core, words)
         return
     restore, generation = record.restore, record.restore.generation
     tried = [*restore.sources.get(role, {}).get(event.part, ())]

@@ -180,7 +180,7 @@ class Machine(Core):
         state = self.state
         if state.blame.suspicion is not None:
             faults.believe(self)
-        deadline = state.deadline
+        deadline = state.doing.deadline
         if deadline is not None and self.now >= deadline:
             if waited := state.waiting_for():
                 self.log("warning", f"waited long enough for {waited}")

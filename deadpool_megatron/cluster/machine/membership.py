@@ -7,7 +7,7 @@ A node has come when it was judged: that is in bootstrap.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +32,11 @@ from deadpool_megatron.cluster.machine.ending import (
     finish,
 )
 from deadpool_megatron.cluster.machine.epoch import (
+    can_spare,
     check_closed,
     close,
     note_failure,
     save_and_end,
-    seating,
 )
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.machine.state import (
@@ -148,9 +148,14 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
     taken_over = state.is_restored or isinstance(state.doing, TakingOver)
     if taken_over and len(state.memory.layouts) < len(record.seats):
         return node in record.nodes  # it is not known yet whose copies it owes
+    return any(node in buddies for buddies in _buddies(state, record).values())
+
+
+def _buddies(state: State, record: EpochRecord) -> dict[int, Collection[int]]:
+    """Return the nodes that owe a copy, by the role that it is of."""
     placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
     peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
-    return any(node in placement.buddies(role, peers[role]) for role in record.seats)
+    return {role: placement.buddies(role, peers[role]) for role in record.seats}
 
 
 def exposed_roles(state: State) -> frozenset[int]:
@@ -162,12 +167,10 @@ def exposed_roles(state: State) -> frozenset[int]:
         return frozenset() if record is None else record.fewer_copies
     if record.protection.kind is schemes.SchemeKind.PARITY:
         return frozenset(record.seats)
-    placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
-    peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
     return record.fewer_copies | {
         role
-        for role, seat in record.seats.items()
-        if not lost.isdisjoint((seat.node, *placement.buddies(role, peers[role])))
+        for role, buddies in _buddies(state, record).items()
+        if not lost.isdisjoint((record.seats[role].node, *buddies))
     }
 
 
@@ -218,10 +221,8 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
 
 def _has_better(core: Core, node: int) -> bool:
     """Return whether all roles of the node can go to a spare that was not put aside itself."""
-    fleet = core.state.fleet
-    found = seating(core, fleet.draining | {node})
-    new = {seat.node for seat in found.seats.values()} - core.state.seats.nodes
-    return not found.unseated and not new & fleet.deprioritized and node not in fleet.draining
+    draining = core.state.fleet.draining
+    return node not in draining and can_spare(core, draining | {node})
 
 
 def quarantine(core: Core, node: int, cause: str) -> None:
@@ -346,7 +347,8 @@ def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> No
         f" {difference(known, layout)}; start the run again with the command that it had, or remove"
         " the state ('deadpool clean RUN') and start with another --run-dir"
     )
-    finish(core, ExitStatus.BAD_INPUT, reason, kind=FailureKind.OTHER_PROGRAM, keeps_slots=True)
+    words = LastWords(ExitStatus.BAD_INPUT, reason, FailureKind.OTHER_PROGRAM)
+    finish(core, words, keeps_slots=True)
 
 
 def lost(core: Core, event: ev.MemberLost) -> None:

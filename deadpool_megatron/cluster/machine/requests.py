@@ -94,7 +94,8 @@ def _settle(core: Core, request: Request) -> None:
         _change(core, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
     elif isinstance(doing, TakingOver) and request.number in doing.requests:
         return
-    elif is_known or _needs_nobody(request):
+    elif is_known or (request.verb is Verb.STOP and not request.what["dump"]):
+        # To stop at once it does not matter which agents are here.
         _change(core, _MOVES[request.verb](core, request))
 
 
@@ -125,11 +126,6 @@ def not_connected(state: State, node: int) -> str:
         return ""
     there = ", ".join(map(str, sorted(state.fleet.nodes)))
     return f"node {node} is not connected (there are: {there})"
-
-
-def _needs_nobody(request: Request) -> bool:
-    """Return whether it does not matter which agents are here."""
-    return request.verb is Verb.STOP and not request.what["dump"]
 
 
 def _drain(core: Core, request: Request) -> Request:

@@ -248,11 +248,6 @@ class LineageProgress:
     told: Generation = NOTHING
 
     @property
-    def is_empty(self) -> bool:
-        """Return whether nothing was ever computed."""
-        return not self.ever_ran and not self.newest
-
-    @property
     def durable(self) -> Restore | None:
         """The first of what the run can fall back to."""
         return next(iter(self.valid), None)
@@ -509,11 +504,6 @@ class State:
     def phase(self) -> Phase:
         """Name of the phase."""
         return self.doing.phase
-
-    @property
-    def deadline(self) -> float | None:
-        """Return when the phase has taken long enough; None where it may last."""
-        return self.doing.deadline
 
     @property
     def open_epoch(self) -> int | None:

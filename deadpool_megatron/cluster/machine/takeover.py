@@ -20,14 +20,6 @@ from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight import judge
 
 
-def left_behind(core: Core, event: ev.NodeJoined) -> str:
-    """Return why an agent that comes back has no part in the run any more; empty when it has."""
-    record = core.state.record
-    if record is None or event.node in record.nodes or not event.epoch:
-        return ""
-    return f"epoch {record.epoch} continued without this node"
-
-
 def note_join(core: Core, event: ev.NodeJoined) -> None:
     """Take what a connected agent says about the newest epoch, while all come back."""
     state, record, doing = core.state, core.state.record, core.state.doing

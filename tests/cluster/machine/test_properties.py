@@ -272,7 +272,7 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def waits_name_what_they_wait_for(self) -> None:
         state = self.world.state
-        assert bool(state.waiting_for()) == (state.deadline is not None)
+        assert bool(state.waiting_for()) == (state.doing.deadline is not None)
 
     def teardown(self) -> None:
         """Nobody answers any more: time alone must end every wait."""

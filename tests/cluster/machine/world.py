@@ -72,7 +72,7 @@ class World(Agents):
         self._note_loss(event)
         actions = self.machine.handle(event, self.now)
         waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
-        assert (self.state.deadline is not None) == waits
+        assert (self.state.doing.deadline is not None) == waits
         assert self.state.epoch >= before
         for node in set(self.state.fleet.removed) & set(self.nodes):
             self.lose(node, report=False)  # given up without a word: its agent fences itself

@@ -55,7 +55,7 @@ def test_running_when_all_roles_restored() -> None:
     rig.restored(3)
     assert rig.state.phase is Phase.RUNNING
     assert rig.emitted(Kind.EPOCH_OPENED)
-    assert rig.state.deadline is None
+    assert rig.state.doing.deadline is None
 
 
 def test_spares_have_some_time_to_be_in_the_first_record() -> None:

@@ -212,7 +212,7 @@ def test_dead_between_journal_and_announcement(had_it: tuple[int, ...]) -> None:
     assert not rig.of(act.CloseEpoch, rig.log)
     if len(had_it) < 3:
         assert rig.state.phase is Phase.OPENING
-        assert rig.state.deadline is not None
+        assert rig.state.doing.deadline is not None
     rig.restored(0)
     rig.restored(1)
     assert rig.state.phase is Phase.RUNNING
