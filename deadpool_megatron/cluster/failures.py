@@ -6,6 +6,7 @@ Pure. The texts that mark a device or a communicator are those of CUDA, NCCL, to
 from __future__ import annotations
 
 import re
+import signal
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,6 +85,14 @@ def rank(kind: str) -> int:
 def process_name(node: int, slot: int, incarnation: int) -> str:
     """``process 1 of node 2``, ``process 1 of node 2 (start 3)``."""
     return f"process {slot} of node {node}" + (f" (start {incarnation + 1})" if incarnation else "")
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` rather than 9; the number of one that has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 # Ends of a process that its host is most likely to blame for: on another one it may go on.

@@ -73,14 +73,13 @@ _JOIN: dict[str, Any] = {
     "host": "127.0.0.1",
     "vault_port": 1,
     "domain": "mad",
-    "hostname": "h",
     "members": {},
     "incarnations": {},
     "restored": {},
 }
 _SEAT = {"slot": 0, "incarnation": 0}
 _SAID: tuple[dict[str, Any], ...] = (
-    {"t": "member-lost", **_SEAT, "exit_code": 1, "signal": "SIGKILL", "cause": "x"},
+    {"t": "member-lost", **_SEAT, "exit_code": 1, "signal": 9, "last_line": "x"},
     {"t": "member-suspected", **_SEAT, "cause": "x", "silent_seconds": 1.0},
     {"t": "inventory", "inventory": {"node": 0, "epoch": 1, "holdings": [], "layouts": []}},
     {"t": "dumped", "generation": [1, 2], "boundary": "step", "error": ""},

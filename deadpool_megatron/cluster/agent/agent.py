@@ -15,7 +15,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -160,9 +159,7 @@ class Agent:
             "boot": self._own_boot,
             "host": self._options.host,
             **self._vault.facts(),
-            "nproc": self._options.info.nproc_per_node,
             "domain": self._options.domain,
-            "hostname": socket.gethostname(),
             "returns": self._options.launcher_fd is None,
             "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
@@ -264,17 +261,7 @@ class Agent:
         self._store.enter(0)
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
-        await self._wait_drained(epoch)
-        self._inventory = (await self._vault.inventory(epoch)).to_dict()
-        failpoints.hit("agent.inventory", epoch=epoch)
-        self._tell_inventory(epoch)
-
-    def _tell_inventory(self, epoch: int) -> None:
-        if self._inventory is not None and self._inventory["epoch"] == epoch:
-            self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
-
-    async def _wait_drained(self, epoch: int) -> None:
-        """Every member with a seat leaves the epoch, or is killed and reaped."""
+        # Every member with a seat leaves the epoch, or is killed and reaped.
         seats = set() if self._record is None else set(self._record.seats.values())
         seated = [
             member
@@ -282,6 +269,13 @@ class Agent:
             if Seat(self._node, member.slot, member.incarnation) in seats
         ]
         await wait_drained(seated, epoch, self._drained, self._settings)
+        self._inventory = (await self._vault.inventory(epoch)).to_dict()
+        failpoints.hit("agent.inventory", epoch=epoch)
+        self._tell_inventory(epoch)
+
+    def _tell_inventory(self, epoch: int) -> None:
+        if self._inventory is not None and self._inventory["epoch"] == epoch:
+            self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
 
     async def _adopt(self, record: EpochRecord) -> None:
         known = 0 if self._record is None else self._record.epoch
@@ -291,17 +285,15 @@ class Agent:
             info = self._options.info
             run = (record, info.nodes, info.spares, self._node)
             self._standby.place(partial(claim_order, *run))
-        if self._node not in record.nodes:
-            if self._record is not None:
-                self._fence(f"epoch {record.epoch} continues without this node")
-                return
-            self._shown = record  # joined after this decision: a spare of the next one
-            self._members.send_all({"t": "record", "record": record.to_dict()})
+        if self._node not in record.nodes and self._record is not None:
+            self._fence(f"epoch {record.epoch} continues without this node")
             return
-        failpoints.hit("agent.record", epoch=record.epoch)
-        self._record = self._shown = record
-        self._store.enter(record.epoch)
-        await self._vault.adopt(record)
+        self._shown = record
+        if self._node in record.nodes:  # else joined after this decision: a spare of the next one
+            failpoints.hit("agent.record", epoch=record.epoch)
+            self._record = record
+            self._store.enter(record.epoch)
+            await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
     async def _dump(self, message: dict[str, Any]) -> None:
@@ -338,7 +330,7 @@ class Agent:
         self._files.log_is_over(member.log)
         self._drained.set()
         if self._ending is None:
-            how = {**ending.to_dict(), "ordered": ordered}
+            how = {"exit_code": ending.exit_code, "signal": ending.signal, "ordered": ordered}
             self._members.report_lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
             if kind_of_end(cause) is FailureKind.DEVICE_ERROR:

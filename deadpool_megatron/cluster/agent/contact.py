@@ -56,7 +56,7 @@ class StandbyKeeper:
         self._coordinators: list[ChildWatch] = []
         self._line: socket.socket | None = None  # orders go, reports come
         self._unread = b""
-        self._address: tuple[str, int] | None = None
+        self.address: Address | None = None  # of the newest coordinator
         self._contact = False
         self._order: Callable[[int | None], int] | None = None
         self._coordinator: int | None = None
@@ -65,11 +65,6 @@ class StandbyKeeper:
         self._closing = False
         self.trouble = ""  # why the newest look at the journal came to nothing
         self._pause = _RESTART_SECONDS
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """Return where the newest coordinator listens; None before there was one."""
-        return self._address
 
     def begin(self, launcher_fd: int | None, on_launcher_gone: Callable[[], None]) -> None:
         """Start a standby, where there is a launcher as soon as its pipe has a byte; at the end of
@@ -187,7 +182,7 @@ class StandbyKeeper:
         self._coordinator, address = line["node"], line["address"]
         self._tell_place()
         if address is not None:
-            self._address = (str(address[0]), int(address[1]))
+            self.address = (str(address[0]), int(address[1]))
         self._on_look(term, beat, float(line["at"]))
 
     def _disconnect(self) -> None:

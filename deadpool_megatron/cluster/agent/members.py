@@ -183,7 +183,7 @@ class Member:
         self._watch = started.watch
         self.pid = self._watch.pid
         self._pipe = FramePipe(started.connection, self._message, self._stream_ended)
-        self._freeze = FreezeDetector(self.pid, settings.freeze_seconds, self.started_at)
+        self.freeze = FreezeDetector(self.pid, settings.freeze_seconds, self.started_at)
         self._watch.then(self._ended)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -216,17 +216,13 @@ class Member:
             if now - self.started_at > self._settings.start_seconds:
                 self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
             return
-        if not self._kill_cause and not self._frozen and self._freeze.is_frozen(now):
+        if not self._kill_cause and not self._frozen and self.freeze.is_frozen(now):
             self._frozen = True
-            self._reports.member_frozen(self, self._freeze.silent_seconds(now))
-
-    def forgive(self, seconds: float, now: float) -> None:
-        """See FreezeDetector.forgive."""
-        self._freeze.forgive(seconds, now)
+            self._reports.member_frozen(self, self.freeze.silent_seconds(now))
 
     def _message(self, message: dict[str, Any]) -> None:
         kind = str(message.get("t"))
-        self._freeze.beat(time.monotonic())
+        self.freeze.beat(time.monotonic())
         if kind == "beat":
             self.beat = message
             return
@@ -329,7 +325,7 @@ class NodeMembers:
         self._checked_at = now
         for member in list(self.by_slot.values()):
             if late > self._settings.beat_interval_seconds:
-                member.forgive(late, now)
+                member.freeze.forgive(late, now)
             member.check(now)
 
     async def kill_all(self, cause: str, deadline_seconds: float) -> None:
@@ -364,7 +360,7 @@ class NodeMembers:
     def report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
         """Report that a member has ended, or could not be started."""
         seat = {"slot": slot, "incarnation": incarnation}
-        self._send({"t": "member-lost", **seat, **how, "cause": cause})
+        self._send({"t": "member-lost", **seat, **how, "last_line": cause})
 
     def repeat(self, closed: Callable[[], int], within_seconds: float) -> None:
         """Tell a new coordinator what the members have said since the epoch that is closed by then;

@@ -430,7 +430,7 @@ class Checkpoints:
     def _order(self, export: Export, what: str, nodes: Iterable[int], **content: Any) -> None:
         order = {"t": f"export-{what}", "name": export.name, "iteration": export.iteration}
         for node in sorted(nodes):
-            self._coordinator.orders.send(node, {**order, **content})
+            self._coordinator.peers.order(node, {**order, **content})
 
     def _begin_writing(self, export: Export) -> None:
         found = set(export.said.values())
@@ -564,7 +564,7 @@ class Checkpoints:
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             coordinator.files.write(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
-        coordinator.orders.durable_done(iteration)
+        coordinator.peers.send_all({"t": "durable-done", "iteration": iteration})
 
     # Both.
 

@@ -135,7 +135,7 @@ class Commands:
             order |= {"slot": seat.slot, "incarnation": seat.incarnation}
         elif why := not_connected(state, of):
             return _refused(why)
-        later(self._coordinator.orders.send, of, order)
+        later(self._coordinator.peers.order, of, order)
         return {"ok": True}
 
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -140,11 +140,9 @@ class RunFiles:
         """Write ``coordinator.json``, as soon as that is possible."""
         while True:
             try:
-                await asyncio.to_thread(write_json, self._run.coordinator, values)
+                return await asyncio.to_thread(write_json, self._run.coordinator, values)
             except OSError:
                 await asyncio.sleep(_PAUSE_SECONDS)  # the event writer tells what is wrong
-            else:
-                return
 
     async def keep_name(self) -> None:
         """Whoever asks for the run looks for its ``run.json``: written again where somebody else
@@ -170,20 +168,16 @@ class RunFiles:
         """A line for people; in any thread."""
         self.writer.write(Event(Kind.LOG, data={"level": "warning", "text": text}))
 
-    def hand_over(self) -> None:
-        """Another coordinator tells from here on: what was collected is left unsaid."""
-        self._take_digests()
-
-    def _take_digests(self) -> list[Event]:
+    def take_digests(self) -> list[Event]:
         """Return what was collected and not written yet."""
         digest = self._commits.take()
         return [*([] if digest is None else [digest]), *self._waits.take()]
 
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
-        self._write_all(self._take_digests())
+        self._write_all(self.take_digests())
         until = time.monotonic() + min(limit_seconds, _NOTICE_SECONDS)
-        self._bad_nodes.flush(until)
+        self._bad_nodes.file.flush(until)
         self._notices.flush(until)
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)
@@ -329,16 +323,12 @@ class BadNodes:
 
     def __init__(self, run: RunDirectory, run_id: str, warn: Callable[[str], None]) -> None:
         self._run, self._run_id = run, run_id
-        self._file = Outlet("bad-nodes.json", self._add, warn)
+        self.file = Outlet("bad-nodes.json", self._add, warn)
 
     def note(self, event: Event) -> None:
         """Keep its node if the event says that it is bad. Does not block."""
         if is_bad(event):
-            self._file.put({"text": str(event.data.get("cause")), "event": event.to_dict()})
-
-    def flush(self, until: float) -> None:
-        """Wait for what is left until then (monotonic seconds), then leave it."""
-        self._file.flush(until)
+            self.file.put({"text": str(event.data.get("cause")), "event": event.to_dict()})
 
     def _add(self, notice: Mapping[str, Any]) -> None:
         event = notice["event"]

@@ -65,10 +65,10 @@ class Orders:
             case actions.DropNode():
                 self._drop(order)
             case actions.StartMembers(node) | actions.KillMember(node):
-                self.send(node, _message(order))
+                self._peers.order(node, _message(order))
             case actions.Dump(nodes):
                 for node in nodes:
-                    self.send(node, _message(order))
+                    self._peers.order(node, _message(order))
             case actions.CloseEpoch() | actions.Pause():
                 if isinstance(order, actions.CloseEpoch):
                     failpoints.hit("coordinator.close", epoch=order.epoch)
@@ -96,14 +96,6 @@ class Orders:
             },
             self._lacked(peer, record) if record is not None and is_open else b"",
         )
-
-    def durable_done(self, iteration: int) -> None:
-        """A checkpoint is valid: its writers need wait no longer."""
-        self._peers.send_all({"t": "durable-done", "iteration": iteration})
-
-    def send(self, node: int, message: Mapping[str, Any]) -> None:
-        """Give an order to one agent, if it is there."""
-        self._peers.order(node, message)
 
     def send_frame(self, node: int, frame: bytes) -> None:
         """Send one agent what it asks for again after each welcome."""
@@ -138,9 +130,9 @@ class Orders:
         if not peer.welcomed:
             peer.send(refusal)
         elif order.left_out:
-            self.send(order.node, refusal)
+            self._peers.order(order.node, refusal)
         else:
-            self.send(order.node, {"t": "stop", "reason": order.cause, "remove": True})
+            self._peers.order(order.node, {"t": "stop", "reason": order.cause, "remove": True})
         peer.dropped = True
 
 

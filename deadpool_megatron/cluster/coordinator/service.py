@@ -104,7 +104,6 @@ class Coordinator:
             on_trouble=self.warn,
         )
         self._garbage = GarbageSearch(now)
-        self._is_watching = False
         self._longest_stand = 0.0  # of the loop, in which nobody was answered
         self._exit_status: int | None = None
         self._over = asyncio.Event()
@@ -360,23 +359,20 @@ class Coordinator:
             if quiet and self.sign.is_fresh(now):
                 for lost in self._watchdog.at_silence(quiet, now):
                     self.feed(lost)
-            if not self._is_watching and self._watchdog.is_due(now):
-                self._is_watching = True
-                self.spawn(self._watch())
+            if self._watchdog.is_due(now):
+                self._watch()
             self.feed(inputs.Tick())
             if self.checkpoints.is_used:
                 self.checkpoints.tick()
             self._garbage.tick(now)
 
-    async def _watch(self) -> None:
+    def _watch(self) -> None:
         """Look at the progress of all roles, once."""
         try:
             events, found = self._watchdog.at_progress(self.state, self._epoch, time.monotonic())
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self.peers.refuse_broken("members", "their beats", error)
             return
-        finally:
-            self._is_watching = False
         for event in events:
             self.files.write(event)
         for item in (*found, *self._watchdog.at_protection(self.state)):
@@ -394,7 +390,7 @@ class Coordinator:
         if self._exit_status is None:
             text = f"coordinator of term {self.options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self.files.hand_over()
+            self.files.take_digests()  # what was collected is left unsaid
             self.end(ExitStatus.SUPERSEDED)
 
     def end(self, exit_status: int) -> None:

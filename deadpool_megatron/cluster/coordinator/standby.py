@@ -106,18 +106,15 @@ class Standby:
                     self._report({"over": True, "kept": bool(result.get("slots_kept", False))})
                     return None
                 self._look()
-                claimed = self._consider()
+                if (claimed := self._consider()) is not None:
+                    return claimed
             except (JournalError, OSError) as error:
                 self._complain(str(error))
-                claimed = None
             except DAMAGE as error:
                 # Of another version, say. Without standbys the run would have no coordinator more.
                 self._complain(
                     f"an entry of the journal is not understood: {type(error).__name__}: {error}"
                 )
-                claimed = None
-            if claimed is not None:
-                return claimed
             if not self._pause():
                 return None
 

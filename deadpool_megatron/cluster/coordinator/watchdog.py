@@ -31,9 +31,7 @@ from deadpool_megatron.settings import Settings
 
 
 class Watchdog:
-    """Used from the coordinator's loop, but for :meth:`at_progress`, which goes over all roles and
-    may be called in one other thread; ``now`` is the monotonic clock, in seconds.
-    """
+    """Used from the coordinator's loop; ``now`` is the monotonic clock, in seconds."""
 
     def __init__(self, settings: Settings, peers: Peers) -> None:
         self._settings = settings

@@ -185,7 +185,10 @@ class SignOfLife:
                 trouble = str(error)
             else:
                 if show:
-                    self._shown(time.monotonic())
+                    now = time.monotonic()
+                    if not self.is_fresh(now):
+                        self._on_gap(now)
+                    self._written_at = now
                 if is_followed:
                     self._on_newer(f"term {self._term + 1} has begun")
                     return  # whatever else was found says nothing more
@@ -193,11 +196,6 @@ class SignOfLife:
                 self._on_trouble(f"{trouble}; nothing is decided until that is over")
             known = trouble
             await asyncio.sleep(self._rhythm.beat)
-
-    def _shown(self, now: float) -> None:
-        if not self.is_fresh(now):
-            self._on_gap(now)
-        self._written_at = now
 
     def look(self) -> int:
         """The newest term, from a list of all, asked right now from the calling thread: for what no

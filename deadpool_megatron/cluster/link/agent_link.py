@@ -384,10 +384,12 @@ class CoordinatorLink:
 
     def _is_in_doubt(self) -> bool:
         """Return whether what there is may not lead to the newest coordinator any more."""
-        in_touch = self._session is not None and not self._is_silent(self.contact_seconds)
-        if self._refused or (in_touch and not self._has_moved()):
+        address, session = self._address(), self._session
+        is_silent = time.monotonic() - self._heard_at > self.contact_seconds
+        in_touch = session is not None and not is_silent and address in (None, session.address)
+        if self._refused or in_touch:
             return False
-        return not self._greetings.tasks or self._greetings.needs_another(self._address())
+        return not self._greetings.tasks or self._greetings.needs_another(address)
 
     def _first_message(self) -> dict[str, Any]:
         return {**self._join(), "term": self._term, "of": self._boot, "o": self._ordered}
@@ -400,21 +402,16 @@ class CoordinatorLink:
         self._reading, self._lost_at = None, time.monotonic()
         self._greetings.hurry()
 
-    def _leave(self, fresh: Contact) -> None:
-        """Close the connection that a fresh one replaces. To a coordinator that does not know of
-        its successor this would look like the death of this node, so it is told.
-        """
-        if self._session is None:
-            return
-        if fresh.term > self._session.term:
-            self.supersede(f"went over to term {fresh.term}")
-        self._session.writer.close()
-
     def _begin(self, session: Contact) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
-        self._leave(session)
+        if self._session is not None:
+            if session.term > self._session.term:
+                # To a coordinator that does not know of its successor the end of the connection
+                # would look like the death of this node.
+                self.supersede(f"went over to term {session.term}")
+            self._session.writer.close()
         self._session, self._told, self._telling = session, {}, Metronome(_TELLING_SECONDS)
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
@@ -460,13 +457,6 @@ class CoordinatorLink:
             elif int(message.get("o", self._ordered + 1)) > self._ordered:
                 self._ordered = int(message.get("o", self._ordered))
                 self._on_message(message)
-
-    def _is_silent(self, limit_seconds: float) -> bool:
-        return time.monotonic() - self._heard_at > limit_seconds
-
-    def _has_moved(self) -> bool:
-        address = self._address()
-        return self._session is not None and address not in (None, self._session.address)
 
     def _heard(self, sent_at: float, term: int) -> None:
         self._heard_at = max(self._heard_at, sent_at)

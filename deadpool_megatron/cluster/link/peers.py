@@ -58,7 +58,6 @@ class AgentPeer:
     node: int
     boot: str
     writer: asyncio.StreamWriter
-    hostname: str
     heard_at: float
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     vault: dict[str, Any] = field(default_factory=dict)
@@ -104,13 +103,6 @@ class AgentPeer:
             self.writer.transport.abort()
 
 
-def _join_credit_seconds(settings: Settings) -> float:
-    """By how much longer an agent that only joined may be silent: it may not know that it is in,
-    and then counts on the limit for rejoining.
-    """
-    return settings.rejoin_seconds - settings.node_silence_seconds
-
-
 class PeerEvents(Protocol):
     """The part of the coordinator that acts on connections."""
 
@@ -152,7 +144,9 @@ class Peers:
         # Beats that come sooner after an acknowledgement get none of their own, unless reports
         # came, too.
         self._acknowledge_seconds = acknowledge_seconds(settings)
-        self._join_credit_seconds = _join_credit_seconds(settings)
+        # By how much longer an agent that only joined may be silent: it may not know that it is in,
+        # and then counts on the limit for rejoining.
+        self._join_credit_seconds = settings.rejoin_seconds - settings.node_silence_seconds
         self._events = events
         self._term = term
         # Newest report taken from each agent process, kept beyond the end of its connection.
@@ -336,7 +330,7 @@ class Peers:
         """
         node, boot = int(first["node"]), str(first["boot"])
         until = time.monotonic() + self._join_credit_seconds
-        peer = AgentPeer(node, boot, writer, str(first["hostname"]), until)
+        peer = AgentPeer(node, boot, writer, until)
         old = self.agents.get(node)
         again = old is not None and old.boot == boot and not old.dropped
         if old is not None:

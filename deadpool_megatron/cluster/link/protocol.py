@@ -5,10 +5,9 @@ KeyError, TypeError and ValueError mean that the message is not one of ours: the
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from deadpool_megatron.cluster.journal.journal import MOST_NUMBER
 from deadpool_megatron.cluster.machine import inputs
@@ -18,6 +17,7 @@ from deadpool_megatron.wire.forms import read
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
+Read = TypeVar("Read")
 NONE_KNOWN: Mapping[int, RoleLayout] = {}
 _SHOWN_FRAMES = 4
 # Numbers that results are made of; a coordinator drops those that it has already.
@@ -25,6 +25,11 @@ NUMBERS = frozenset({Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH})
 # What decisions go by comes as a report of its own, of which an event is written as well.
 PROGRESS = NUMBERS | {Kind.GATE_WAIT, Kind.COMMITTED, Kind.EXPOSED, Kind.STACK}
 
+_OF_AGENTS: Mapping[str, type[inputs.Input]] = {
+    "member-lost": inputs.MemberLost,
+    "member-suspected": inputs.MemberSuspected,
+    "facts": inputs.FactsReported,
+}
 _OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
     "hello": inputs.MemberHello,
     "warm": inputs.MemberWarm,
@@ -57,7 +62,6 @@ def from_agent(
 
     ``layouts``: of the roles, as far as they are known already.
     """
-    found: inputs.Input | None = None
     match message["t"]:
         case "inventory":
             inventory = _inventory(message["inventory"], layouts)
@@ -66,25 +70,18 @@ def from_agent(
             return inputs.NodeInventory(inventory)
         case "given-up":
             return inputs.NodeLost(node, str(message["why"]))
-        case "member-lost":
-            name = message.get("signal")
-            number = None if name is None else signal_number(str(name))
-            last_line = message.get("cause", "")
-            found = _read(inputs.MemberLost, node, message, signal=number, last_line=last_line)
-        case "member-suspected":
-            found = _read(inputs.MemberSuspected, node, message)
-        case "facts":
-            found = _read(inputs.FactsReported, node, message)
         case "dumped":
             bad = frozenset(BadPart.from_list(node, one) for one in message.get("damaged", ()))
-            found = replace(_read(inputs.Dumped, node, {**message, "damaged": ()}), damaged=bad)
+            return replace(_read(inputs.Dumped, node, {**message, "damaged": ()}), damaged=bad)
         case "member":
-            found = _from_member(seat_of(node, message), message["m"])
+            return _from_member(seat_of(node, message), message["m"])
+    kind = _OF_AGENTS.get(message["t"])
+    return None if kind is None else _read(kind, node, message)
+
+
+def _read(kind: type[Read], node: int, message: Message) -> Read:
+    found: Read = read(kind, {**message, "node": node})
     return found
-
-
-def _read(kind: Any, node: int, message: Message, **more: Any) -> Any:
-    return read(kind, {**message, "node": node, **more})
 
 
 def _inventory(values: Message, known: Mapping[int, RoleLayout]) -> Inventory:
@@ -106,33 +103,18 @@ def report_of(event: Event) -> dict[str, Any]:
 def from_progress(report: Event) -> inputs.Input | None:
     """Return what reported progress tells the machine, if anything."""
     if report.kind is Kind.STEP and report.iteration is not None:
-        return _step(report, report.iteration)
+        if (found := not_finite(report.data)) is None:
+            return inputs.StepReported(report.epoch, report.iteration)
+        place = report.epoch, report.node, report.role, report.iteration
+        return inputs.NotFinite(*place, *found)
     if report.kind is Kind.STACK:
-        return _stack(report)
+        frames = [str(frame) for frame in report.data.get("frames", ())]
+        where = " < ".join(frames[:_SHOWN_FRAMES]) or str(report.data.get("missing", ""))
+        return inputs.StackReported(f"stack of role {report.role} on node {report.node}: {where}")
     if report.kind is Kind.EXPOSED:
         seconds = float(report.data["seconds"])
         return inputs.PhaseReported(report.epoch, "reprotect", seconds, exposed=seconds)
     return None
-
-
-def _stack(event: Event) -> inputs.Input:
-    frames = [str(frame) for frame in event.data.get("frames", ())]
-    where = " < ".join(frames[:_SHOWN_FRAMES]) or str(event.data.get("missing", ""))
-    return inputs.StackReported(f"stack of role {event.role} on node {event.node}: {where}")
-
-
-def _step(event: Event, iteration: int) -> inputs.Input:
-    found = not_finite(event.data)
-    if found is None:
-        return inputs.StepReported(event.epoch, iteration)
-    return inputs.NotFinite(event.epoch, event.node, event.role, iteration, *found)
-
-
-def signal_number(name: str) -> int:
-    """``SIGKILL`` -> 9; ``signal 40`` (no name) -> 40."""
-    if name.startswith("SIG"):
-        return int(signal.Signals[name])
-    return int(name.split()[-1])
 
 
 def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
@@ -159,5 +141,4 @@ def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
     values = {**m, "slot": slot, "incarnation": incarnation}
     if kind is inputs.MemberFault:
         values["text"] = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
-    found: inputs.Input = _read(kind, node, values)
-    return found
+    return _read(kind, node, values)

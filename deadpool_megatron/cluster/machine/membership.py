@@ -6,7 +6,6 @@ A node has come when it was judged: that is in bootstrap.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from deadpool_megatron.cluster.failures import (
     kind_of_end,
     process_name,
     same_text,
+    signal_name,
 )
 from deadpool_megatron.cluster.machine import chosen_plan
 from deadpool_megatron.cluster.machine import inputs as ev
@@ -356,7 +356,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     state, place = core.state, (event.node, event.slot)
     ordered = state.fleet.members[place].status is MemberStatus.KILLED
     role = _role(core, event)
-    how = f"exit {event.exit_code}" if event.signal is None else _signal_name(event.signal)
+    how = f"exit {event.exit_code}" if event.signal is None else signal_name(event.signal)
     cause = f"{process_name(event.node, event.slot, event.incarnation)} ended: {how}"
     cause += f" ({event.last_line})" if event.last_line else ""
     failure = _failure_of(event, cause, role)
@@ -490,11 +490,3 @@ def check_members(core: Core) -> None:
     for place in sorted(members.building - state.seats.role_by_place.keys()):
         if core.now - members[place].since > settings.start_seconds:
             core.kill(place)
-
-
-def _signal_name(number: int) -> str:
-    """SIGKILL rather than 9; a number for what has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from deadpool_megatron.cluster.failures import signal_name
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.process_names import interpreter
 from deadpool_megatron.vault.errors import is_shortage
@@ -27,28 +27,17 @@ class ProcessEnd:
     """The end of a process: exactly one of the two is set."""
 
     exit_code: int | None = None
-    signal_name: str | None = None
+    signal: int | None = None
 
     @staticmethod
     def from_wait_status(status: int) -> ProcessEnd:
         """From what ``waitpid`` answers."""
         code = os.waitstatus_to_exitcode(status)
-        if code >= 0:
-            return ProcessEnd(exit_code=code)
-        try:
-            return ProcessEnd(signal_name=signal.Signals(-code).name)
-        except ValueError:
-            return ProcessEnd(signal_name=f"signal {-code}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As an agent tells it."""
-        if self.signal_name is not None:
-            return {"signal": self.signal_name}
-        return {"exit_code": self.exit_code}
+        return ProcessEnd(exit_code=code) if code >= 0 else ProcessEnd(signal=-code)
 
     def __str__(self) -> str:
-        if self.signal_name is not None:
-            return f"killed by {self.signal_name}"
+        if self.signal is not None:
+            return f"killed by {signal_name(self.signal)}"
         return f"ended with exit status {self.exit_code}"
 
 

@@ -413,7 +413,7 @@ class Starter:
             self._refuse(ConnectionResetError("the fork server has ended"))
         for pid, watch in list(self._forked.items()):
             posix.kill_group(pid)
-            watch.finish(ProcessEnd(signal_name="SIGKILL"))
+            watch.finish(ProcessEnd(signal=signal.SIGKILL))
         self._forked.clear()
 
     def _unpark(self, slot: int, request: Message, handle: int) -> ChildWatch:

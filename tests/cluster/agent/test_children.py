@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,7 @@ class Watch:
     def kill(self) -> None:
         self.kills += 1
         if self._dies:
-            self.ending = ProcessEnd(signal_name="SIGKILL")
+            self.ending = ProcessEnd(signal=signal.SIGKILL)
             self.ended.set()
 
 

@@ -61,7 +61,7 @@ def test_the_process_id_of_a_vault_that_has_ended_is_sent_nothing(
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(posix, "kill", lambda *one: sent.append(one))
     keeper: Any = object.__new__(VaultKeeper)
-    ending = ProcessEnd(signal_name="SIGKILL") if ended else None
+    ending = ProcessEnd(signal=signal.SIGKILL) if ended else None
     keeper._watch = SimpleNamespace(pid=1 << 30, ending=ending)
     agent: Any = object.__new__(Agent)
     agent._vault, agent._members = keeper, object.__new__(NodeMembers)

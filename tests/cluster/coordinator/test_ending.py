@@ -33,7 +33,7 @@ class Agent:
         self.one = one
         self.removes = removes
         writer: Any = PipeWriter(os.open(os.devnull, os.O_WRONLY))
-        one.peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)
+        one.peers.agents[0] = AgentPeer(0, "boot", writer, 0.0)
         one.feed(inputs.NodeJoined(0, "host", 1, "rack"))
         monkeypatch.setattr(one.peers, "send_all", self.hear)
 

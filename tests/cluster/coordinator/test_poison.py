@@ -28,7 +28,7 @@ def hear(directory: Path, scenario: Callable[[Coordinator, AgentPeer], None]) ->
         journal = Journal(directory / "journal")
         one = coordinator(lambda name: journal, directory, "run")
         writer: Any = PipeWriter(1)
-        peer = one.peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)
+        peer = one.peers.agents[0] = AgentPeer(0, "boot", writer, 0.0)
         scenario(one, peer)
         for _ in range(20):
             await asyncio.sleep(0.005)

@@ -165,7 +165,7 @@ async def decide(one: Coordinator, pipes: list[int], line: int) -> None:
     """From the first agent to the announcement of epoch 1."""
     heard = [PipeWriter(pipe) for pipe in pipes]
     for node, writer in enumerate(heard):
-        one.peers.agents[node] = AgentPeer(node, 1, writer, "host", 0.0)  # type: ignore[arg-type]
+        one.peers.agents[node] = AgentPeer(node, 1, writer, 0.0)  # type: ignore[arg-type]
         one.feed(ev.NodeJoined(node, "host", 1, f"rack{node}"))
     one.feed(ev.MemberHello(0, 0, 0))
     Death(line).begin()

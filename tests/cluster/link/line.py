@@ -207,7 +207,6 @@ class Agent:
                 "t": "join",
                 "node": node,
                 "boot": f"agent {node}",
-                "hostname": f"host {node}",
                 "told": 0,
             },
             self._take,

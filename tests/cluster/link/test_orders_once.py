@@ -24,8 +24,8 @@ ORDERS: dict[str, Callable[[Orders, int, int], None]] = {
     "close": lambda o, n, node: o.give(actions.CloseEpoch(n, "a failure")),
     "pause": lambda o, n, node: o.give(actions.Pause(1, n)),
     "dump": lambda o, n, node: o.give(actions.Dump((node,), "/dump", Generation(1, n), "step")),
-    "durable-done": lambda o, n, node: o.durable_done(n),
-    "export-take": lambda o, n, node: o.send(node, {"t": "export-take", "iteration": n}),
+    "durable-done": lambda o, n, node: o._peers.send_all({"t": "durable-done", "iteration": n}),
+    "export-take": lambda o, n, node: o._peers.order(node, {"t": "export-take", "iteration": n}),
 }
 NODES = (3, 4, 8)
 _NUMBER: dict[str, Callable[[Mapping[str, Any]], int]] = {
@@ -156,7 +156,7 @@ def test_an_agent_that_leaves_orders_unanswered_is_given_up() -> None:
     async def scenario(line: Line) -> None:
         await beginning(line)
         for number in range(10_001):
-            line.office.orders.durable_done(number)
+            line.office.peers.send_all({"t": "durable-done", "iteration": number})
         assert line.office.is_left
         assert line.office.peers.agents == {}
 
@@ -171,7 +171,7 @@ def test_what_follows_from_unanswered_orders_overtakes_no_order() -> None:
         await line.until("two agents", lambda: len(office.peers.agents) == 2)
         await line.until("welcomes", lambda: len(office.peers.listening()) == 2)
         for number in range(10_000):
-            office.orders.send(first, {"t": "export-take", "iteration": number})
+            office.peers.order(first, {"t": "export-take", "iteration": number})
         left = office.agent_left
 
         def lose(peer: AgentPeer, cause: str) -> None:
@@ -180,7 +180,7 @@ def test_what_follows_from_unanswered_orders_overtakes_no_order() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(office, "agent_left", lose)
-            office.orders.durable_done(7)
+            office.peers.send_all({"t": "durable-done", "iteration": 7})
             assert office.left == {first}
             await line.until("both orders", lambda: len(line.agents[last].obeyed) == 2)
         assert obeyed(line.agents[last]) == [("durable-done", 7), ("close", 1)]

@@ -105,8 +105,7 @@ def serve(scenario: Scenario) -> Events:
 
 
 def join(node: int, boot: str = "a", greeting: int = 1) -> dict[str, Any]:
-    first = {"t": "join", "node": node, "boot": boot, "greeting": greeting}
-    return {**first, "hostname": "h", "term": 0}
+    return {"t": "join", "node": node, "boot": boot, "greeting": greeting, "term": 0}
 
 
 async def connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

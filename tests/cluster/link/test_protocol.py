@@ -68,11 +68,11 @@ def said(**m: Any) -> dict[str, Any]:
         ),
         (said(t="drained", epoch=3, clean=True), None),
         (
-            {"t": "member-lost", "slot": 1, "incarnation": 2, "signal": "SIGKILL", "cause": "x"},
+            {"t": "member-lost", "slot": 1, "incarnation": 2, "signal": 9, "last_line": "x"},
             inputs.MemberLost(7, 1, 2, signal=9, last_line="x"),
         ),
         (
-            {"t": "member-lost", "slot": 1, "incarnation": 2, "exit_code": 3, "cause": ""},
+            {"t": "member-lost", "slot": 1, "incarnation": 2, "exit_code": 3, "last_line": ""},
             inputs.MemberLost(7, 1, 2, exit_code=3),
         ),
         (

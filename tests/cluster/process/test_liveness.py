@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -132,7 +133,7 @@ def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.Mon
         return watched.ending, grandchild
 
     ending, grandchild = asyncio.run(watch())
-    assert ending == ProcessEnd(signal_name="SIGSEGV")
+    assert ending == ProcessEnd(signal=signal.SIGSEGV)
     assert states == ["Z"], "its number may be another group's later"
     wait_for("the grandchild to end", lambda: not posix.is_alive(grandchild))
 

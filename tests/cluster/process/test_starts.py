@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -142,7 +143,7 @@ async def test_a_member_starts_and_its_end_is_told_and_its_group_goes_with_it(
 ) -> None:
     async with starting(way) as starter:
         for slot, (does, ending) in enumerate(
-            [("ends", ProcessEnd(exit_code=7)), ("sleeps", ProcessEnd(signal_name="SIGKILL"))]
+            [("ends", ProcessEnd(exit_code=7)), ("sleeps", ProcessEnd(signal=signal.SIGKILL))]
         ):
             started = await starter.start(spec_of(tmp_path, does, slot))
             told: list[ProcessEnd] = []
@@ -183,7 +184,7 @@ async def test_with_its_server_a_member_dies_and_the_next_one_is_parked(tmp_path
     posix.kill(server.pid)
     os.waitpid(server.pid, 0)
     await asyncio.wait_for(started.watch.ended.wait(), SECONDS)
-    assert started.watch.ending == ProcessEnd(signal_name="SIGKILL")
+    assert started.watch.ending == ProcessEnd(signal=signal.SIGKILL)
     await until(lambda: not posix.is_alive(started.watch.pid))
     child = int(read(tmp_path, 0).split()[0])
     await until(lambda: not posix.is_alive(child))

@@ -56,8 +56,11 @@ class World:
             warn=self.warnings.append,
             spawn=self.tasks.append,
             files=SimpleNamespace(write=self.events.append),
-            peers=SimpleNamespace(refuse=lambda what, why: None),
-            orders=SimpleNamespace(send=self._send, durable_done=self.done.append),
+            peers=SimpleNamespace(
+                refuse=lambda what, why: None,
+                order=self._send,
+                send_all=lambda message: self.done.append(message["iteration"]),
+            ),
         )
         return Checkpoints(one)
 
