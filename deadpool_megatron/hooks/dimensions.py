@@ -109,15 +109,18 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what
         return
     device = tensors[0].device if tensors else current_device()
     own = fingerprint(tensors, device)
-    seen = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(seen, own, group=group)
-    odd = [
-        role
-        for role, other in zip(dist.get_process_group_ranks(group), seen, strict=True)
-        if not torch.equal(other, own)
-    ]
+    found = gathered(own, group)
+    odd = [role for role, other in found.items() if not torch.equal(other, found[dist.get_rank()])]
     if odd:
         raise PeerMismatch(f"{what} of roles {odd} differ from role {dist.get_rank()}")
+
+
+def gathered(own: Tensor, group: dist.ProcessGroup) -> dict[int, Tensor]:
+    """Everybody's tensor by role, on the host. Collective."""
+    roles = dist.get_process_group_ranks(group)
+    seen = [torch.empty_like(own) for _ in roles]
+    dist.all_gather(seen, own, group=group)
+    return dict(zip(roles, torch.stack(seen).cpu(), strict=True))
 
 
 def current_device() -> torch.device:

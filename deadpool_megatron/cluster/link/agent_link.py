@@ -407,9 +407,9 @@ class CoordinatorLink:
             self._reading.cancel()
             self._reading = None
         if self._session is not None:
+            # To a coordinator that does not know of its successor the end of the connection would
+            # look like the death of this node.
             if session.term > self._session.term:
-                # To a coordinator that does not know of its successor the end of the connection
-                # would look like the death of this node.
                 self.supersede(f"went over to term {session.term}")
             self._session.writer.close()
         self._session, self._told, self._telling = session, {}, Metronome(_TELLING_SECONDS)

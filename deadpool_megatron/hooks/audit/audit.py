@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
     is_distributed,
     parameters_of,
 )
-from deadpool_megatron.hooks.dimensions import current_device, plain_parameters
+from deadpool_megatron.hooks.dimensions import current_device, gathered, plain_parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import Generation, is_due
@@ -82,23 +81,6 @@ def is_audited(iteration: int, interval: int, every: int) -> bool:
 def audit_number(iteration: int, interval: int, every: int) -> int:
     """Of an audited iteration; that of the next one is greater by one, so that roles take turns."""
     return iteration // max(interval, every)
-
-
-@dataclass(frozen=True)
-class _Peers:
-    """A data-parallel group, by role."""
-
-    group: dist.ProcessGroup
-
-    @property
-    def roles(self) -> list[int]:
-        return dist.get_process_group_ranks(self.group)
-
-    def gather(self, own: Tensor) -> dict[int, Tensor]:
-        """Everybody's tensor, on the host."""
-        seen = [torch.empty_like(own) for _ in self.roles]
-        dist.all_gather(seen, own, group=self.group)
-        return dict(zip(self.roles, torch.stack(seen).cpu(), strict=True))
 
 
 class Audit(Auditor):
@@ -180,16 +162,17 @@ class Audit(Auditor):
                 facts = {"seconds": passes + self._seconds, "bytes": self._bytes}
                 self._reports.send_event(Kind.AUDITED, self._iteration, facts)
 
-    def _peers(self, index: int) -> _Peers | None:
-        group = self._inner[index].data_parallel_group
-        return _Peers(group) if dist.get_world_size(group) > 1 else None
+    def _peers(self, index: int) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = self._inner[index].data_parallel_group
+        return group if dist.get_world_size(group) > 1 else None
 
-    def _audited(self, peers: _Peers, number: int) -> int:
-        return peers.roles[number % len(peers.roles)]
+    def _audited(self, peers: dist.ProcessGroup, number: int) -> int:
+        roles = dist.get_process_group_ranks(peers)
+        return roles[number % len(roles)]
 
     def _compare_weights(self) -> None:
         """Compare what the forward pass has used: equal in all data-parallel peers."""
-        groups: dict[bool, _Peers] = {}
+        groups: dict[bool, dist.ProcessGroup] = {}
         for index, inner in enumerate(self._inner):
             is_expert = any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups)
             if (peers := self._peers(index)) is not None:
@@ -197,11 +180,11 @@ class Audit(Auditor):
         for is_expert, peers in sorted(groups.items()):
             held = plain_parameters(self._loop, expert=is_expert)
             self._damage("audit.weight", held)
-            found = peers.gather(fingerprint(held, current_device()))
+            found = gathered(fingerprint(held, current_device()), peers)
             what = "expert weights" if is_expert else "weights"
             self._stop_if_wrong(judge_equals({r: _sums(one) for r, one in found.items()}, what))
 
-    def _compute_alike(self, index: int, audited: int, peers: _Peers) -> Tensor:
+    def _compute_alike(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
         """As :meth:`_compute`. Where no majority tells who is wrong, all compute it once more, and
         who does not come to the same is: a fault that comes and goes shows so."""
         sums = self._compute(index, audited, peers)
@@ -214,28 +197,26 @@ class Audit(Auditor):
         return sums
 
     def _gather_computed(
-        self, sums: Tensor, peers: _Peers
+        self, sums: Tensor, peers: dist.ProcessGroup
     ) -> tuple[dict[int, int], dict[int, Sums]]:
         """By role: its hardware, and its sums."""
         own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
-        found = peers.gather(torch.cat([own, sums.flatten()]))
+        found = gathered(torch.cat([own, sums.flatten()]), peers)
         hardware_of = {role: int(row[0]) for role, row in found.items()}
         return hardware_of, {role: _sums(row[1:]) for role, row in found.items()}
 
-    def _compute(self, index: int, audited: int, peers: _Peers) -> Tensor:
+    def _compute(self, index: int, audited: int, peers: dist.ProcessGroup) -> Tensor:
         """The update of ``audited`` on copies; sums of each chunk, of shape (chunks, 2)."""
         inner, device, is_own = self._inner[index], current_device(), audited == dist.get_rank()
         payload = shipping.describe(inner) if is_own else b""
-        description = shipping.described(
-            shipping.broadcast_bytes(payload, audited, peers.group, device)
-        )
+        description = shipping.described(shipping.broadcast_bytes(payload, audited, peers, device))
         sums = []
         for chunk in description.chunks:
             if is_own:
                 flat = shipping.pack(inner, chunk, self._state_before(index), device)
             else:
                 flat = torch.empty(shipping.chunk_bytes(chunk), dtype=torch.uint8, device=device)
-            dist.broadcast(flat, src=audited, group=peers.group)
+            dist.broadcast(flat, src=audited, group=peers)
             copies = shipping.unpack(chunk, flat)
             self._bytes += flat.numel()
             del flat
@@ -257,7 +238,7 @@ class Audit(Auditor):
             return lambda tensor: tensor
         return lambda tensor: part.slice(held, tensor)
 
-    def _compare_update(self, index: int, audited: int, peers: _Peers) -> None:
+    def _compare_update(self, index: int, audited: int, peers: dist.ProcessGroup) -> None:
         inner, sums = self._inner[index], self._computed.pop(index)
         used = torch.zeros_like(sums)
         if audited == dist.get_rank():
@@ -268,7 +249,7 @@ class Audit(Auditor):
         again = {role: both[: used.numel()] for role, both in found.items()}
         what = f"the update of role {audited}"
         if len(set(known.values())) > 1:
-            self._say_who_is_alone(alone(known), "updates", min(peers.roles))
+            self._say_who_is_alone(alone(known), "updates", min(found))
         used_sums = found[audited][used.numel() :]
         self._stop_if_wrong(judge_update(audited, used_sums, again, known, what))
 

@@ -166,16 +166,6 @@ def state_hash(loop: ProtectedLoop) -> str:
     return digest.hexdigest()
 
 
-def state_digests(loop: ProtectedLoop) -> dict[str, str]:
-    """The same state piece by piece, name -> SHA-256: shows where two states differ."""
-    digests = {}
-    for name, value in _entries(loop):
-        digest = hashlib.sha256()
-        _add(digest, name, value)
-        digests[name] = digest.hexdigest()
-    return digests
-
-
 def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():

@@ -58,10 +58,6 @@ from deadpool_megatron.support import flags, judgement
 _BUILT = "datasets-ready"
 
 
-class FlagsRefused(ValueError):
-    """A flag of Megatron-LM that a protected run cannot have; one line: which, why, what to do."""
-
-
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group ``deadpool``, with the settings of the run that this process belongs to.
 
@@ -81,15 +77,14 @@ def set_for_the_user(args: argparse.Namespace) -> None:
                 row.set_in(args)
 
 
-def refuse(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Raise FlagsRefused for arguments, validated by Megatron, that cannot be protected, and for
-    flags in ``argv``, the script's command line, that nobody has looked at."""
+def refusal(args: argparse.Namespace, argv: Sequence[str]) -> str:
+    """Return why arguments, validated by Megatron, cannot be protected, or that nobody has looked
+    at flags in ``argv``, the script's command line: one line, which, why, what to do; empty if they
+    can be."""
     if not getattr(args, "deadpool", False):
-        return
+        return ""
     line = judgement.refusal(judgement.judge(argv, args))
-    line = line or saves_refusal(getattr(args, "save", None), os.environ)
-    if line:
-        raise FlagsRefused(line)
+    return line or saves_refusal(getattr(args, "save", None), os.environ)
 
 
 def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | None:
@@ -135,10 +130,8 @@ def _add_arguments(
 
 def _validate(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any) -> Any:
     answer = original(args, *more, **kwargs)
-    try:
-        refuse(args, sys.argv)
-    except FlagsRefused as error:
-        _end(str(error))
+    if line := refusal(args, sys.argv):
+        _end(line)
     return answer
 
 

@@ -11,17 +11,10 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from deadpool_megatron.hooks.pretraining.scene import replaced
 from deadpool_megatron.support.versions import FAMILIES
-
-
-class Lookup(NamedTuple):
-    """A function of Megatron where its callers look it up: ``name`` in ``holder``."""
-
-    holder: Any
-    name: str
 
 
 @dataclass(frozen=True)
@@ -74,11 +67,12 @@ def family() -> Family:
     return Family(**FAMILIES.get(".".join(__version__.split(".")[:2]), newest))
 
 
-def place(named: str) -> Lookup:
-    """Return the place that a row names as ``MODULE:NAME``, or ``MODULE:HOLDER.NAME``."""
+def place(named: str) -> tuple[Any, str]:
+    """Return the holder and the name that a row names as ``MODULE:NAME``, or
+    ``MODULE:HOLDER.NAME``: a function of Megatron where its callers look it up."""
     module, _, path = named.partition(":")
     *holders, name = path.split(".")
-    return Lookup(functools.reduce(getattr, holders, importlib.import_module(module)), name)
+    return functools.reduce(getattr, holders, importlib.import_module(module)), name
 
 
 def _abort_writers(queue: Any) -> None:

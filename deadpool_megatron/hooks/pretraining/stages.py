@@ -85,7 +85,9 @@ def stage_class(args: Any, config: Any, role: int) -> str:
     if args.context_parallel_size > 1:
         # TransformerEngine's attention keeps the global ranks of its context-parallel peers.
         return f"{text}.role{role}"
-    if _numbers_matter(config) or (getattr(args, "spec", None) and not pattern):
+    is_by_number = getattr(config, "moe_layer_freq", 1) != 1
+    is_by_number = is_by_number or any(getattr(config, name, None) for name in _BY_NUMBER)
+    if is_by_number or (getattr(args, "spec", None) and not pattern):
         text += f".from{'+'.join(map(str, layer_offsets(args, config, role)))}"
     return text
 
@@ -184,8 +186,3 @@ def _segments(args: Any, config: Any, pattern: str) -> list[str]:
     kinds = iter(segments[0])
     counts = [_numbers(args, config, stage) for stage in range(args.pipeline_model_parallel_size)]
     return ["".join(itertools.islice(kinds, count)) for (count,) in counts]
-
-
-def _numbers_matter(config: Any) -> bool:
-    pattern = getattr(config, "moe_layer_freq", 1)
-    return pattern != 1 or any(getattr(config, name, None) for name in _BY_NUMBER)

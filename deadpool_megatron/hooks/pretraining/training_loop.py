@@ -99,9 +99,20 @@ class PretrainLoop(ProtectedLoop):
             self._logbook.mute()
         self._entered = True
         self._go_to_start()
+        scene: dict[str, Callable[..., Any]] = {
+            "train_step": self._train_step,
+            "training_log": self._log,
+            "evaluate": self._evaluate_once,
+            "evaluate_and_print_results": functools.partial(self._evaluate, "evaluation"),
+            "save_checkpoint": self._save,
+            "checkpoint_and_decide_exit": self._decide_exit,
+        }
+        done = self.counters["iteration"] if self._newest.known else None
+        # What train() starts at each entry continues where it was.
+        entering = entered.to_train(lambda: self._newest.lengths, done, self._first_iteration - 1)
         try:
             with self._saves.watched():
-                with acting(self._scene_of_training()), self._entering() as take_lengths:
+                with acting(scene), entering as take_lengths:
                     self._take_lengths = take_lengths
                     result = self.build.train(**self.build.train_arguments)
                 self._follow_up(result)
@@ -248,12 +259,6 @@ class PretrainLoop(ProtectedLoop):
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self.build.train_arguments["config"].timers = get_timers()
 
-    def _entering(self) -> contextlib.AbstractContextManager[Callable[[], Iterable[float | None]]]:
-        """Have what train() starts at each entry continue where it was."""
-        known, iteration = self._newest.known, self.counters["iteration"]
-        first = self._first_iteration - 1
-        return entered.to_train(lambda: self._newest.lengths, iteration if known else None, first)
-
     def _follow_up(self, result: Any) -> None:
         """Do what pretrain() does when train() has returned ``result``: last save, evaluations.
 
@@ -283,16 +288,6 @@ class PretrainLoop(ProtectedLoop):
             self._pretrain()
 
     # What Megatron's functions do meanwhile.
-
-    def _scene_of_training(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "train_step": self._train_step,
-            "training_log": self._log,
-            "evaluate": self._evaluate_once,
-            "evaluate_and_print_results": functools.partial(self._evaluate, "evaluation"),
-            "save_checkpoint": self._save,
-            "checkpoint_and_decide_exit": self._decide_exit,
-        }
 
     def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         iteration = self._arguments(original, args, kwargs)["iteration"] + 1

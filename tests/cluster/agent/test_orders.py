@@ -201,7 +201,7 @@ class Node:
         members: Any = object.__new__(NodeMembers)
         member: Any = object.__new__(Member)
         member.slot, member.incarnation, member.said = 0, 0, {}
-        member._freeze = SimpleNamespace(beat=lambda now: None)
+        member.freeze = SimpleNamespace(beat=lambda now: None)
         member._reports = agent
         member._pipe = SimpleNamespace(send=self.ordered.append)
         members.by_slot, members._node = {0: member}, 3

@@ -19,12 +19,12 @@ from torch import Tensor
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.first_state import complete_state
-from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,
 )
 from tests.hooks.capture import gpu_rig
+from tests.hooks.capture.digests import state_digests
 from tests.hooks.capture.gpu_rig import Slot, differences, plain_inner
 from tests.hooks.capture.plain_loop import plain_loop
 

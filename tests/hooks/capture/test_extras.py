@@ -17,7 +17,6 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from deadpool_megatron.hooks.capture import identity as hashing
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import (
@@ -28,6 +27,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, S
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.extras import ExtrasError
+from tests.hooks.capture.digests import state_digests
 from tests.hooks.capture.plain_loop import captured, plain_loop, scaler, schedule
 
 
@@ -243,8 +243,8 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_
                 frozen=None,
             )
             self._link: Any = SimpleNamespace(send=lambda message: None)
-            self._settings = Settings()
-            self._reports: Any = SimpleNamespace(told=[])
+            self.settings = Settings()
+            self.reports: Any = SimpleNamespace(told=[])
             self._pristine = self.capture_extras()
 
     entry = Entry()
@@ -440,10 +440,10 @@ def test_the_loss_is_scaled_as_before(by: str, monkeypatch: pytest.MonkeyPatch) 
     assert loop.stub.is_stub_optimizer
     loop.overflow()
     kept = captured(loop.made)
-    digests = hashing.state_digests(loop.made)
+    digests = state_digests(loop.made)
     loop.overflow()
-    assert (loop.scale, hashing.state_digests(loop.made) == digests) == (2.0**14, False)
+    assert (loop.scale, state_digests(loop.made) == digests) == (2.0**14, False)
     found = loop if by == "survivor" else TrainsOnlyExperts()
     extras.restore(found.made, kept)
     assert found.scale == 2.0**15
-    assert hashing.state_digests(found.made) == digests
+    assert state_digests(found.made) == digests

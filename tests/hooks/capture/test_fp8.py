@@ -19,13 +19,13 @@ from megatron.core import fp8_utils
 from deadpool_megatron.hooks import dimensions, interrupt_cleanup
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.first_state import complete_state
-from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,
 )
 from deadpool_megatron.state.extras import ExtrasError
 from tests.hooks.capture import fake_te, gpu_rig
+from tests.hooks.capture.digests import state_digests
 from tests.hooks.capture.fake_te import Float8Tensor, Manager, Model
 from tests.hooks.capture.gpu_rig import Slot, differences, distributed_inner, plain_inner
 from tests.hooks.capture.plain_loop import plain_loop

@@ -19,7 +19,6 @@ from torch import Tensor
 from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.first_state import complete_state
-from deadpool_megatron.hooks.capture.identity import state_digests
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,
@@ -28,6 +27,7 @@ from deadpool_megatron.hooks.capture.optimizer import (
 )
 from deadpool_megatron.state.extras import decode
 from tests.hooks.capture import gpu_rig
+from tests.hooks.capture.digests import state_digests
 from tests.hooks.capture.fake_te import FusedAdam
 from tests.hooks.capture.gpu_rig import Slot, differences, distributed_inner, plain_inner
 from tests.hooks.capture.plain_loop import plain_loop

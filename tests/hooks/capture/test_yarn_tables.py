@@ -11,10 +11,10 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     YarnRotaryEmbedding,
 )
 
-from deadpool_megatron.hooks.capture import identity as hashing
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.state import extras as codec
+from tests.hooks.capture.digests import state_digests
 from tests.hooks.capture.plain_loop import captured, plain_loop
 
 stand_ins.install()
@@ -70,10 +70,10 @@ def test_a_first_pass_may_be_done_again_for_an_audit() -> None:
 
 def test_longer_tables_are_neither_state_nor_sent_to_a_buddy() -> None:
     made = plain_loop([Attention()])
-    sent, digests = len(codec.encode(extras.capture(made))), hashing.state_digests(made)
+    sent, digests = len(codec.encode(extras.capture(made))), state_digests(made)
     made.model_chunks[0].tables(16384)
     assert len(codec.encode(extras.capture(made))) == sent
-    assert hashing.state_digests(made) == digests
+    assert state_digests(made) == digests
 
 
 @pytest.mark.parametrize("restore", [extras.restore, extras.restore_passing])

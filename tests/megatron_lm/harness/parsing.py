@@ -93,10 +93,8 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
                 arguments.validate_args(args)
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    try:
-        attach.refuse(args, sys.argv)
-    except attach.FlagsRefused as error:
-        return {"refused": str(error)}
+    if line := attach.refusal(args, sys.argv):
+        return {"refused": line}
     return {"shown": {name: repr(getattr(args, name)) for name in question["show"]}}
 
 

@@ -1,0 +1,18 @@
+"""The state that a hash is of, piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+
+from deadpool_megatron.hooks.capture import identity
+from deadpool_megatron.hooks.loop import ProtectedLoop
+
+
+def state_digests(loop: ProtectedLoop) -> dict[str, str]:
+    """Name -> SHA-256: shows where two states differ."""
+    digests = {}
+    for name, value in identity._entries(loop):
+        digest = hashlib.sha256()
+        identity._add(digest, name, value)
+        digests[name] = digest.hexdigest()
+    return digests
