@@ -243,17 +243,12 @@ class RandomStates(Mark):
         version, words, gauss = extras["random.python"]
         kind, position, has_gauss, cached = extras["random.numpy"]
         keys = np.frombuffer(extras["random.numpy.keys"], dtype="<u4").astype(np.uint32)
-        prefix = "random.tracker."
         return {
             "random_rng_state": (version, tuple(words), gauss),
             "np_rng_state": (kind, keys, position, has_gauss, cached),
             "torch_rng_state": extras["random.torch"],
             "cuda_rng_state": extras.get("random.cuda", extras["random.torch"]),
-            "rng_tracker_states": {
-                name.removeprefix(prefix): state
-                for name, state in extras.items()
-                if name.startswith(prefix)
-            },
+            "rng_tracker_states": extras["random.tracker"],
         }
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from deadpool_megatron.hooks.capture import fp8
 from deadpool_megatron.hooks.capture.optimizer import (
     loss_scalers,
-    param_group_tensors,
     param_group_values,
     restore_param_group_values,
     restore_state_numbers,
@@ -52,8 +51,7 @@ MOST_FROZEN_BYTES = 64 << 20
 _LOGITS = "current_max_attn_logits"
 
 # Losses that are only logged: names among the extras, and fields of an entry of Megatron's.
-_SUMS = "aux."
-_GROUPS = "aux_groups."
+_SUMS = "loss_sums"
 _SUM_GROUPS = ("reduce_group", "avg_group")
 _SWITCHES = ("reduce_group_has_dp", "needs_dp_avg")
 _MTP = "mtp"
@@ -71,10 +69,8 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         "param_groups": param_group_values(loop.optimizer),
         "state_numbers": state_numbers(loop.optimizer),
     }
-    for place, tensor in param_group_tensors(loop.optimizer).items():
-        values[f"param_group.{place}"] = tensor
-    for name, scaler in loss_scalers(loop.optimizer).items():
-        values.update({f"{name}.{key}": value for key, value in scaler.state_dict().items()})
+    scalers = loss_scalers(loop.optimizer)
+    values["scalers"] = {name: scaler.state_dict() for name, scaler in scalers.items()}
     values["extra_state"] = loop.extra_state()
     for name, tensor in frozen_and_buffers(loop):
         values[f"buffer.{name}"] = tensor
@@ -114,12 +110,10 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     if getattr(loop.scheduler, "use_checkpoint_opt_param_scheduler", False):
         vars(loop.scheduler).update(values["schedule"])
     loop.scheduler.num_steps = values["scheduler.num_steps"]
-    restore_param_group_values(
-        loop.optimizer, values["param_groups"], _named(values, "param_group.")
-    )
+    restore_param_group_values(loop.optimizer, values["param_groups"])
     restore_state_numbers(loop.optimizer, values["state_numbers"])
     for name, scaler in loss_scalers(loop.optimizer).items():
-        if state := _named(values, f"{name}."):
+        if state := values["scalers"].get(name):
             # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
             scaler.load_state_dict(state)
     loop.restore_extra_state(values["extra_state"])
@@ -156,13 +150,12 @@ def restore_passing(loop: ProtectedLoop, values: dict[str, Any]) -> None:
 
 def random_states() -> dict[str, Any]:
     """All of them, Megatron's own and those of Python, numpy and torch."""
-    tracked = {f"random.tracker.{name}": state for name, state in tracked_random_states().items()}
-    return {**tracked, **capture_random_states()}
+    return {"random.tracker": tracked_random_states(), **capture_random_states()}
 
 
 def set_random_states(values: dict[str, Any]) -> None:
     """Inverse of :func:`random_states`. A tracker's generators stay: others refer to them."""
-    states, tracker = _named(values, "random.tracker."), tensor_parallel.get_cuda_rng_tracker()
+    states, tracker = dict(values["random.tracker"]), tensor_parallel.get_cuda_rng_tracker()
     for name, live in tracker.get_states().items():
         if isinstance(live, torch.Generator) and name in states:
             live.set_state(states[name])
@@ -186,10 +179,6 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
     """
     is_megatrons = hasattr(scheduler, "use_checkpoint_opt_param_scheduler")
     return scheduler.state_dict() if is_megatrons else {}
-
-
-def _named(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
 
 def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
@@ -300,32 +289,32 @@ def _attention(loop: ProtectedLoop) -> Iterator[tuple[str, torch.nn.Module, torc
 
 def capture_loss_sums() -> dict[str, Any]:
     """The sums, and over which groups they are summed; tensors as they are, not copies."""
-    values: dict[str, Any] = {}
-    for name, entry in _logged_losses().items():
-        sums = {f"{_SUMS}{name}/{key}": value for key, value in _sums_of(entry).items()}
-        if sums:
-            values |= sums
-            values[f"{_GROUPS}{name}"] = _summed_over(entry)
-    return values
+    found = {name: (_sums_of(entry), entry) for name, entry in _logged_losses().items()}
+    return {
+        _SUMS: {
+            name: {"sums": sums, "groups": _summed_over(entry)}
+            for name, (sums, entry) in found.items()
+            if sums
+        }
+    }
 
 
 def restore_loss_sums(values: dict[str, Any]) -> None:
     """Set those captured, make those that this process has not met yet, zero all others."""
-    kept = {name: value for name, value in values.items() if name.startswith(_SUMS)}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for place, sums in kept.items():
-        name, _, key = place.removeprefix(_SUMS).rpartition("/")
-        entry = _logged_losses().get(name)
-        if entry is None:
-            entry = _new_loss(name, sums.to(device, copy=True))
-        if key in entry:
-            entry[key].copy_(sums)
-        else:
-            entry[key] = sums.to(device, copy=True)
-        entry.update(_groups_of(values.get(f"{_GROUPS}{name}", {})))
+    for name, kept in values[_SUMS].items():
+        for key, sums in kept["sums"].items():
+            entry = _logged_losses().get(name)
+            if entry is None:
+                entry = _new_loss(name, sums.to(device, copy=True))
+            if key in entry:
+                entry[key].copy_(sums)
+            else:
+                entry[key] = sums.to(device, copy=True)
+            entry.update(_groups_of(kept["groups"]))
     for name, entry in _logged_losses().items():
-        own = _sums_of(entry)
-        left = {key: one for key, one in own.items() if f"{_SUMS}{name}/{key}" not in kept}
+        own, known = _sums_of(entry), values[_SUMS].get(name, {"sums": {}})["sums"]
+        left = {key: one for key, one in own.items() if key not in known}
         for tensor in left.values():
             tensor.zero_()
         if left and len(left) == len(own):

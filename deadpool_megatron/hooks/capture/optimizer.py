@@ -368,52 +368,37 @@ def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
     """The plain values of every parameter group: what the scheduler has set (lr, weight decay), and
     what a load has taken from a checkpoint (betas).
 
-    FusedAdam counts its steps here, too, from its first step on.
+    FusedAdam counts its steps here, too, from its first step on. Steps and learning rate of a
+    capturable Adam are tensors.
     """
+    plain = (int, float, bool, str, tuple, Tensor)
     return [
-        [
-            {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | tuple)}
-            for group in _groups(inner)
-        ]
+        [{k: v for k, v in group.items() if isinstance(v, plain)} for group in _groups(inner)]
         for inner in inner_optimizers(optimizer)
     ]
 
 
-def param_group_tensors(optimizer: Any) -> dict[str, Tensor]:
-    """The tensors among these values, by place: steps and learning rate of a capturable Adam."""
-    return {
-        f"{index}.{number}.{key}": value
-        for index, inner in enumerate(inner_optimizers(optimizer))
-        for number, group in enumerate(_groups(inner))
-        for key, value in group.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def restore_param_group_values(
-    optimizer: Any, values: list[list[dict[str, Any]]], tensors: Mapping[str, Tensor]
-) -> None:
-    """Inverse of the two, in place. What was not there then is taken away.
+def restore_param_group_values(optimizer: Any, values: list[list[dict[str, Any]]]) -> None:
+    """Inverse of :func:`param_group_values`, in place. What was not there then is taken away.
 
     A count of steps that stayed behind, of an interrupted first iteration or of a warm-up, would
     correct the bias of the moments for the wrong step.
     """
-    for index, (inner, groups) in enumerate(zip(inner_optimizers(optimizer), values, strict=True)):
-        for number, (group, kept) in enumerate(zip(_groups(inner), groups, strict=True)):
-            place = f"{index}.{number}."
-            arrived = {k.removeprefix(place): v for k, v in tensors.items() if k.startswith(place)}
+    for inner, groups in zip(inner_optimizers(optimizer), values, strict=True):
+        for group, kept in zip(_groups(inner), groups, strict=True):
             for key, value in list(group.items()):
                 known = isinstance(value, int | float | bool | str | Tensor)
-                if known and key not in kept and key not in arrived:
+                if known and key not in kept:
                     del group[key]
-            # A list was a tuple: JSON has none.
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
-            for key, tensor in arrived.items():
-                if isinstance(live := group.get(key), Tensor):
-                    live.copy_(tensor)
+            for key, value in kept.items():
+                if not isinstance(value, Tensor):
+                    # A list was a tuple: JSON has none.
+                    group[key] = tuple(value) if isinstance(value, list) else value
+                elif isinstance(live := group.get(key), Tensor):
+                    live.copy_(value)
                 else:
                     device = next((p.device for p in group["params"]), torch.device("cpu"))
-                    group[key] = tensor.to(device, copy=True)
+                    group[key] = value.to(device, copy=True)
 
 
 def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:

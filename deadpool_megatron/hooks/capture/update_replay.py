@@ -20,7 +20,7 @@ from deadpool_megatron.hooks.capture.first_state import same_bytes, without_hook
 from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,
     inner_optimizers,
-    param_group_tensors,
+    param_group_values,
     parameters_of,
     plain_values,
     raw_tensors,
@@ -47,7 +47,8 @@ class InnerUpdate(Coded):
 
 def why_not_replayed(optimizer: Any) -> str:
     """Return why the same update could give other bytes, in words; empty where it cannot."""
-    if param_group_tensors(optimizer):
+    groups = [group for one in param_group_values(optimizer) for group in one]
+    if any(isinstance(value, Tensor) for group in groups for value in group.values()):
         return "the optimizer is capturable: its steps and learning rate lie on the device"
     for inner in inner_optimizers(optimizer):
         kind = type(inner.optimizer).__name__

@@ -400,9 +400,9 @@ class _Maker:
                 if step is None:
                     raise TemplateError("the number of steps lies in no shard part")
                 marked[key] = step
-            elif isinstance(live.get(key), Tensor):
-                marked[key] = FromExtras((f"param_group.{index}.{number}.{key}",))
-            elif key in live and isinstance(value, int | float | bool | str | tuple):
+            elif isinstance(live.get(key), Tensor) or (
+                key in live and isinstance(value, int | float | bool | str | tuple)
+            ):
                 marked[key] = FromExtras(("param_groups", index, number, key))
             else:
                 marked[key] = value
@@ -412,7 +412,7 @@ class _Maker:
         if isinstance(node, ShardedObject):
             node.data = self._marked_scaler(node.data, index)
             return node
-        return {key: FromExtras((f"scaler{index}.{key}",)) for key in node}
+        return {key: FromExtras(("scalers", f"scaler{index}", key)) for key in node}
 
     def _step(self, inner: Any, *, as_number: bool) -> StepNumber | None:
         for state in inner.optimizer.state.values():

@@ -51,7 +51,7 @@ def test_copies_come_first(
         """With everything around the vault taken away."""
 
         def __init__(self) -> None:
-            self._vault, self._settings = client, settings
+            self._vault, self.settings = client, settings
             protection = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
             self._built: Any = SimpleNamespace(protection=protection)
             self._pinned = PinnedSlots(device, lambda text: None)
