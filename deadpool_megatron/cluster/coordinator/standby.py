@@ -176,7 +176,7 @@ class Standby:
         except ConnectionRefusedError:
             return True
         except (OSError, WireError):
-            return False  # no answer says nothing about who is cut off
+            pass  # no answer says nothing about who is cut off
         return False
 
     def _pause(self) -> bool:

@@ -39,15 +39,6 @@ _ENTRY_BYTES = 64  # what a key costs beside its text
 Who = TypeVar("Who")
 
 
-@dataclass(frozen=True)
-class StoreMessage:
-    """See the module text."""
-
-    epoch: int
-    values: Mapping[str, str]
-    want: tuple[str, ...] = ()
-
-
 def folder_of(key: str) -> str:
     """Return the folder of a key."""
     return key.rpartition("/")[0]
@@ -58,8 +49,9 @@ def pack(epoch: int, values: Mapping[str, str], want: Iterable[str] = ()) -> dic
     return {"t": "store", "epoch": epoch, "values": dict(values), "want": list(want)}
 
 
-def unpack(message: Mapping[str, Any]) -> StoreMessage:
-    """Return what a message says. Raises ValueError for one that is malformed or too large."""
+def unpack(message: Mapping[str, Any]) -> tuple[int, Mapping[str, str], list[str]]:
+    """Return epoch, values and wanted folders. Raises ValueError for a message that is malformed or
+    too large."""
     epoch, values, want = message.get("epoch"), message.get("values"), message.get("want")
     if type(epoch) is not int or not isinstance(values, dict) or not isinstance(want, list):
         raise ValueError("malformed store message")
@@ -67,7 +59,7 @@ def unpack(message: Mapping[str, Any]) -> StoreMessage:
         raise ValueError(f"a key of the store is no text of up to {MAXIMUM_KEY_CHARACTERS} letters")
     if not all(_is_text(value, _MAXIMUM_TEXT) for value in values.values()):
         raise ValueError(f"a value of the store is no text of up to {MAXIMUM_VALUE_BYTES} bytes")
-    return StoreMessage(epoch, values, tuple(want))
+    return epoch, values, want
 
 
 def _is_text(value: object, limit: int) -> bool:
@@ -174,13 +166,13 @@ class CoordinatorStore:
 
         Raises ValueError for what no honest agent says.
         """
-        said = unpack(message)
+        epoch, values, want = unpack(message)
         self._hub.enter(self._epoch())
-        if said.epoch != self._hub.epoch or not said.epoch:
+        if epoch != self._hub.epoch or not epoch:
             return
-        failpoints.hit("coordinator.store", epoch=said.epoch)
-        self._hub.put(said.values)
-        for folder in said.want:
+        failpoints.hit("coordinator.store", epoch=epoch)
+        self._hub.put(values)
+        for folder in want:
             self._hub.want(node, folder)
         if not self._is_due:
             self._is_due = True
@@ -230,28 +222,26 @@ class StoreRelay:
     def from_member(self, member: Speaker, message: Mapping[str, Any]) -> None:
         """Take what a member says; one that says what no member should is killed."""
         try:
-            said = unpack(message)
-            if said.epoch == self._hub.epoch > 0:  # else it has not heard of the close yet
-                self._take(member, said)
+            epoch, said, wanted = unpack(message)
+            if epoch != self._hub.epoch or not epoch:
+                return  # it has not heard of the close yet
+            values, want = self._unsaid
+            new = self._hub.put(said)
+            self._own |= new
+            values |= new
+            for folder in wanted:
+                if self._hub.want(member, folder):
+                    self._wanted[folder] = want[folder] = None
+            self._flush_soon()
         except ValueError as error:
             member.kill(f"sent garbage: {error}")
-
-    def _take(self, member: Speaker, said: StoreMessage) -> None:
-        values, want = self._unsaid
-        new = self._hub.put(said.values)
-        self._own |= new
-        values |= new
-        for folder in said.want:
-            if self._hub.want(member, folder):
-                self._wanted[folder] = want[folder] = None
-        self._flush_soon()
 
     def from_coordinator(self, message: Mapping[str, Any]) -> None:
         """Take what members of other nodes have written."""
         try:
-            said = unpack(message)
-            if said.epoch == self._hub.epoch > 0:
-                self._hub.put(said.values)
+            epoch, values, _ = unpack(message)
+            if epoch == self._hub.epoch > 0:
+                self._hub.put(values)
                 self._flush_soon()
         except ValueError as error:
             print(f"refused of the coordinator: {error}", file=sys.stderr, flush=True)
@@ -360,10 +350,10 @@ class MemberStore:
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Values from the agent. Raises ValueError when they are malformed."""
-        said = unpack(message)
+        epoch, values, _ = unpack(message)
         with self._changed:
-            if said.epoch == self._epoch and said.epoch > self._closed:
-                self._values |= said.values
+            if epoch == self._epoch and epoch > self._closed:
+                self._values |= values
                 self._changed.notify_all()
 
     def close(self, epoch: int) -> None:

@@ -30,6 +30,7 @@ from deadpool_megatron.cluster.machine.state import (
     Bootstrapping,
     Closing,
     Deciding,
+    Entering,
     MemberStatus,
     Opening,
     Pausing,
@@ -407,7 +408,7 @@ def restored(core: Core, event: ev.Restored) -> None:
     role, record, doing = core.player(event), core.state.record, core.state.doing
     if role is None or record is None:
         return
-    if record.restore.kind == "initial" and isinstance(doing, TakingOver | Opening):
+    if record.restore.kind == "initial" and isinstance(doing, Entering):
         if not _begins_alike(core, doing, event.generation, record):
             return
     elif event.generation != record.restore.generation:
@@ -416,14 +417,12 @@ def restored(core: Core, event: ev.Restored) -> None:
         failure = Failure(text, kind, signature, node=event.node)
         core.state.blame.suspect(failure, core.now, doubtful=True)
         return
-    if isinstance(doing, TakingOver | Opening):
+    if isinstance(doing, Entering):
         doing.restored.add(role)
         check_opened(core)
 
 
-def _begins_alike(
-    core: Core, doing: TakingOver | Opening, found: Generation, record: EpochRecord
-) -> bool:
+def _begins_alike(core: Core, doing: Entering, found: Generation, record: EpochRecord) -> bool:
     """Take what the roles of an initial start begin with: their program may have loaded a
     checkpoint of its own. Where they have not all loaded the same, the run ends."""
     begins = doing.begins or found

@@ -29,12 +29,11 @@ from deadpool_megatron.cluster.machine.inputs import (
 )
 from deadpool_megatron.cluster.machine.state import (
     Dumping,
-    Opening,
+    Entering,
     PauseOrder,
     Pausing,
     Running,
     State,
-    TakingOver,
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import next_due
@@ -150,7 +149,7 @@ def dump_requested(core: Core, event: DumpRequested) -> None:
 def note_done(core: Core, event: MemberDone) -> None:
     """A role has completed its last iteration: nobody waits for it to pause."""
     role, doing = core.player(event), core.state.doing
-    if role is not None and isinstance(doing, TakingOver | Opening | Running | Pausing):
+    if role is not None and isinstance(doing, Entering | Running | Pausing):
         doing.done.add(role)
         if role == 0:  # the others have been told no reason
             core.state.early, core.state.unsaved = event.early, event.unsaved
@@ -174,13 +173,13 @@ def note_paused(core: Core, event: Paused) -> None:
         doing.order.paused.add(role)
         check_paused(core)
         return
-    known = doing.pause if isinstance(doing, TakingOver | Opening) else None
+    known = doing.pause if isinstance(doing, Entering) else None
     still = set[int]() if known is None else known.paused
     if known is not None and known.iteration != iteration:
         still, iteration = set(), max(known.iteration, iteration)
     cause = "a pause that was ordered before the coordinator changed"
     order = PauseOrder(iteration, cause, paused=still | {role})
-    if isinstance(doing, TakingOver | Opening):
+    if isinstance(doing, Entering):
         doing.pause = order
     else:
         _pause(core, order)

@@ -335,22 +335,28 @@ class Bootstrapping:
 
 
 @dataclass
-class TakingOver:
-    """A coordinator has taken over: the newest epoch continues while its agents come back.
+class Entering:
+    """Roles are on their way into the epoch. ``restored``, ``done``: roles that have their state,
+    or have completed their last iteration. ``begins``: the generation that the roles of an initial
+    start have told. ``pause``: wanted as soon as the epoch runs."""
 
-    ``missed``: why it must be closed as soon as all are back. ``restored``, ``done``: roles that
-    have their state, or have completed their last iteration. ``begins``: as in :class:`Opening`.
-    ``pause``: ordered earlier.
-    ``requests``: numbers of those that are over if it turns out that no process is left of before.
-    """
-
-    phase: ClassVar = Phase.BOOTSTRAPPING
     deadline: float
-    missed: Failure | None = None
     restored: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     begins: Generation | None = None
     pause: PauseOrder | None = None
+
+
+@dataclass
+class TakingOver(Entering):
+    """A coordinator has taken over: the newest epoch continues while its agents come back.
+
+    ``missed``: why it must be closed as soon as all are back. ``requests``: numbers of those that
+    are over if it turns out that no process is left of before.
+    """
+
+    phase: ClassVar = Phase.BOOTSTRAPPING
+    missed: Failure | None = None
     requests: frozenset[int] = frozenset()
 
 
@@ -384,16 +390,10 @@ class Deciding:
 
 
 @dataclass
-class Opening:
-    """Waits until every role has restored. ``begins``: the generation that the roles of an initial
-    start have told. ``pause``: wanted as soon as the epoch runs."""
+class Opening(Entering):
+    """Waits until every role has restored."""
 
     phase: ClassVar = Phase.OPENING
-    deadline: float
-    restored: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
-    begins: Generation | None = None
-    pause: PauseOrder | None = None
 
 
 @dataclass
@@ -537,7 +537,7 @@ class State:
     def is_restored(self) -> bool:
         """Return whether every role of the announced record has its state."""
         doing, roles = self.doing, 0 if self.record is None else len(self.record.seats)
-        if isinstance(doing, TakingOver | Opening):
+        if isinstance(doing, Entering):
             return bool(roles) and len(doing.restored) == roles
         return bool(roles) and isinstance(doing, Running | Pausing)
 

@@ -71,6 +71,8 @@ _LOOK_SECONDS = 0.05
 _FROZEN_PAUSE_SECONDS = 0.005
 
 _Answer = TypeVar("_Answer")
+# Of what is waited for, in words, and what waits for so many seconds at most.
+Await = Callable[[str, Callable[[float], bool]], None]
 
 
 class ProtectionError(RuntimeError):
@@ -123,9 +125,9 @@ class UpdateCapture:
     def capture(self, index: int, writer: SlotWriter) -> None:
         """Inner optimizer ``index`` is about to update: start copying what it will use."""
 
-    def order_copies(self, await_copy: Callable[[Callable[[float], bool]], None]) -> None:
+    def order_copies(self, await_it: Await) -> None:
         """Before the next iteration may overwrite gradients. On a device nobody waits here but its
-        stream; else ``await_copy`` is given what waits for so many seconds at most."""
+        stream."""
 
     def finish(
         self,
@@ -133,7 +135,7 @@ class UpdateCapture:
         generation: Generation,
         previous: Generation | None,
         shard_copies: list[CopyHandle],
-        await_copy: Callable[[CopyHandle, str], None],
+        await_it: Await,
     ) -> tuple[dict[str, int], list[CopyHandle]]:
         """The iteration is over: part -> bytes of it in its slot, and copies under way."""
         return {}, []
@@ -276,7 +278,7 @@ class Protection:
         if self._epoch and self._upcoming_is_due:
             self._slot()
         if index in self._copies:  # of an update before, in this iteration: it is copied again
-            self._await_copy(self._copies[index], "the copy of an update into its slot")
+            self._await("the copy of an update into its slot", self._copies[index].wait)
             del self._copies[index]
         if self._writer is not None:
             self._updates.capture(index, self._writer)
@@ -302,7 +304,7 @@ class Protection:
             self.updated(index)
         copies, writer = list(self._copies.values()), self._slot()
         sizes, captured = self._updates.finish(
-            writer, self._upcoming, self._previous, copies, self._await_copy
+            writer, self._upcoming, self._previous, copies, self._await
         )
         copies += captured
         self._writer, self._copies = None, {}
@@ -335,7 +337,7 @@ class Protection:
         The same for all roles, by the number of the iteration alone. Gradients of the iteration
         before may be overwritten from now on.
         """
-        self._updates.order_copies(lambda wait: self._await("the copy of gradients", wait))
+        self._updates.order_copies(self._await)
         self._upcoming, self.is_gated = generation, False
         self._upcoming_is_due = first or is_due(generation.iteration, self._every)
 
@@ -379,7 +381,7 @@ class Protection:
         chosen = [part for part in self._parts if part.name in sums]
         for part in chosen:
             copy = self._platform.side_copy(self._views.of(part, writer), part.tensors)
-            self._await_copy(copy, "the copy of a recomputed generation into its slot")
+            self._await("the copy of a recomputed generation into its slot", copy.wait)
         for part in chosen:
             found = part.nbytes, checksum(writer.part(part.name))
             if found != sums[part.name]:
@@ -503,9 +505,6 @@ class Protection:
                 raise EpochClosed(self._epoch, what)
             if time.monotonic() > limit:
                 raise ProtectionError(f"{what}: still waiting after {limit_seconds:g} s")
-
-    def _await_copy(self, copy: CopyHandle, what: str) -> None:
-        self._await(what, copy.wait)
 
     def _count_stall(self, generation: Generation, seconds: float) -> None:
         if seconds > _STALL_SECONDS:

@@ -30,6 +30,7 @@ from torch import Tensor
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.capture.optimizer import ShardState, inner_optimizers, parameters_of
 from deadpool_megatron.hooks.capture.protection import (
+    Await,
     Protection,
     ReplayRefused,
     SlotViews,
@@ -132,11 +133,11 @@ class StepKeeper(UpdateCapture):
         self._updates[index] = InnerUpdate(used_values(inner), tuple(absent))
         self._copies[index] = self._platform.side_copy(into, sources)
 
-    def order_copies(self, await_copy: Callable[[Callable[[float], bool]], None]) -> None:
+    def order_copies(self, await_it: Await) -> None:
         """Before the next iteration may overwrite gradients. On a device nobody waits here but its
-        stream; else ``await_copy`` is given what waits for so many seconds at most."""
+        stream."""
         for copy in self._reading:
-            await_copy(copy.precede)
+            await_it("the copy of gradients", copy.precede)
         self._reading = []
 
     def finish(
@@ -145,7 +146,7 @@ class StepKeeper(UpdateCapture):
         generation: Generation,
         previous: Generation | None,
         shard_copies: list[CopyHandle],
-        await_copy: Callable[[CopyHandle, str], None],
+        await_it: Await,
     ) -> tuple[dict[str, int], list[CopyHandle]]:
         """The iteration is over: part -> bytes of the step in its slot, and copies under way."""
         updates, self._updates = self._updates, {}
@@ -159,7 +160,7 @@ class StepKeeper(UpdateCapture):
         before = self._state_before(previous) if self._matched is None and updates else None
         if before is not None:
             for copy in (*shard_copies, *copies):
-                await_copy(copy, "the copies for the rehearsal of an update")
+                await_it("the copies for the rehearsal of an update", copy.wait)
             self._rehearse(writer, generation, before, updates)
         if not self.keeps():
             return sizes, copies

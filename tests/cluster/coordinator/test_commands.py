@@ -36,14 +36,14 @@ class InStep(Journal):
 
 
 def commands(
-    journal: Journal, directory: Path, state: object = None, orders: object = None
+    journal: Journal, directory: Path, state: object = None, peers: object = None
 ) -> Commands:
     """Those of a coordinator of NODES + SPARES nodes."""
     info = SimpleNamespace(nodes=NODES, spares=SPARES, settings=Settings())
     run = SimpleNamespace(exports=directory / "exports")
     term = SimpleNamespace(number=1)
     options = SimpleNamespace(info=info, term=term, journal=journal, run=run, restarted=False)
-    one: Any = SimpleNamespace(options=options, state=state, orders=orders, describe=dict)
+    one: Any = SimpleNamespace(options=options, state=state, peers=peers, describe=dict)
     return Commands(one)
 
 
@@ -86,11 +86,11 @@ async def test_a_signal_goes_to_the_agent_of_the_part(
     tmp_path: Path, part: str, number: int, to: tuple[int, Any] | None, why: str
 ) -> None:
     sent: list[object] = []
-    orders = SimpleNamespace(send=lambda *order: sent.append(order))
+    peers = SimpleNamespace(order=lambda *order: sent.append(order))
     seats = {0: Seat(1, 0, 0), 1: Seat(0, 3, 7)}
     fleet = SimpleNamespace(nodes=dict.fromkeys(range(3)))
     state = SimpleNamespace(seats=seats, fleet=fleet, phase=Phase.BOOTSTRAPPING, record=object())
-    given = commands(Journal(tmp_path / "journal"), tmp_path, state, orders)
+    given = commands(Journal(tmp_path / "journal"), tmp_path, state, peers)
     message = {"command": "kill", "part": part, "number": number, "signal": "KILL"}
     assert (await given.answer(message))["again"], "agents come back to a new coordinator"
     state.phase = Phase.RUNNING

@@ -100,9 +100,9 @@ class Rig:
             generation,
             g(iteration - 1),
             [],
-            lambda copy, what: self.wait(copy),
+            lambda _, wait: self.done(wait(5.0)),
         )
-        self.keeper.order_copies(lambda wait: self.done(wait(5.0)))
+        self.keeper.order_copies(lambda _, wait: self.done(wait(5.0)))
         gradient.zero_()
         for copy in copies:
             self.wait(copy)
@@ -170,9 +170,9 @@ def test_no_step_without_a_plan_that_wants_it_or_across_a_gap() -> None:
     assert set(rig.step(3).values()) == {0}
     rig.keeper.begin(wanted=True)
     writer = rig.writer(g(9))
-    sizes, _ = rig.keeper.finish(writer, g(9), g(7), [], lambda copy, what: None)
+    sizes, _ = rig.keeper.finish(writer, g(9), g(7), [], lambda what, wait: None)
     assert set(sizes.values()) == {0}
-    sizes, _ = rig.keeper.finish(writer, g(9), None, [], lambda copy, what: None)
+    sizes, _ = rig.keeper.finish(writer, g(9), None, [], lambda what, wait: None)
     assert set(sizes.values()) == {0}
 
 
@@ -213,7 +213,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     rig.inner.optimizer.step()
     rig.seal(g(1))
     sizes, _ = rig.keeper.finish(
-        rig.writer(g(1)), g(1), g(0), [], lambda copy, what: rig.wait(copy)
+        rig.writer(g(1)), g(1), g(0), [], lambda _, wait: rig.done(wait(5.0))
     )
     assert sizes[UPDATE_PART] > 0
     assert rig.vault.told == [True]

@@ -252,12 +252,12 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
     keep_shard()
     filled, results = [], list[bool]()
     for iteration in range(1, 7):
-        keeper.order_copies(lambda wait: results.append(wait(10.0)))
+        keeper.order_copies(lambda _, wait: results.append(wait(10.0)))
         now = Generation(1, iteration)
         loop.train_step()
         keep_shard()
         step, copies = keeper.finish(
-            writer(), now, Generation(1, iteration - 1), [], lambda copy, what: copy.wait(10.0)
+            writer(), now, Generation(1, iteration - 1), [], lambda _, wait: wait(10.0)
         )
         assert all(copy.wait(10.0) for copy in copies)
         filled.append(step)
