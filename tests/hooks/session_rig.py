@@ -222,7 +222,7 @@ class Rig:
         monkeypatch.delenv("DEADPOOL_FAULTS", raising=False)
         self.entry = FakeEntry()
         self.communicators = FakeCommunicators()
-        monkeypatch.setattr(session_module, "Communicators", lambda **_: self.communicators)
+        monkeypatch.setattr(session_module, "Communicators", lambda *_: self.communicators)
         monkeypatch.setattr(session_module, "EpochEntry", self._make_entry)
         monkeypatch.setattr(session_module.os, "_exit", self._exit)
         self.socket, member = socket.socketpair()
