@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,45 +63,6 @@ def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
     with pytest.raises(LostRace):
         opener().write("epoch", 1, {"text": entry["text"][:-1]})
     assert opener().entries("epoch") == {1: entry}
-
-
-def test_of_many_processes_exactly_one_wins_each_number(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from deadpool_megatron.cluster.journal.journal import Journal, LostRace\n"
-        "journal = Journal(Path(sys.argv[1]))\n"
-        "print('ready', flush=True); sys.stdin.read()\n"
-        "for number in range(1, 21):\n"
-        "    try: journal.write('epoch', number, {'by': sys.argv[2]}); print(number)\n"
-        "    except LostRace: pass\n"
-    )
-    root = {"PYTHONPATH": str(Path(__file__).parents[3])}
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path), str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **root},
-        )
-        for number in range(4)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.close()
-        writer.stdin = None
-    won = {
-        int(number): str(index)
-        for index, writer in enumerate(writers)
-        for number in writer.communicate(timeout=60)[0].split()
-    }
-    assert [writer.returncode for writer in writers] == [0] * 4
-    entries = Journal(tmp_path).entries("epoch")
-    assert {number: entry["by"] for number, entry in entries.items()} == won
-    assert sorted(won) == list(range(1, 21))
 
 
 def test_own_success_reported_as_eexist_counts(

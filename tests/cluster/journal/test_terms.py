@@ -14,7 +14,6 @@ from deadpool_megatron.cluster.journal.terms import (
     claim_order,
     claim_term,
     has_begun_after,
-    look,
     newest_term,
     sign,
     term_of,
@@ -50,37 +49,6 @@ def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path: Path) -> No
     assert has_begun_after(journal, 1)
     assert not has_begun_after(journal, 2)
     assert [term_of(beat) for beat in ("", "12 7", "x 1", "-1 2", "\u00b2 1")] == [0, 12, 0, 0, 0]
-
-
-def test_a_term_that_is_known_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Thousands of standbys look again and again."""
-    journal = Journal(tmp_path)
-    first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
-    read, number = journal.read, list[int]()
-    monkeypatch.setattr(journal, "read", lambda kind, n: number.append(n) or read(kind, n))
-    assert newest_term(journal) == first
-    assert newest_term(journal, first) is first
-    second = claim_term(journal, 2, "10.0.0.5", 2000, 5)
-    assert newest_term(journal, first) == second
-    assert number == [1, 2]
-
-
-def test_a_look_of_a_standby_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of standbys look for as long as a run lives, into a journal that grows."""
-    journal = Journal(tmp_path)
-    first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
-    journal.beat(sign(1, 5))
-    assert look(journal, None) == (first, "1 5")
-    monkeypatch.delattr(Journal, "numbers")
-    assert look(journal, first) == (first, "1 5")
-    second = claim_term(journal, 2, "10.0.0.5", 2000, 5)
-    assert look(journal, first) == (first, "1 5"), "who claims says so by the sign"
-    journal.beat(sign(2, 0))
-    assert look(journal, first) == (second, "2 0")
-    journal.beat(sign(1, 6))
-    assert look(journal, second) == (second, "1 6"), "an old coordinator that woke up"
 
 
 def record(training: int, spares: int) -> EpochRecord:

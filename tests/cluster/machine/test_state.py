@@ -1,20 +1,14 @@
-"""What a successor knows stands in the newest record; collections answer as plain ones."""
+"""What a successor knows stands in the newest record."""
 
 from __future__ import annotations
 
 import json
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import _TOPICS
-from deadpool_megatron.cluster.machine.state import MemberState, MemberStatus, MemberTable
 from deadpool_megatron.layout.history import NO_LIMIT, History
 from tests.cluster.machine.rig import Rig
-
-places = st.tuples(st.integers(0, 3), st.integers(0, 2))
 
 
 def test_each_input_has_a_topic() -> None:
@@ -56,38 +50,3 @@ def test_what_grows_with_the_run_is_cut() -> None:
     assert max(found.kept) == 5001
     assert max(found.nonfinite) == 99_999
     assert set(found.gone) == set(history.gone), "none of them may come back"
-
-
-@given(
-    changes=st.lists(
-        st.one_of(
-            st.tuples(places, st.sampled_from(MemberStatus)),
-            st.integers(0, 3),
-            st.sets(places, max_size=4),
-        )
-    )
-)
-def test_what_a_roster_counts_is_what_a_scan_finds(
-    changes: list[tuple[tuple[int, int], MemberStatus] | int | set[tuple[int, int]]],
-) -> None:
-    roster, plain = MemberTable(), dict[tuple[int, int], MemberState]()
-    for number, change in enumerate(changes):
-        if isinstance(change, int):
-            roster.drop_node(change)
-            plain = {place: member for place, member in plain.items() if place[0] != change}
-        elif isinstance(change, set):
-            for place in change & plain.keys():
-                roster.drop(place)
-                del plain[place]
-        else:
-            place, status = change
-            plain[place] = MemberState(number, status, float(number))
-            roster.put(place, plain[place])
-    assert dict(roster) == plain
-
-    def having(*wanted: MemberStatus) -> set[tuple[int, int]]:
-        return {place for place, member in plain.items() if member.status in wanted}
-
-    assert roster.killed == having(MemberStatus.KILLED)
-    assert roster.starting == having(MemberStatus.STARTING)
-    assert roster.building == having(MemberStatus.STARTING, MemberStatus.RUNNING)

@@ -6,17 +6,14 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.coordinator.files import (
     PERIOD_SECONDS,
-    CommitDigest,
     RunFiles,
     WaitDigest,
 )
 from deadpool_megatron.cluster.coordinator.progress import ReportedProgress
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Event, Kind, read_events, to_line
+from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.observe.story import Story
 from tests.cluster.coordinator.test_files import info
-
-_ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
 
 
 def committed(role: int, iteration: int, ship_seconds: float = 0.5) -> Event:
@@ -27,26 +24,6 @@ def committed(role: int, iteration: int, ship_seconds: float = 0.5) -> Event:
     }
     data = {"lineage": 1, "boundary": "step", "released": False, "bytes": 1000, **times}
     return Event(Kind.COMMITTED, 1, role // 8, role, iteration, data=data)
-
-
-def test_a_day_of_512_roles_is_a_few_megabytes() -> None:
-    digest = CommitDigest()
-    lines = []
-    for k in range(1, 101):
-        for role in range(_ROLES):
-            line = digest.add(committed(role, k, 0.5 + (role == 7)), k * _STEP_SECONDS)
-            lines += [] if line is None else [line]
-    last = digest.take()
-    assert last is not None
-    lines.append(last)
-    assert sum(line.data["bytes"] for line in lines) == 100 * _ROLES * 1000, "nothing is lost"
-    assert sum(line.data["reports"] for line in lines) == 100 * _ROLES
-    assert (last.iteration, lines[0].data["ship_seconds"]) == (100, 1.5)
-    assert lines[0].data["commit_seconds"] == 3.0
-    seconds = 100 * _STEP_SECONDS
-    written = sum(len(to_line(line)) for line in lines) * _DAY_SECONDS / seconds
-    assert written < 5e6
-    assert len(lines) <= seconds / PERIOD_SECONDS + 1
 
 
 def waited(role: int, iteration: int, seconds: float = 0.5, *, over: bool = True) -> Event:
