@@ -482,8 +482,8 @@ def fabric_of(epoch: Epoch, transport: str, address: str) -> Fabric:
     ``FACTORY(epoch, address)`` makes it. Any thread.
     """
     with _fabric_lock:
-        if transport in epoch.fabric_of:
-            return epoch.fabric_of[transport]
+        if transport in epoch.fabrics:
+            return epoch.fabrics[transport]
         fabric: Fabric
         if transport == "gloo":
             fabric = GlooFabric(epoch, address)
@@ -494,6 +494,5 @@ def fabric_of(epoch: Epoch, transport: str, address: str) -> Fabric:
         else:
             module, _, factory = transport.partition(":")
             fabric = getattr(importlib.import_module(module), factory)(epoch, address)
-        epoch.fabric_of[transport] = fabric
-        epoch.fabrics.append(fabric)
+        epoch.fabrics[transport] = fabric
     return fabric

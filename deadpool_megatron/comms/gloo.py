@@ -126,8 +126,6 @@ class GlooGroup(InnerGroup):
         self._starts["reduce_scatter"] = partial(_reduce_scatter, plain, spec.rank)
         for name in INSTEAD.keys() & self._starts.keys():
             self._starts[name] = partial(INSTEAD[name], plain)
-        self._collectives = 0
-        self._messages = 0
 
     def forward(
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -146,12 +144,8 @@ class GlooGroup(InnerGroup):
             problem = str(error)
         if problem is not None:
             epoch.fault(self.description, operation, problem)
-        if operation in POINT_TO_POINT:
-            self._messages += 1
-            sequence, tracked = self._messages, True
-        else:
-            self._collectives += 1
-            sequence, tracked = self._collectives, is_asynchronous(args, kwargs)
+        sequence = self.number(operation)
+        tracked = operation in POINT_TO_POINT or is_asynchronous(args, kwargs)
         several = isinstance(inner, SeveralWorks)
         private = several and inner.private
         return HostWork(
@@ -167,7 +161,7 @@ class GlooGroup(InnerGroup):
         )
 
     def begun(self) -> Begun:
-        return Begun(self._collectives, self._messages)
+        return Begun(self.collectives, self.messages)
 
     def backend(self) -> Any:
         return self._backend

@@ -147,6 +147,9 @@ class InnerGroup(ABC):
     detached: bool = False
     #: see GroupSpec.place; empty where nobody can wait
     place: str = ""
+    #: operations that the host has begun
+    collectives: int = 0
+    messages: int = 0
 
     @abstractmethod
     def forward(
@@ -168,6 +171,14 @@ class InnerGroup(ABC):
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
         """Blocking barrier that names missing ranks; gloo only."""
         raise NotImplementedError(f"monitored_barrier on a {type(self).__name__}")
+
+    def number(self, operation: str) -> int:
+        """Count an operation; returns its number among those of its kind."""
+        if operation in POINT_TO_POINT:
+            self.messages += 1
+            return self.messages
+        self.collectives += 1
+        return self.collectives
 
     def begun(self) -> Begun | None:
         """Return what the host has begun; None where a device runs the operations. Any thread."""

@@ -56,7 +56,6 @@ from deadpool_megatron.comms.in_flight.works import (
 )
 from deadpool_megatron.comms.inner import (
     OPENS_A_GROUP,
-    POINT_TO_POINT,
     EpochClosed,
     Fabric,
     GroupSpec,
@@ -327,8 +326,6 @@ class NcclGroup(InnerGroup):
         self._plain = plain
         self._backend = backend
         self._blocks = blocks
-        self._collectives = 0
-        self._messages = 0
 
     def forward(
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -344,12 +341,7 @@ class NcclGroup(InnerGroup):
         if operation == "barrier":
             args, kwargs = (_barrier_options(args, kwargs, self._device),), {}
         ident, waits = get_ident(), epoch.waits
-        if operation in POINT_TO_POINT:
-            self._messages += 1
-            sequence = self._messages
-        else:
-            self._collectives += 1
-            sequence = self._collectives
+        sequence = self.number(operation)
         self.operation, self.sequence = operation, sequence
         waits[ident] = self
         try:
@@ -394,7 +386,7 @@ class NcclGroup(InnerGroup):
         """Exchange a byte with each of them, in the thread that makes the group."""
         sent, received = (torch.zeros(1, dtype=torch.uint8, device=self._device) for _ in range(2))
         self._start_block(self._device)
-        self._messages += 1
+        self.messages += 1
         try:
             for peer in sorted(peers):
                 self._plain.send([sent], peer, 0)
@@ -412,7 +404,7 @@ class NcclGroup(InnerGroup):
         """Return how far the device is with it, by these numbers of the flight recorder."""
         if self.error():
             completed = min(completed, enqueued - 1)
-        return Position(enqueued, started, completed, collective=not self._messages)
+        return Position(enqueued, started, completed, collective=not self.messages)
 
     def backend(self) -> Any:
         return self._backend
@@ -452,7 +444,7 @@ class NcclGroup(InnerGroup):
         """The real end, whatever has happened in the block; then what has happened is told."""
         answer = None
         ident, waits = get_ident(), self.epoch.waits
-        self.operation, self.sequence = "coalesced", self._messages
+        self.operation, self.sequence = "coalesced", self.messages
         waits[ident] = self
         try:
             if not self._blocks.cut:
@@ -468,7 +460,7 @@ class NcclGroup(InnerGroup):
             if not communication_failed(problem):
                 raise problem
             self.epoch.fault(self.description, "coalesced", str(problem))
-        return self._work(answer, "coalesced", self._messages)
+        return self._work(answer, "coalesced", self.messages)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._backend._set_default_timeout(timeout)
@@ -510,7 +502,7 @@ def warm(device: torch.device, make: Callable[[Epoch], NcclFabric] = NcclFabric)
     limits = Limits(_WARM_UP_SECONDS, 0.0, _WARM_UP_SECONDS, 0.0)
     epoch = Epoch(0, limits, WaiterPool(), Progress(), None)
     fabric = make(epoch)
-    epoch.fabrics.append(fabric)
+    epoch.fabrics["nccl"] = fabric
     spec = GroupSpec(
         "warm-up",
         "deadpool-warm-up",

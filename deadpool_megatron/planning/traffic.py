@@ -37,12 +37,11 @@ _PACED_SHARE = 0.7
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """The bytes of a role in one generation, extras not included: all, those that go to each buddy,
-    and those that go to each holder of a parity block."""
+    """The bytes of a role in one generation, extras not included: all, and those that go to each
+    buddy, with parity to each holder of a block."""
 
     shard_bytes: int
-    shipped_bytes: int
-    coded_bytes: int
+    sent_bytes: int
     buddies: tuple[int, ...]
 
 
@@ -79,8 +78,7 @@ def place(plan: Plan) -> Placement:
         )
         roles[role] = PlannedRole(
             shard_bytes=sum(part.nbytes for part in shards),
-            shipped_bytes=0 if coded else sent,
-            coded_bytes=sent if coded else 0,
+            sent_bytes=sent,
             buddies=copies.buddies(role, layout.peers),
         )
     if not coded:
@@ -113,14 +111,15 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     unique, out, into = (Counter[int]() for _ in range(3))
     for number, role in placement.roles.items():
         unique[seats[number]] += role.shard_bytes + extras
+        copied = extras + (0 if plan.protection.scheme == "parity" else role.sent_bytes)
         for buddy in role.buddies:
-            out[seats[number]] += role.shipped_bytes + extras
-            into[buddy] += role.shipped_bytes + extras
+            out[seats[number]] += copied
+            into[buddy] += copied
     for group in placement.groups:
         for holder in group.holders:
             for number in group.roles:
-                out[seats[number]] += placement.roles[number].coded_bytes
-                into[holder] += placement.roles[number].coded_bytes
+                out[seats[number]] += placement.roles[number].sent_bytes
+                into[holder] += placement.roles[number].sent_bytes
     memory = memory_by_use(protection_plan(plan), placement.scene)
     return {
         node: NodeLoad(unique[node], *memory[node], out[node], into[node])

@@ -183,13 +183,8 @@ class VaultClient:
         return SlotWriter(self.tell, segment, slot, generation, epoch)
 
     def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
-        """Add an extras part to a generation that is sealed or being sealed."""
+        """Add an extras part, which fits, to a generation that is sealed or being sealed."""
         segment = self._own()
-        if len(payload) > segment.capacity(part_name):
-            raise VaultError(
-                f"{part_name} of {len(payload)} bytes exceeds its capacity of"
-                f" {segment.capacity(part_name)}"
-            )
         if segment.is_frozen():
             raise Frozen(f"epoch {self._epoch} has been closed")
         for slot in range(segment.slots):
@@ -479,11 +474,6 @@ class SlotWriter:
         Raises VaultError when the slot is another's though the epoch was not closed: nobody would
         ever seal them, and the gate would wait in vain.
         """
-        for name, nbytes in parts.items():
-            if not 0 <= nbytes <= self._segment.capacity(name):
-                raise VaultError(
-                    f"part {name} has {nbytes} bytes, more than its {self._segment.capacity(name)}"
-                )
         if self._is_mine():
             self._declare(parts)
             self._tell({"t": "filled"})

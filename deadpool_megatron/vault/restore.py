@@ -138,9 +138,10 @@ class Restorer:
             self._recipe = self._shelf.recipe(layout, restore.generation)
         sources = restore.sources.get(self._role, {})
         replay = None if self._recipe is None else self._recipe.replay
+        # Extras first: who has them knows what the others have to be like.
         wanted = {
             name: _Wanted(restore.generation, name, sources.get(name, ()))
-            for name in self._names(layout)
+            for name in (self._extras, *layout.shard_parts)
             if replay is None or name not in replay.sources[replay.base]
         }
         for generation, parts in {} if replay is None else replay.sources.items():
@@ -148,10 +149,6 @@ class Restorer:
                 places = found if self._shelf is None else ()  # files are no live nodes
                 wanted[key(generation, name)] = _Wanted(generation, name, places, leads=True)
         return wanted
-
-    def _names(self, layout: RoleLayout) -> tuple[str, ...]:
-        # Extras first: who has them knows what the others have to be like.
-        return (self._extras, *layout.shard_parts)
 
     def cut(self) -> None:
         """Break all connections, from any thread: the epoch is over."""

@@ -33,6 +33,7 @@ class RoleWorker(threading.Thread):
         super().__init__(name=f"role-{role}", daemon=True)
         self._state = state
         self._record = record
+        self.epoch = record.epoch
         self._restored = record.restore.generation
         self._role = role
         self._seat = seat
@@ -45,11 +46,6 @@ class RoleWorker(threading.Thread):
         self._replicators: list[Sender] = []
         self._refused: set[tuple[int, Generation]] = set()
         self._restorer = Restorer(state, record, role)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch this worker belongs to."""
-        return self._record.epoch
 
     def poke(self) -> None:
         """Look at the slots again; from any thread."""

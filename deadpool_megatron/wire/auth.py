@@ -36,6 +36,8 @@ from deadpool_megatron.wire.sealed_records import (
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
 # The first frame of an unauthenticated peer may be no larger than a challenge needs.
 _HANDSHAKE_BYTES = 4096
+# The second one, to a peer whose first one has another form: our form tells it why.
+_OTHER_VERSION = {"t": "other-version"}
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _LEAST_SECRET_BYTES = 16
 _MOST_ADDRESS_CHARACTERS = 80
@@ -145,11 +147,6 @@ class Handshake:
         self._check(challenge, "challenge", "accept")
         return {"t": "answer", "proof": self._proof("connect")}
 
-    @staticmethod
-    def other_version() -> dict[str, Any]:
-        """Second message to a peer whose first one has another form: our form tells it why."""
-        return {"t": "other-version"}
-
     def verify(self, answer: dict[str, Any]) -> None:
         """The accepting side's check of the third message."""
         self._check(answer, "answer", "connect")
@@ -201,7 +198,7 @@ def accept(connection: RecordSocket, secret: bytes, realm: str) -> None:
     try:
         hello = framing.receive(connection, _HANDSHAKE_BYTES)
     except OtherVersion:
-        framing.send(connection, Handshake.other_version())
+        framing.send(connection, _OTHER_VERSION)
         connection.recv(_HANDSHAKE_BYTES)  # what is left unread would take our answer back: a reset
         raise
     framing.send(connection, handshake.challenge(hello))
@@ -238,7 +235,7 @@ async def accept_stream(
     try:
         hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     except OtherVersion:
-        writer.write(framing.encode(Handshake.other_version()))
+        writer.write(framing.encode(_OTHER_VERSION))
         raise
     writer.write(framing.encode(handshake.challenge(hello)))
     greeted()

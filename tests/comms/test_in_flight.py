@@ -150,7 +150,7 @@ def test_abandoned_operations_write_until_they_are_known_to_sleep(
     quiescent = [False]
     fabric = SimpleNamespace(aborting=lambda: False, quiescent=lambda: quiescent[0])
     epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), WaiterPool(), Progress(), None)
-    epoch.closed, epoch.fabrics = True, [fabric]  # type: ignore[list-item]
+    epoch.closed, epoch.fabrics = True, {"": fabric}  # type: ignore[dict-item]
     assert not epoch.may_write()
     group = object()
     epoch.abandoned = [Abandoned(group)]
@@ -169,7 +169,7 @@ def test_waits_are_woken_before_an_abort_and_after_it_and_the_grace_begins_once(
     pool: Any = SimpleNamespace(wake_all=lambda: order.append("wake"))
     fabric: Any = SimpleNamespace(abort=lambda: order.append("abort"))
     epoch = Epoch(1, Limits(60.0, 0.0, 5.0, LIMIT_SECONDS), pool, Progress(), None)
-    epoch.fabrics = [fabric]
+    epoch.fabrics = {"": fabric}
     epoch.close()
     assert order == ["wake", "abort", "wake"]
     closed_at = epoch.closed_at_seconds

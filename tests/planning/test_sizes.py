@@ -88,8 +88,8 @@ def test_shards_and_who_has_equal_bytes(
     assert parts_of(plan, 1) == [expected]
     assert slots_of(plan) == (3 if parallel else 2)
     assert slots_of(make(parallel=parallel, protection={"max_lag": 3})) == slots_of(plan) + 3
-    shipped = place(plan).roles[1].shipped_bytes
-    assert shipped == (0 if parallel else expected[0]), "peers have the rest far enough apart"
+    sent = place(plan).roles[1].sent_bytes
+    assert sent == (0 if parallel else expected[0]), "peers have the rest far enough apart"
 
 
 def test_experts_are_a_part_of_their_own() -> None:

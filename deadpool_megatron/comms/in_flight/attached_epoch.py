@@ -143,8 +143,7 @@ class Epoch:
         self.abandoned: list[Pending] = []
         self.waits: dict[int, Waiting] = {}
         self.ends: dict[int, Callable[[], None]] = {}
-        self.fabrics: list[Fabric] = []
-        self.fabric_of: dict[str, Fabric] = {}
+        self.fabrics: dict[str, Fabric] = {}  # by transport
         self.groups: list[InnerGroup] = []
         self._closed_event = threading.Event()
         self._on_fault = on_fault
@@ -170,7 +169,7 @@ class Epoch:
 
     def abort(self) -> None:
         """Abort all fabrics; again and again while connections may still come up."""
-        for fabric in list(self.fabrics):
+        for fabric in list(self.fabrics.values()):
             fabric.abort()
 
     def check(self, operation: str) -> None:
@@ -221,7 +220,7 @@ class Epoch:
         whose threads sleep is one that gloo forgot to wake when its connection went: it can only
         end with the expiry of its timeout, as an error, and writes nothing any more.
         """
-        if any(fabric.aborting() for fabric in list(self.fabrics)):
+        if any(fabric.aborting() for fabric in list(self.fabrics.values())):
             return True
         if any(isinstance(one, Pending) for one in list(self.waits.values())):
             return True  # a thread has not left its wait yet
@@ -229,7 +228,7 @@ class Epoch:
         stuck = [place for work in works.values() if (place := work.unfinished_in())]
         if not stuck:
             return False  # finished operations have no buffers left to receive into
-        if not all(fabric.quiescent() for fabric in list(self.fabrics)):
+        if not all(fabric.quiescent() for fabric in list(self.fabrics.values())):
             return True
         stuck = [place for place in stuck if not place.receives]
         alone = len({id(place.group) for place in stuck}) == len(stuck)
@@ -238,13 +237,14 @@ class Epoch:
 
     def ruin(self) -> str:
         """After close: why this process must not enter another epoch; empty when it may."""
-        return next((why for fabric in list(self.fabrics) if (why := fabric.ruin())), "")
+        return next((why for fabric in list(self.fabrics.values()) if (why := fabric.ruin())), "")
 
     def take_leftovers(self) -> Leftovers:
         """Hand over everything that holds sockets, threads or memory."""
-        rest = Leftovers([*self.in_flight.values(), *self.abandoned], self.groups, self.fabrics)
-        self.in_flight, self.fabric_of = {}, {}
-        self.abandoned, self.groups, self.fabrics = [], [], []
+        works, fabrics = [*self.in_flight.values(), *self.abandoned], [*self.fabrics.values()]
+        rest = Leftovers(works, self.groups, fabrics)
+        self.in_flight, self.fabrics = {}, {}
+        self.abandoned, self.groups = [], []
         return rest
 
 
@@ -276,14 +276,14 @@ class Observed:
         """Return how far the device is with the operations of each group; None where waits hold the
         host, and :meth:`waiting_for` says it. Not often.
         """
-        fabrics = [] if (epoch := self._newest) is None else list(epoch.fabrics)
+        fabrics = [] if (epoch := self._newest) is None else list(epoch.fabrics.values())
         known = [found for one in fabrics if (found := one.positions()) is not None]
         return {place: one for found in known for place, one in found.items()} if known else None
 
     def look(self) -> None:
         """Report a fault that no thread has run into, once for an epoch."""
         if (epoch := self._current) is not None:
-            for fabric in list(epoch.fabrics):
+            for fabric in list(epoch.fabrics.values()):
                 if (found := fabric.fault()) is not None and not epoch.closed:
                     epoch.report(*found)
 

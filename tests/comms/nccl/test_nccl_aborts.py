@@ -143,7 +143,7 @@ def abort_of_a_deep_queue(member: Member) -> float | None:
         dist.all_reduce(torch.ones(1))  # nobody answers
     clock, epoch = Clock(), member.comms._current
     assert epoch is not None
-    (fabric,) = epoch.fabrics
+    (fabric,) = epoch.fabrics.values()
     communicators.time = clock  # type: ignore[attr-defined]
     fake_nccl.abort_lasts = clock.abort_lasts
     threading.Thread(target=member.comms.interrupt, args=(0,), daemon=True).start()
