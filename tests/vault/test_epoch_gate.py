@@ -224,7 +224,7 @@ def test_a_slot_that_the_member_may_have_chosen_is_not_begun_before_it_asks(
         segment.mark_writing(slot)
         segment.begin(slot, Generation(0, 4 + slot), 1)
         segment.set_state(slot, left)
-    worker._record = replace(worker._record, epoch=2)
+    worker.epoch = 2
     worker._restore(LAYOUT)
     assert not obtained
     worker.want(LAYOUT, lambda _: None)
@@ -240,7 +240,7 @@ def test_the_slot_that_holds_the_generation_is_looked_at_before_the_member_asks(
     segment = next(iter(state.table.segments.values()))
     sealed(segment, 0, RESTORED)
     segment.mark_writing(1)
-    worker._record = replace(worker._record, epoch=2)
+    worker.epoch = 2
     worker._restore(LAYOUT)
     assert obtained == [LAYOUT]
 
