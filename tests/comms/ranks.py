@@ -57,11 +57,6 @@ class Member:
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def is_interrupted(self) -> bool:
-        """From the interrupt to the next attach or detach."""
-        newest = self.comms._newest
-        return newest is not None and newest.closed
-
     def init(self, backend: str = "gloo", epoch: int | None = None) -> None:
         """Install the seam and make WORLD, detached; then attach in ``epoch``."""
         self.comms.install()

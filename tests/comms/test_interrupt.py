@@ -83,7 +83,6 @@ def survive(member: Member, kind: str) -> dict[str, float]:
         load(member, kind, row)
     except EpochClosed:
         out = time.monotonic() - member.interrupted_at
-    assert member.is_interrupted()
     with pytest.raises(EpochClosed):
         dist.all_reduce(torch.zeros(1))
     drained = member.comms.drain()
@@ -92,7 +91,6 @@ def survive(member: Member, kind: str) -> dict[str, float]:
     begin = time.monotonic()
     member.attach(1)
     attach = time.monotonic() - begin
-    assert not member.is_interrupted()
     check(member, row, column)
     return {"out": out, "drained": drained, "attach": attach}
 

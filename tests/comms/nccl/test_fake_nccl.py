@@ -202,7 +202,6 @@ def junk(member: Member) -> bool:
     begin = time.monotonic()
     read = norm.item()  # sits here until the abort
     assert time.monotonic() - begin > 0.1
-    assert member.is_interrupted()
     assert read not in (1.0, 2.0)
     assert 0.0 < read < 1.0
     assert norm.item() == read  # and stays

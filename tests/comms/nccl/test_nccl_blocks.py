@@ -78,7 +78,7 @@ def close_after_start(member: Member) -> threading.Thread:
         communicator._start_coalescing = original
         original(self, device)
         closer.start()
-        while not member.is_interrupted():
+        while not member.comms._newest.closed:
             closer.join(0.001)
 
     communicator._start_coalescing = start
@@ -148,7 +148,7 @@ def connects(member: Member, description: str, in_first_step: bool) -> bool:
     def close() -> None:
         member.order("close").wait(SECONDS)
         threading.Thread(target=member.comms.interrupt, args=(0,)).start()
-        wait_for("the close", lambda: member.is_interrupted())
+        wait_for("the close", lambda: member.comms._newest.closed)
         member.say(("closed", None))
 
     closer = threading.Thread(target=close)

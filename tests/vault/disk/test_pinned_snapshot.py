@@ -58,7 +58,9 @@ def left(node: Node) -> list[str]:
     return [path.name for path in node.directory.glob("taken-*")]
 
 
-def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path, is_last: bool) -> None:
+    """None come any more when another generation follows, or the members say that none does."""
     with cluster(tmp_path, 2) as running:
         members = two_members(running)
         taking = [order(node, 2) for node in running.nodes]
@@ -67,7 +69,11 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path) -> None:
             member.append(Generation(1, 2), "evaluation")
             assert member.wait(Generation(1, 2), "evaluation") == "committed"
         assert not any(one.done() for one in taking), "more extras could follow"
-        steps(members, range(3, 6))
+        if is_last:
+            for member in members:
+                member.client.ended()
+        else:
+            steps(members, range(3, 6))
         for role, one in enumerate(taking):
             (taken,) = one.result(DEADLINE)
             assert (taken.role, taken.generation) == (role, Generation(1, 2))
@@ -78,24 +84,6 @@ def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path) -> None:
                 assert data == content(role, Generation(1, 2), name, len(data)), name
         drop_snapshots(running.nodes[0].directory)
         assert left(running.nodes[0]) == []
-
-
-def test_the_last_generation_of_a_run_is_taken(tmp_path: Path) -> None:
-    """No other one follows it; the members say so."""
-    with cluster(tmp_path, 2) as running:
-        members = two_members(running)
-        taking = [order(node, 2) for node in running.nodes]
-        steps(members, range(3))
-        for member in members:
-            member.append(Generation(1, 2), "evaluation")
-            assert member.wait(Generation(1, 2), "evaluation") == "committed"
-        assert not any(one.done() for one in taking)
-        for member in members:
-            member.client.ended()
-        taken = [one.result(DEADLINE)[0] for one in taking]
-        assert [(one.generation, one.boundary) for one in taken] == [
-            (Generation(1, 2), "evaluation")
-        ] * 2
 
 
 def test_what_is_overwritten_is_not_taken(tmp_path: Path) -> None:
