@@ -1,3 +1,7 @@
 """Hot-swap fault tolerance for hybrid-parallel Megatron training; see README.md."""
 
 __version__ = "0.6.0"
+
+
+class UserError(Exception):
+    """Bad input or environment: one clear line that says what to do about it."""

@@ -34,10 +34,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import UserError
+
 ENVIRONMENT_NAME = "DEADPOOL_FAULTS"
 
 
-class FaultPlanError(ValueError):
+class FaultPlanError(UserError, ValueError):
     """The fault plan cannot be read; the message names the file and the entry."""
 
 

@@ -13,6 +13,8 @@ import os
 import stat
 from pathlib import Path
 
+from deadpool_megatron import UserError
+
 # Colon-separated absolute directories. What lies there is believed whoever owns it: storage that
 # shows files under other numbers, or a directory that a group shares on purpose.
 TRUSTED = "DEADPOOL_TRUSTED_DIRECTORIES"
@@ -23,7 +25,7 @@ _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 _NOBODY_KNOWN = 65534
 
 
-class OwnershipError(Exception):
+class OwnershipError(UserError):
     """Somebody else could have put it there; one clear line."""
 
 

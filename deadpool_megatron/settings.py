@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from deadpool_megatron import UserError
+
 ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
 #: gives one value of the second part, as ``NAME=VALUE``
 SET_FLAG = "--deadpool-set"
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError, ValueError):
     """A setting, or the relation of two, cannot work; the message says which to change and how."""
 
 

@@ -23,19 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import deadpool_megatron
-from deadpool_megatron import arguments
+from deadpool_megatron import UserError, __version__, arguments
 from deadpool_megatron.cli.common import CommandError, refusing_system_errors
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.cluster.journal.journal import JournalError
-from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
-from deadpool_megatron.failpoints import FaultPlanError
-from deadpool_megatron.layout.placement import DomainsError
 from deadpool_megatron.observe.narration import shown
-from deadpool_megatron.ownership import OwnershipError
-from deadpool_megatron.planning.plan_file import PlanError
-from deadpool_megatron.settings import SettingsError
-from deadpool_megatron.wire.auth import AuthenticationError
 
 # Sub-command -> its module and its help, by topic; the order is that of the help text.
 TOPICS = {
@@ -75,18 +66,6 @@ TOPICS = {
     },
 }
 COMMANDS = {name: module for topic in TOPICS.values() for name, (module, _) in topic.items()}
-# Their text is one clear line, wherever they come from.
-_REFUSALS = (
-    CommandError,
-    RunDirectoryError,
-    JournalError,
-    OwnershipError,
-    SettingsError,
-    DomainsError,
-    PlanError,
-    FaultPlanError,
-    AuthenticationError,
-)
 # What these write is for the run's user alone, unless the variable says otherwise.
 _WRITERS = {"run", "demo", "check", "agent", "standby"}
 # On these a run depends, for as long as it lasts. Where the system refuses them something they look
@@ -172,7 +151,7 @@ def _carry_out(given: list[str]) -> int:
             os.umask(_umask())
         with contextlib.nullcontext() if is_part else refusing_system_errors():
             return int(_module(COMMANDS[args.subcommand]).run(args))
-    except _REFUSALS as error:
+    except UserError as error:
         flag = _flag_of(error.__cause__, args)
         print(shown(f"deadpool {args.subcommand}: {flag}{error}"), file=sys.stderr)
         return ExitStatus.BAD_INPUT
@@ -254,9 +233,7 @@ def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
         description="Train with Megatron; lose nodes; keep training.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"deadpool {deadpool_megatron.__version__}"
-    )
+    parser.add_argument("--version", action="version", version=f"deadpool {__version__}")
     each: Any = functools.partial(_HelpParser, shows_all="--help-all" in options)
     subparsers = parser.add_subparsers(
         dest="subcommand", metavar="COMMAND", required=True, parser_class=each

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron import ownership
+from deadpool_megatron import UserError, ownership
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.journal.user_requests import Request
@@ -45,8 +45,8 @@ _ASK_SECONDS = 10.0
 LOOK_SECONDS = 3.0
 
 
-class CommandError(Exception):
-    """Bad input or environment: one clear line that says what to do about it."""
+class CommandError(UserError):
+    """Of a command."""
 
 
 class RunNotReachable(CommandError):

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from deadpool_megatron import UserError
 from deadpool_megatron.layout.records import EpochRecord, nodes_of
 
 
@@ -130,7 +131,7 @@ def missing_copies(
     return frozenset(role for role, node in seats.items() if len(live) - (node in live) < replicas)
 
 
-class DomainsError(ValueError):
+class DomainsError(UserError, ValueError):
     """The domains file cannot be understood; the message names the line."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+from deadpool_megatron import UserError
 from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
 _SHAPE = ("layers", "hidden", "ffn", "heads", "vocab")
@@ -27,7 +28,7 @@ _LARGEST = 1e18
 _MOST_SHARES = 1_000_000
 
 
-class PlanError(ValueError):
+class PlanError(UserError, ValueError):
     """A plan that cannot be read or cannot hold; one line that says what to change."""
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron import ownership
+from deadpool_megatron import UserError, ownership
 from deadpool_megatron.file_systems import write_once
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, OtherVersion, WireError
@@ -45,7 +45,7 @@ _MOST_ADDRESS_CHARACTERS = 80
 TRANSLATED = "DEADPOOL_TRANSLATED_ADDRESSES"
 
 
-class AuthenticationError(WireError):
+class AuthenticationError(UserError, WireError):
     """The peer does not know the run secret, or belongs to another run."""
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import UserError
 from deadpool_megatron.cluster.run_directory.directory import DIRECTORY_MODE
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import linking, sync
@@ -37,7 +38,7 @@ _BEAT_BYTES = 64
 _PAUSE_SECONDS = 0.1
 
 
-class JournalError(Exception):
+class JournalError(UserError):
     """The journal cannot be written or read; the message names the file."""
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import deadpool_megatron
-from deadpool_megatron import ownership
+from deadpool_megatron import UserError, ownership
 from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import WRITTEN_MODE, write_once, write_text
 from deadpool_megatron.layout.records import Generation, Restore
@@ -59,7 +59,7 @@ _GENERATION = re.compile(r"\d+-\d+")
 _CHECKPOINT = re.compile(r"iter_\d+")
 
 
-class RunDirectoryError(Exception):
+class RunDirectoryError(UserError):
     """The directory is no run directory, or is damaged; one clear line."""
 
 
