@@ -160,7 +160,7 @@ def run_once(
         raise DemoError(f"the {name} run has exit status {status}", bad if status == bad else 1)
     try:
         result = read_result(directory)
-    except (ResultError, ValueError, TypeError, KeyError) as error:
+    except ResultError as error:
         raise DemoError(f"{name} run: {error}", 1) from error
     return DemoRun(
         directory=directory,

@@ -155,7 +155,11 @@ def metrics(
 
 
 def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
-    pace, newest, saved = story.step_seconds(RECENT_STEPS), story.steps.newest(1), story.durable
+    pace, newest, saved = (
+        story.step_seconds(RECENT_STEPS),
+        story.steps.newest(1),
+        story.kept[Kind.DURABLE],
+    )
     since, at, goodput = story.started_at, story.last_step_at, story.account.goodput(now)
     failures, ended = [one for one in story.failures if not one.planned], story.ended
     text = "Part of the time of nodes with roles in which they trained on."

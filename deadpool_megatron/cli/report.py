@@ -36,8 +36,6 @@ from deadpool_megatron.observe.narration import (
 )
 from deadpool_megatron.observe.story import PHASES, Interruption, Story, decimal, summary
 
-# More failures than this share one column of means instead of having one each.
-_COLUMNS = 6
 _SHOWN_STACKS = 3
 # Characters of a name in a table.
 _MOST_CELL = 48
@@ -84,7 +82,7 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
     lines += _describe_steps(story)
     for failure in story.failures:
         lines += ["", *describe_failure(failure, story)]
-    if timed := [failure for failure in story.failures if failure.phases]:
+    if len(timed := [failure for failure in story.failures if failure.phases]) > 1:
         lines += ["", "Seconds in each phase", *_phase_table(timed)]
     lines += ["", *_describe_protection(story), *_describe_time(story)]
     return lines
@@ -181,19 +179,16 @@ def _describe_steps(story: Story) -> list[str]:
 
 
 def _phase_table(failures: list[Interruption]) -> list[str]:
-    """A row per phase; a column per failure, or mean and longest when there are many."""
+    """A row per phase; each failure has its own seconds."""
     known = {name for failure in failures for name in failure.phases}
     names = [name for name in PHASES if name in known] + sorted(known - PHASES.keys())
-    rows = {name: [failure.phases.get(name) for failure in failures] for name in names}
-    rows["to next step"] = [failure.seconds for failure in failures]
-    if len(failures) <= _COLUMNS:
-        titled = [f"{'swap' if f.planned else 'failure'} {f.number}" for f in failures]
-        return table(["phase", *titled], [[t, *map(seconds, row)] for t, row in rows.items()])
-    cells = []
-    for name, row in rows.items():
-        values = [value for value in row if value is not None]
-        found = [statistics.fmean(values), max(values)] if values else [None, None]
-        cells.append([name, str(len(values)), *map(seconds, found)])
+    rows = {name: [one.phases[name] for one in failures if name in one.phases] for name in names}
+    rows["to next step"] = [one.seconds for one in failures if one.seconds is not None]
+    cells = [
+        [name, str(len(found)), seconds(statistics.fmean(found)), seconds(max(found))]
+        for name, found in rows.items()
+        if found
+    ]
     return table(["phase", "failures", "mean", "longest"], cells)
 
 
@@ -221,13 +216,14 @@ def _describe_protection(story: Story) -> list[str]:
         for kind, total in story.bytes_by_kind.items()
     )
     lines = [f"commit gate: {gate}", *([f"bytes: {written}"] if written else [])]
-    if story.durable:
-        newest = story.durable[-1].data.get("path")
-        lines.append(f"durable checkpoints: {len(story.durable)}, the newest {newest}")
+    if saved := story.kept[Kind.DURABLE]:
+        newest = saved[-1].data.get("path")
+        lines.append(f"durable checkpoints: {len(saved)}, the newest {newest}")
     if losses := _joined(map(describe_loss, story.unrelated_losses)):
         lines.append(f"lost without an interruption: {losses}")
-    lines += [str(event.data.get("cause")) for event in story.aside]
-    lines += [*map(describe_protection, story.protections), *map(describe_slowness, story.slow)]
+    lines += [str(event.data.get("cause")) for event in story.kept[Kind.NODE_ASIDE]]
+    lines += map(describe_protection, story.protections)
+    lines += map(describe_slowness, story.kept[Kind.SLOW_NODE])
     if story.audits:
         half, most = statistics.median(story.audits), max(story.audits)
         spent = f"half of them in {half:.3f} s, the longest {most:.3f} s"
@@ -265,7 +261,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "seconds_per_audit": summary(story.audits),
         "bytes": {kind.value: total for kind, total in story.bytes_by_kind.items()},
         "counts": {kind.value: number for kind, number in story.counts.items()},
-        "durable": [event.data.get("path") for event in story.durable],
+        "durable": [event.data.get("path") for event in story.kept[Kind.DURABLE]],
         "node_seconds": {use.value: spent for use, spent in story.account.uses().items()},
         "goodput": story.account.goodput(),
     }

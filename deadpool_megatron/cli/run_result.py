@@ -12,9 +12,8 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
-    read_json,
 )
-from deadpool_megatron.events import EventTail, complain, date, event_files
+from deadpool_megatron.events import DAMAGE, EventTail, complain, date, event_files
 from deadpool_megatron.observe.narration import describe_loss
 from deadpool_megatron.observe.story import RECENT_STEPS, Interruption, Story
 from deadpool_megatron.ownership import OwnershipError
@@ -104,31 +103,29 @@ def failure_to_dict(failure: Interruption, story: Story) -> dict[str, Any]:
 
 def read_result(directory: Path) -> RunResult:
     """The result of the run in ``directory``. Raises ResultError with one clear line."""
-    if not directory.is_dir():
-        raise ResultError(f"{directory}: no such directory")
-    path = RunDirectory(directory).final
+    run = RunDirectory(directory)
+    if not run.has_final():
+        why = "it is not the directory of a run, or the run is not over, or was killed as a whole"
+        raise ResultError(f"{directory} has no final.json: {why}")
     try:
-        values = read_json(path)
-    except FileNotFoundError:
-        kind = "has no final.json: the run is still going, or it was killed as a whole"
-        if not (directory / "run.json").exists():
-            kind = "is not the directory of a run (no run.json, no final.json)"
-        raise ResultError(f"{directory} {kind}") from None
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{path} cannot be read: {error}") from error
-    try:
+        values = run.read_final()
         return RunResult(
             directory=directory,
-            exit_status=int(values["exit_status"]),
-            reason=str(values.get("reason", "")),
+            exit_status=values["exit_status"],
+            reason=values["reason"],
             world_size=int(values["world_size"]),
-            iterations=int(values["iterations"]),
-            roles={int(role): _role(facts) for role, facts in values["roles"].items()},
+            iterations=values["iterations"],
+            roles={
+                int(role): RoleResult(str(facts["sha256"]), facts.get("samples"))
+                for role, facts in values["roles"].items()
+            },
             story=read_story(directory, hashes=True),
             resumed_after=_resumed_after(directory),
         )
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ResultError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    except RunDirectoryError as error:
+        raise ResultError(str(error)) from error
+    except DAMAGE as error:
+        raise ResultError(f"{run.final} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _resumed_after(directory: Path) -> int:
@@ -137,8 +134,3 @@ def _resumed_after(directory: Path) -> int:
     except RunDirectoryError:
         return 0  # a result without its run directory, as a copy may be
     return int(restore["generation"][1]) if restore else 0
-
-
-def _role(facts: Mapping[str, Any]) -> RoleResult:
-    samples = facts.get("samples")
-    return RoleResult(str(facts["sha256"]), None if samples is None else int(samples))

@@ -44,6 +44,8 @@ RECENT_STEPS = 50
 _RELATED_SECONDS = 2.0
 # So many waits at the gate are kept where not all steps are wanted.
 _MOST_WAITS = 64
+# All of these are wanted at the end.
+_KEPT = (Kind.NODE_ASIDE, Kind.SLOW_NODE, Kind.DURABLE, Kind.COORDINATOR)
 _COUNTED = (Kind.REFUSED, Kind.CORRUPTION, Kind.DECODED, Kind.REPLAYED, Kind.STALE_DIVERGENCE)
 
 
@@ -234,11 +236,8 @@ class Story:
         self.audits: list[float] = []  # seconds of each that has found nothing
         self.lost_nodes: dict[int, Event] = {}  # those that have not joined again
         self.drained: set[int] = set()
-        self.aside: list[Event] = []
-        self.slow: list[Event] = []
+        self.kept: dict[Kind, list[Event]] = {kind: [] for kind in _KEPT}
         self.protections: list[Event] = []
-        self.durable: list[Event] = []
-        self.coordinators: list[Event] = []
         self.waiting: Event | None = None  # for a spare
         # Losses that closed no epoch: a spare, a vault that was started again.
         self.ignored_losses: list[Event] = []
@@ -314,26 +313,20 @@ class Story:
                 self._wait(event)
             case Kind.DRAIN if event.node is not None:
                 self.drained.add(event.node)
-            case Kind.NODE_ASIDE:
-                self.aside.append(event)
             case Kind.AUDITED:
                 self.audits.append(float(data["seconds"]))
             case Kind.SLOW_NODE:
                 for name in ("seconds", "peer_seconds"):
                     float(data[name])  # raises here, and not where it is told
-                self.slow.append(event)
             # A coordinator that took over cannot know whether the one before had told the plan.
             case Kind.PROTECTION if [e.data.get("new") for e in self.protections[-1:]] != [
                 data.get("new")
             ]:
                 self.protections.append(event)
-            case Kind.DURABLE:
-                self.durable.append(event)
             case Kind.COORDINATOR:
                 self.term = int(data.get("term", 1))
                 if self.term > 1 and event.epoch and self.ended is None:
                     self._silence = self._silence or self._silent(event, heard)
-                self.coordinators.append(event)
             case Kind.RECOVERED:
                 kind = str(data.get("kind", "")) or "unknown"
                 self.recovered.setdefault(kind, []).append(float(data.get("seconds") or 0.0))
@@ -342,6 +335,8 @@ class Story:
                     self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + spent
             case _:
                 pass
+        if event.kind in self.kept:
+            self.kept[event.kind].append(event)
         if self.failures and self.failures[-1].closed.kind is Kind.EPOCH_CLOSED:
             self._recover(event, self.failures[-1])
 
@@ -446,7 +441,7 @@ class Story:
 
     def _silent(self, event: Event, heard: float) -> Event:
         """Return the loss of the coordinator before, as of when it was last heard of."""
-        before = self.coordinators[-1].node if self.coordinators else None
+        before = self.kept[Kind.COORDINATOR][-1].node if self.kept[Kind.COORDINATOR] else None
         cause = f"the coordinator on node {'?' if before is None else before} was last heard of at"
         cause += f" {date(heard)[11:19]}; node {event.node} took over at"
         told = {
