@@ -100,13 +100,6 @@ def test_what_is_refused_at_once(command: Any, wait: tuple[str, ...]) -> None:
     assert (status, said) == (1, "deadpool drain: refused: node 1 is not connected\n")
 
 
-@pytest.mark.parametrize("wait", [(), ("--wait", "0.01")])
-def test_nobody_there(command: Any, wait: tuple[str, ...]) -> None:
-    status, said = command(Coordinator(NOBODY), "drain", "--node", "1", *wait)
-    assert status == 2
-    assert "no coordinator" in said
-
-
 def test_a_journal_that_does_not_work_is_waited_for(command: Any) -> None:
     trouble = NotNow("the journal cannot be read: nothing was taken on, ask again")
     coordinator = Coordinator(trouble, UNDER_WAY, trouble, (Stage.DONE, ""))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool
 
@@ -33,13 +32,3 @@ def test_state_is_saved_and_another_run_goes_on_from_it(tmp_path: Path) -> None:
         final = run.wait_end()
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, end)
     assert deadpool("status", "--verdict", str(tmp_path / "second")).returncode == 0
-
-
-def test_a_stop_that_nobody_takes_is_said_so(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "r")
-    run.create(
-        RunInfo("0123abcd", 1, 1, 0, 1, ("train.py",), Settings())
-    )  # and no coordinator, ever
-    late = deadpool("stop", "--wait", "0.3", str(run.path))
-    assert late.returncode == 2
-    assert "has no coordinator yet" in late.stderr

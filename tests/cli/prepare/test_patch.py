@@ -220,16 +220,6 @@ def test_the_set_is_chosen_by_the_tree(
     assert "three.py is changed" in refused("apply", tree)
 
 
-@pytest.mark.usefixtures("sets")
-def test_no_tree(tmp_path: Path, refused: Patch) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    for action in ("apply", "check", "revert", "status"):
-        assert "does not exist" in refused(action, tmp_path / "absent")
-        assert "is not a directory" in refused(action, tmp_path / "file")
-        assert "not a checkout of Megatron-LM" in refused(action, tmp_path / "empty")
-
-
 def test_nothing_is_written_through_a_link_out_of_the_tree(
     tree: Path, tmp_path: Path, refused: Patch
 ) -> None:
