@@ -172,11 +172,6 @@ class ReconfigurableGroup(ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(self._device.type)]
 
-    @property
-    def pg_options(self) -> Any:
-        """The options the group was created with."""
-        return self.options
-
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type not in {self._device.type, "cpu"}:
             raise RuntimeError(f"no backend for device {device} in group {self.description}")
@@ -210,12 +205,6 @@ class ReconfigurableGroup(ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Done when an inner group is made."""
-
-    def _wait_for_pending_works(self) -> None:
-        """Only completion hooks need this, and none are registered."""
-
-    def _has_hooks(self) -> bool:
-        return False
 
     def abort(self) -> None:
         """Nothing: epochs are closed as a whole, by Communicators.interrupt."""
