@@ -35,9 +35,10 @@ from deadpool_megatron.cli.common import (
     shown_host,
 )
 from deadpool_megatron.cli.http_server import LimitedServer
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, EventTail, Kind
-from deadpool_megatron.observe.story import RECENT_STEPS, Story, decimal
+from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Story, decimal
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -188,16 +189,23 @@ def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
 def _counters(story: Story) -> Iterator[Metric]:
     text = "From a failure to the next finished iteration."
     seconds = _core().HistogramMetricFamily("deadpool_recovery_seconds", text, labels=["kind"])
-    for kind, found in sorted(story.recovered.items()):
+    over = [one for one in story.failures if one.is_over]
+    recovered: dict[str, list[float]] = {kind: [] for kind in FailureKind}
+    phases = dict.fromkeys(PHASES, 0.0)
+    for one in over:
+        recovered.setdefault(one.kind or "unknown", []).append(one.seconds or 0.0)
+        for phase, spent in one.phases.items():
+            phases[phase] = phases.get(phase, 0.0) + spent
+    for kind, found in sorted(recovered.items()):
         counts = [(str(b), float(sum(s <= b for s in found))) for b in RECOVERY_BUCKETS]
         seconds.add_metric([kind], [*counts, ("+Inf", float(len(found)))], sum(found))
-    counted = {kind: len(found) for kind, found in sorted(story.recovered.items())}
+    counted = {kind: len(found) for kind, found in sorted(recovered.items())}
     yield _by("Counter", "recoveries", "Recoveries by kind of failure.", "kind", counted)
     yield seconds
-    phases, text = dict(sorted(story.phase_seconds.items())), "Seconds of recoveries by phase."
-    yield _by("Counter", "recovery_phase_seconds", text, "phase", phases)
+    text = "Seconds of recoveries by phase."
+    yield _by("Counter", "recovery_phase_seconds", text, "phase", dict(sorted(phases.items())))
     text = "Iterations computed again."
-    yield _counter("steps_recomputed", text, story.steps_recomputed)
+    yield _counter("steps_recomputed", text, sum(one.steps_recomputed or 0 for one in over))
     text = "Seconds of all roles at the commit gate."
     yield _counter("gate_wait_seconds", text, story.gate_seconds)
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)

@@ -56,7 +56,10 @@ def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
     if story.ended is not None:
         return f"ended with exit status {story.ended.data.get('exit_status', '?')}"
     failure = story.current
-    state = "running" if failure is None else f"recovering from failure {failure.number}"
+    state = "running"
+    if failure is not None:
+        doing = "in planned change" if failure.planned else "recovering from failure"
+        state = f"{doing} {failure.number}"
     state += "" if story.waiting is None else ", waiting for a spare"
     run = RunDirectory(directory)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

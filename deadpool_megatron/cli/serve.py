@@ -155,7 +155,7 @@ class WatchedPage:
             "node_seconds": uses,
             "loss": self._losses(),
             "recoveries": [_failure(one, story) for one in story.failures[-_SHOWN_RECOVERIES:]],
-            "survived": sum(one.is_over and not one.planned for one in story.failures),
+            "survived": story.survived,
             "lost": [
                 {
                     "node": node,

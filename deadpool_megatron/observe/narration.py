@@ -114,7 +114,7 @@ class Narrator:
     def _recovered(self, failure: Interruption) -> list[Line]:
         # A better cause may be known by now.
         lines = [] if failure.kind == self._code else [_title_line(failure, self.story)]
-        verb, style = ("swapped", "green") if failure.planned else ("recovered", "bold green")
+        verb, style = ("done", "green") if failure.planned else ("recovered", "bold green")
         again = count(failure.steps_recomputed, "iteration")
         text = f"{verb} in {failure.seconds or 0.0:.2f} s{_phases(failure.phases)}"
         lines.append(Line(f"{text}; {again} computed again", style))
@@ -213,7 +213,7 @@ def describe_loss(event: Event) -> str:
 
 def title(failure: Interruption, hosts: Mapping[int, str]) -> str:
     """``failure 2 [node-lost] on b7: node 1: connection closed``."""
-    what = "planned swap" if failure.planned else "failure"
+    what = "planned change" if failure.planned else "failure"
     return f"{what} {failure.number} {label(failure, hosts)}"
 
 
@@ -237,14 +237,13 @@ def _advice(failure: Interruption) -> list[Line]:
 
 
 def _title_line(failure: Interruption, story: Story) -> Line:
-    calm = (FailureKind.COORDINATOR, FailureKind.RESTART)
-    style = "" if failure.planned else "yellow" if failure.kind in calm else "bold red"
+    is_calm = failure.kind == FailureKind.COORDINATOR
+    style = "" if failure.planned else "yellow" if is_calm else "bold red"
     return Line(title(failure, story.hosts), style)
 
 
 def _ending(story: Story) -> Line:
-    survived = count(sum(one.is_over and not one.planned for one in story.failures), "failure")
-    done = f"iteration {story.last_iteration}, {survived} survived"
+    done = f"iteration {story.last_iteration}, {count(story.survived, 'failure')} survived"
     if story.ended is None or story.exit_status == 0:
         return Line(f"done: {done}", "bold green")
     why = story.ended.data.get("reason") or "no reason known"

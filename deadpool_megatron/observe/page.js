@@ -147,7 +147,7 @@ function drawRecoveries(state) {
     const bar = html("div", { class: "bar" }, ...Object.entries(phases).map(([name, spent]) =>
       piece(spent / whole, COLOURS[name] ?? "#888888", `${name} ${spent.toFixed(3)} s: ${drawn[name] ?? ""}`)));
     bar.style.width = `${Math.max(4, 100 * (one.seconds ?? longest) / longest)}%`;
-    const title = `${one.planned ? "planned" : "failure"} ${one.number}: ${one.text} `;
+    const title = `${one.planned ? "planned change" : "failure"} ${one.number}: ${one.text} `;
     return html("div", { class: "recovery" }, html("p", {}, title, html("small", {}, facts.join("; "))), bar);
   });
   const keys = Object.keys(drawn).filter((name) => name !== "abandoned").map((name) => html("span", {}, piece(0, COLOURS[name], ""), name));

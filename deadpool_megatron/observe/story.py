@@ -129,7 +129,9 @@ class MemberPhase:
 
 @dataclass
 class Interruption:
-    """One interruption, from the first loss (or planned swap) to the next finished step.
+    """One interruption, from the first loss (or planned change) to the next finished step.
+
+    ``earlier``: failures, and planned changes, before this one: each are numbered by themselves.
 
     ``closes`` counts how often an epoch was closed before the run continued: above 1 when something
     else failed meanwhile. ``generation``: (lineage, iteration) of the state the run continued from,
@@ -139,7 +141,7 @@ class Interruption:
     the run ended before it was over. The loss of a coordinator that interrupts nothing is one, too.
     """
 
-    number: int
+    earlier: tuple[int, int]
     began: float
     closed: Event
     last_iteration: int
@@ -181,8 +183,13 @@ class Interruption:
 
     @property
     def planned(self) -> bool:
-        """Return whether it was asked for."""
-        return self.kind == FailureKind.DRAINED
+        """Return whether it was asked for: nothing failed, and nothing is recovered from."""
+        return self.kind in (FailureKind.DRAINED, FailureKind.RESTART)
+
+    @property
+    def number(self) -> int:
+        """The place among the failures, or among the planned changes."""
+        return self.earlier[self.planned] + 1
 
     def end(self, values: Mapping[str, Any]) -> None:
         """Take the data of a RECOVERED event."""
@@ -221,10 +228,6 @@ class Story:
         self.hashes: dict[int, dict[int, str]] | None = {} if hashes else None  # role -> sha256
         self.account = Account()
         self.failures: list[Interruption] = []
-        # Told recoveries: seconds by kind of failure, and by phase.
-        self.recovered: dict[str, list[float]] = {str(kind): [] for kind in FailureKind}
-        self.phase_seconds = dict.fromkeys(PHASES, 0.0)
-        self.steps_recomputed = 0
         # Waits at the gate: seconds over all roles, by epoch and iteration (of the newest ones if
         # not all steps are wanted) and in all; and the longest of one role, its role and iteration.
         self.gate_waits: dict[tuple[int, int | None], float] = {}
@@ -327,12 +330,6 @@ class Story:
                 self.term = int(data.get("term", 1))
                 if self.term > 1 and event.epoch and self.ended is None:
                     self._silence = self._silence or self._silent(event, heard)
-            case Kind.RECOVERED:
-                kind = str(data.get("kind", "")) or "unknown"
-                self.recovered.setdefault(kind, []).append(float(data.get("seconds") or 0.0))
-                self.steps_recomputed += int(data.get("steps_recomputed") or 0)
-                for phase, spent in ordered_phases(data.get("phases", {})).items():
-                    self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + spent
             case _:
                 pass
         if event.kind in self.kept:
@@ -345,6 +342,11 @@ class Story:
         """The failure the run is recovering from, if any."""
         last = self.failures[-1] if self.failures else None
         return None if last is None or last.is_over or last.is_cut_short else last
+
+    @property
+    def survived(self) -> int:
+        """The number of failures that are over."""
+        return sum(one.is_over and not one.planned for one in self.failures)
 
     @property
     def is_taking_over(self) -> bool:
@@ -456,10 +458,15 @@ class Story:
         if self.current is None:
             cause = f"{silence.data['cause']}; training was not interrupted"
             silence = replace(silence, data={**silence.data, "cause": cause})
-            at, number = silence.wall_seconds, len(self.failures) + 1
-            lost = Interruption(number, at, silence, self.last_iteration)
+            at = silence.wall_seconds
+            lost = Interruption(self._counted(), at, silence, self.last_iteration)
             lost.end({"seconds": 0.0, "steps_recomputed": 0})
             self.failures.append(lost)
+
+    def _counted(self) -> tuple[int, int]:
+        """The number of failures, and of planned changes."""
+        planned = sum(one.planned for one in self.failures)
+        return len(self.failures) - planned, planned
 
     def _cut_short(self) -> None:
         self.waiting = None
@@ -484,7 +491,7 @@ class Story:
             self.failures[-1].parts.clear()  # one for each role; the first failure is drawn
         self.failures.append(
             Interruption(
-                number=len(self.failures) + 1,
+                earlier=self._counted(),
                 began=min(entry.wall_seconds for entry in (event, *related)),
                 closed=event,
                 last_iteration=self.last_iteration,

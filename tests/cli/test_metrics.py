@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,9 @@ def test_what_the_dashboard_and_the_alerts_ask_for_is_there() -> None:
         FailureKind, 0.0
     )
     assert {s.value for s in before["deadpool_recovery_phase_seconds"]} == {0.0}
-    data = {"kind": "node-lost", "seconds": 2.0, "phases": {"restore": 1.5}}
-    after = told([Event(Kind.RECOVERED, data=data)])
+    data = {"kind": "communicator-error", "seconds": 2.0, "phases": {"restore": 1.5}}
+    first, lost = replace(closed, data=data), Event(Kind.NODE_LOST, 1, 1, data=closed.data)
+    after = told([first, lost, Event(Kind.RECOVERED, 2, data=data)])
     assert {s.labels["kind"]: s.value for s in after["deadpool_recoveries"]}["node-lost"] == 1.0
     phases = {s.labels["phase"]: s.value for s in after["deadpool_recovery_phase_seconds"]}
     assert phases["restore"] == 1.5

@@ -188,24 +188,6 @@ def test_the_banner_says_whether_it_is_all_right(
     assert [one["node"] for one in found["lost"]] == [9] * (LOST in told)
 
 
-def test_a_recovery_that_the_end_overtook_waits_for_nobody_and_advises_nothing() -> None:
-    page = page_of("0x1p+1")
-    data = {"text": "roles [0] wait", "limit_seconds": 300.0}
-    for event in (LOST, CLOSED, Event(Kind.WAITING_FOR_SPARE, data=data, wall_seconds=4.0)):
-        page.take(event)
-    status = {"phase": "waiting for a spare", "failing": {"kind": "node-lost"}}
-    found = page.to_dict(status_of(2, 4) | status, 5.0)
-    assert found["banner"]["waiting"]
-    assert found["node_seconds"].keys() <= {"waiting-for-spare", "start"}
-    page.take(Event(Kind.RUN_ENDED, data={"exit_status": 130}, wall_seconds=6.0))
-    found = page.to_dict(None, 9.0)
-    assert not found["banner"]["waiting"]
-    assert (found["banner"]["failure"]["to_do"], found["recoveries"][0]["is_cut_short"]) == (
-        "",
-        True,
-    )
-
-
 def test_a_drained_node_has_left_unless_its_roles_failed_with_it() -> None:
     drain = Event(Kind.DRAIN, 1, 9, data={}, wall_seconds=3.0)
     for told, planned in (((LOST,), False), ((drain, LOST), True), ((drain, LOST, CLOSED), False)):

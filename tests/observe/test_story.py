@@ -142,6 +142,15 @@ def test_the_loss_of_a_coordinator_that_interrupts_nothing_is_a_failure_without_
     assert one.phases == {"detect": 16.5}, "nobody coordinated meanwhile"
 
 
+def test_what_somebody_asked_for_is_no_failure_and_has_numbers_of_its_own() -> None:
+    over = Event(Kind.RECOVERED, 2, data={"seconds": 1.0, "phases": {}}, wall_seconds=9.0)
+    kinds = ("drained", "node-lost", "restart", "process-crash")
+    story = story_of(*(event for kind in kinds for event in (closed(8.0, kind), over)))
+    numbers = [(one.planned, one.number) for one in story.failures]
+    assert numbers == [(True, 1), (False, 1), (True, 2), (False, 2)]
+    assert story.survived == 2
+
+
 def test_a_recovery_that_the_end_overtook_is_not_the_one_of_the_next_start() -> None:
     waits = Event(Kind.WAITING_FOR_SPARE, 1, data={"text": "x", "limit_seconds": 9.0})
     ended = Event(Kind.RUN_ENDED, 1, data={"exit_status": 130}, wall_seconds=6.0)

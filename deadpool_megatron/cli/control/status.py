@@ -101,7 +101,7 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
         for failure in story.failures[-_SHOWN_FAILURES:]
     ]
     if earlier := len(story.failures) - len(failures):
-        failures.insert(0, Line(f"  {count(earlier, 'earlier failure')}: deadpool report"))
+        failures.insert(0, Line(f"  {earlier} earlier: deadpool report"))
     if status["phase"] == "over":
         style = "bold red" if status["exit_status"] else "bold green"
         return [Line(final_line(status), style), *failures]
@@ -116,7 +116,7 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
     )
     told = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
-        f" spares: {status['spares'] or 'none'}; recoveries: {status['recoveries']}",
+        f" spares: {status['spares'] or 'none'}; failures survived: {story.survived}",
         *(f"  {name}: {text}" for name, text in facts(status)),
     ]
     troubles = [f"  node {node}: {why}" for node, why in node_troubles(status)]
@@ -133,7 +133,7 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
     if events["trouble"] or events["dropped"]:
         trouble = events["trouble"] or "events can be written again"
         troubles.append(f"  {trouble}; {events['waiting']} wait, {events['dropped']} were dropped")
-    if status["failing"]:
+    if status["failing"] and story.current is None:  # not among the failures yet
         troubles.append(f"  recovering: [{status['failing']['kind']}] {status['failing']['cause']}")
     if status["fewer_copies"]:
         troubles.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")

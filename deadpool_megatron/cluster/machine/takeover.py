@@ -8,7 +8,7 @@ When all are back the newest epoch stays open, or it is closed as after any fail
 
 from __future__ import annotations
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import FailureKind, rank
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.blame import Failure
 from deadpool_megatron.cluster.machine.core import Core
@@ -103,7 +103,9 @@ def _go_on(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     if any(known.returns for known in fleet.nodes.values()):  # so it is with those that are gone
         fleet.returning |= fleet.removed.keys() & record.nodes.keys()
     refuse_assumed(core, taking_over.requests)
-    failure = taking_over.missed or _happened(core, record)
+    # The lost node rather than what its peers saw of that first.
+    causes = [one for one in (taking_over.missed, _happened(core, record)) if one is not None]
+    failure = min(causes, key=lambda one: rank(one.kind), default=None)
     deadline = core.now + opening_seconds(core, record)
     restored, done = taking_over.restored, taking_over.done
     state.doing = Opening(deadline, restored, done, taking_over.begins, taking_over.pause)
