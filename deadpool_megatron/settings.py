@@ -67,7 +67,7 @@ class Settings:
         " slots; recompute: occasional whole copies, gradients in between; mixed: copies if they"
         " fit, else parity",
     )
-    parity_group: int = _setting(4, "parity: most roles, on as many nodes, that share blocks")
+    parity_group: int = _setting(4, "parity: up to N roles, on as many nodes, share blocks")
     cadence: str = _setting(
         "auto",
         "protect every N-th iteration only; auto: every one, or fewer while the network is too"

@@ -62,7 +62,7 @@ class Standing(enum.StrEnum):
 
     GOOD = "good"
     WEAK = "weak"  # trains only where no good node is left
-    LEFT_OUT = "left out"
+    LEFT_OUT = "excluded"
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
     run = nodes.run
     assert read_json(run.final)["roles"]["0"]["sha256"] == expected_sha256(0, 10)
     (judged,) = [e for e in read_events(run.events) if e.kind is Kind.NODE_JUDGED]
-    assert (judged.node, judged.data["standing"]) == (0, "left out")
+    assert (judged.node, judged.data["standing"]) == (0, "excluded")
     assert not segment_root(run.read_run().run_id).exists()
 
 
@@ -94,7 +94,7 @@ def test_only_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {status for status, _, _ in ended} == {0}
     (said,) = [output for _, output, _ in ended if output]
     found = json.loads(said)
-    assert [entry["standing"] for entry in found["nodes"]] == ["good", "good", "left out"]
+    assert [entry["standing"] for entry in found["nodes"]] == ["good", "good", "excluded"]
     assert not segment_root(nodes.run.read_run().run_id).exists()
     assert not list((nodes.run.path / "logs").glob("*slot*")), "no member was started"
 

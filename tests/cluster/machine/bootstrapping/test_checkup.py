@@ -64,7 +64,7 @@ def test_a_node_that_is_not_fit_is_left_out_and_a_spare_takes_its_place() -> Non
     assert (drop.node, drop.left_out) == (1, True)
     assert "torch is 2.12.0, on most nodes it is 2.13.0" in drop.cause
     (judged,) = rig.emitted(Kind.NODE_JUDGED)
-    assert (judged.node, judged.data["standing"]) == (1, "left out")
+    assert (judged.node, judged.data["standing"]) == (1, "excluded")
     rig.feed(joined(1))
     assert rig.one(act.DropNode).node == 1
 
@@ -189,7 +189,7 @@ def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
     assert not rig.of(act.StartMembers, rig.log)
     assert rig.one(act.Finish).exit_status == (0 if enough else 1)
     judged = {e.node: e.data["standing"] for e in rig.emitted(Kind.NODE_JUDGED)}
-    assert judged == {0: "good", 1: "good" if enough else "left out", 2: "left out"}
+    assert judged == {0: "good", 1: "good" if enough else "excluded", 2: "excluded"}
 
 
 SICK = dataclasses.replace(GOOD, health=Health.OUT, health_text="row remapping failed")
