@@ -172,13 +172,9 @@ def _flag_of(cause: BaseException | None, args: argparse.Namespace) -> str:
 def _umask() -> int:
     """Raises CommandError for a variable that is no mask."""
     text = os.environ.get(UMASK_VARIABLE, "077")
-    try:
-        mask = int(text, 8)
-    except ValueError:
-        mask = -1
-    if not 0 <= mask <= 0o777:
+    if not re.fullmatch("0*[0-7]{1,3}", text):
         raise CommandError(f"{UMASK_VARIABLE}={text} is no umask: give three digits, like 027")
-    return mask
+    return int(text, 8)
 
 
 class _HelpParser(argparse.ArgumentParser):

@@ -22,8 +22,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from deadpool_megatron.cli import plot
 from deadpool_megatron.cli.common import CommandError, number, table
@@ -269,7 +268,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     base, display = _base_directory(args), Display()
     # A demo that is told to end takes its run along, whichever way it is told.
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcome = _both_runs(display, base, args.iterations, ON_GPUS if args.gpu else ON_CPUS)
         _write_files(outcome, args)
@@ -288,10 +287,6 @@ def run(args: argparse.Namespace) -> int:
     for line in summary_lines(outcome):
         display.line(line)
     return 0 if identical else 1
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _both_runs(display: Display, base: Path, iterations: int, shape: DemoSize) -> Outcome:

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import importlib
 import math
-import statistics
 import sys
 import threading
 import time
@@ -156,11 +155,7 @@ def metrics(
 
 
 def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
-    pace, newest, saved = (
-        story.step_seconds(RECENT_STEPS),
-        story.steps.newest(1),
-        story.kept[Kind.DURABLE],
-    )
+    newest, saved = story.steps.newest(1), story.kept[Kind.DURABLE]
     since, at, goodput = story.started_at, story.last_step_at, story.account.goodput(now)
     failures, ended = [one for one in story.failures if not one.planned], story.ended
     text = "Part of the time of nodes with roles in which they trained on."
@@ -176,11 +171,9 @@ def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
         *((f"checkpoint{_AT}", "When it was written.", e.wall_seconds) for e in saved[-1:]),
         *((f"last_failure{_AT}", "When it began.", one.began) for one in failures[-1:]),
+        ("step_seconds", f"Median time of the last {RECENT_STEPS} iterations.", story.pace()),
         (f"end{_AT}", "When the run ended.", ended.wall_seconds if ended else None),
     ]
-    if pace:
-        text = f"Median time of the last {RECENT_STEPS} iterations."
-        known.append(("step_seconds", text, statistics.median(pace)))
     for name, text, value in known:
         if value is not None:
             yield _gauge(name, text, value)

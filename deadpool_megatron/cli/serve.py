@@ -17,7 +17,6 @@ import json
 import math
 import secrets
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -52,7 +51,7 @@ from deadpool_megatron.observe.narration import (
     node_troubles,
     to_do,
 )
-from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Interruption, Story, decimal
+from deadpool_megatron.observe.story import PHASES, Interruption, Story, decimal
 
 _ROOM = Path(observe.__file__).parent
 _FILES = {
@@ -129,7 +128,6 @@ class WatchedPage:
         """Return everything. ``status``: as of ``deadpool status --json``, None if nobody answers;
         ``now``: wall clock in seconds."""
         story = self._story
-        pace = story.step_seconds(RECENT_STEPS)
         # Where nobody answers, nobody knows what nodes do since the newest event.
         until = None if status is None else now
         try:
@@ -150,7 +148,7 @@ class WatchedPage:
             "ended": None if story.ended is None else dict(story.ended.data),
             "iteration": story.last_iteration,
             "progress": story.progress(),
-            "step_seconds": statistics.median(pace) if pace else None,
+            "step_seconds": story.pace(),
             "goodput": story.account.goodput(until) if len(story.steps) else None,
             "node_seconds": uses,
             "loss": self._losses(),
@@ -234,8 +232,7 @@ def _troubles(
     story: Story, status: Mapping[str, Any], spares: tuple[int, int], now: float
 ) -> Iterator[str]:
     """Troubles of a run that trains, in words."""
-    pace = story.step_seconds(RECENT_STEPS)
-    late = max(_SILENT_SECONDS, _LATE_STEPS * statistics.median(pace) if pace else 0.0)
+    late = max(_SILENT_SECONDS, _LATE_STEPS * (story.pace() or 0.0))
     if story.last_step_at is not None and now - story.last_step_at > late:
         yield f"but no step for {now - story.last_step_at:.0f} s"
     if spares[1] and not spares[0]:

@@ -377,6 +377,11 @@ class Story:
                 found.append(after - before)
         return found
 
+    def pace(self) -> float | None:
+        """Return the usual seconds of the newest steps; None before there are any."""
+        recent = self.step_seconds(RECENT_STEPS)
+        return statistics.median(recent) if recent else None
+
     def progress(self) -> dict[str, Any]:
         """Keys: iterations (to train in all), samples_per_second, tokens_per_second, seconds_left;
         None for what is not known.

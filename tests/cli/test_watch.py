@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.events import Event, Kind, date, to_line
 from deadpool_megatron.settings import Settings
 from tests.cli.told import CarryOut
-from tests.common.synthetic_run import events_of, write_run
+from tests.common.synthetic_run import write_run
 
 
 class Heard(Display):
@@ -44,14 +44,6 @@ def followed(directory: Path, events: Iterable[Event]) -> Heard:
     heard = Heard()
     Follower(RunDirectory(directory), heard).close()
     return heard
-
-
-def test_a_failure_is_told_in_ten_lines_with_cause_phases_and_seconds(tmp_path: Path) -> None:
-    heard = followed(tmp_path, events_of(10, 6, 0.0, began=1000.0))
-    assert len(heard.lines) <= 10
-    told = "\n".join(heard.lines)
-    assert all(part in told for part in ("node 0: connection closed", "0.90 s", "restore 0.09"))
-    assert heard.statuses[-1].startswith("step 10  loss ")
 
 
 def test_what_several_say_is_told_once_and_nothing_after_the_end(tmp_path: Path) -> None:

@@ -88,7 +88,6 @@ def test_resume_points_that_cannot_be_used(tmp_path: Path, complain: Complain) -
     def resume() -> str:
         return complain(*run_arguments(tmp_path / "r", "--resume", str(old.path)))
 
-    assert "no durable state" in resume()
     for text in ("{", "[" * 100_000):
         old.latest.write_text(text)
         assert "damaged" in resume()
