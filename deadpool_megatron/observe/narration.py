@@ -67,7 +67,7 @@ class Narrator:
         # A coordinator that took over is told again what is known.
         again = event.kind is Kind.STEP and (event.iteration or 0) <= story.last_iteration
         again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event, event.epoch)
-        again |= event.kind is Kind.NODE_JOINED and story.is_taking_over
+        again |= event.kind is Kind.NODE_JOINED and story.silence is not None
         plans = len(story.protections)
         known = len(story.failures)
         story.take(event)

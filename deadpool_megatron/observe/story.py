@@ -252,7 +252,7 @@ class Story:
         self._losses: list[Event] = []
         self._stacks: list[Event] = []
         self._hangs: list[Event] = []
-        self._silence: Event | None = None  # of the coordinator before, until all agents are back
+        self.silence: Event | None = None  # of the coordinator before, until all agents are back
 
     def take(self, event: Event) -> None:
         """Take in one event; a damaged one raises one of :data:`events.DAMAGE`."""
@@ -265,13 +265,12 @@ class Story:
             self.refusal = event if event.kind is Kind.REFUSED else self.refusal
         if event.node is not None and event.kind is Kind.NODE_JOINED:
             self.lost_nodes.pop(event.node, None)
+            self.hosts[event.node] = str(data.get("hostname") or data.get("host", ""))
         elif event.node is not None and event.kind is Kind.NODE_LOST and self.ended is None:
             self.lost_nodes[event.node] = event
         if "bytes" in data:
             total = self.bytes_by_kind.get(event.kind, 0) + int(data["bytes"])
             self.bytes_by_kind[event.kind] = total
-        if event.kind is Kind.NODE_JOINED and event.node is not None:
-            self.hosts[event.node] = str(data.get("hostname") or data.get("host", ""))
         match event.kind:
             case Kind.RUN_STARTED:
                 self.wanted = int(data.get("nodes", 0)), int(data.get("spares", 0))
@@ -310,8 +309,8 @@ class Story:
                 self.waiting = None
                 if "forgotten_from" in data:
                     self._forget(int(data["forgotten_from"]))
-            case Kind.EPOCH_OPENED if self._silence is not None:
-                self._stay_open(self._silence)
+            case Kind.EPOCH_OPENED if self.silence is not None:
+                self._stay_open(self.silence)
             case Kind.GATE_WAIT:
                 self._wait(event)
             case Kind.DRAIN if event.node is not None:
@@ -329,7 +328,7 @@ class Story:
             case Kind.COORDINATOR:
                 self.term = int(data.get("term", 1))
                 if self.term > 1 and event.epoch and self.ended is None:
-                    self._silence = self._silence or self._silent(event, heard)
+                    self.silence = self.silence or self._silent(event, heard)
             case _:
                 pass
         if event.kind in self.kept:
@@ -347,11 +346,6 @@ class Story:
     def survived(self) -> int:
         """The number of failures that are over."""
         return sum(one.is_over and not one.planned for one in self.failures)
-
-    @property
-    def is_taking_over(self) -> bool:
-        """Return whether agents come back to another coordinator."""
-        return self._silence is not None
 
     def has_left(self, loss: Event) -> bool:
         """Return whether a lost node was drained before, and none of its roles failed with it."""
@@ -459,7 +453,7 @@ class Story:
 
     def _stay_open(self, silence: Event) -> None:
         """All agents have come to the new coordinator, and the epoch was not closed."""
-        self._silence = None
+        self.silence = None
         if self.current is None:
             cause = f"{silence.data['cause']}; training was not interrupted"
             silence = replace(silence, data={**silence.data, "cause": cause})
@@ -480,7 +474,7 @@ class Story:
 
     def _close(self, event: Event) -> None:
         self._pace_after = self.last_iteration  # the next step takes as long as the recovery
-        silence, self._silence = self._silence, None
+        silence, self.silence = self.silence, None
         if event.data.get("kind") == FailureKind.RESTART:
             self.started_at, silence = event.wall_seconds, None
             self._cut_short()

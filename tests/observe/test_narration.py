@@ -78,6 +78,7 @@ def test_the_cause_is_the_likeliest_of_all_failures_of_an_epoch(
 def test_a_failure_is_one_block_with_one_code() -> None:
     lines = [line for line in told(*events_of(10, 6, 0.0, began=1000.0)) if not line.passes]
     assert codes(lines) == ["node-lost"] * 2
+    assert " on h: " in lines[0].text, "the host of the node"
     assert [line.style for line in lines][:3] == ["bold red", "bold green", ""]
 
 
@@ -109,12 +110,6 @@ def test_a_number_that_is_not_known_is_not_shown() -> None:
     """A loop without clipping has no norm of the gradients."""
     step = Event(Kind.STEP, 1, iteration=3, data={"loss": "0x1p+0", "grad_norm": None})
     assert told(step)[0].text.split() == ["step", "3", "loss", "1"]
-
-
-def test_the_hosts_of_nodes_are_named() -> None:
-    joined = Event(Kind.NODE_JOINED, 0, 3, data={"host": "10.0.0.3", "hostname": "b7"})
-    line = told(joined, lost("node-lost"), closed("communicator-error"))[-1]
-    assert " on b7: " in line.text
 
 
 def test_a_coordinator_that_took_over_is_told_again_and_nobody_else() -> None:
