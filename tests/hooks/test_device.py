@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.hooks import session as session_module
 from deadpool_megatron.hooks.session import take_device
-from deadpool_megatron.platform.devices import CpuPlatform
 from deadpool_megatron.support import environment as nccl_environment
 from deadpool_megatron.support.environment import VARIABLES
 from tests.hooks import session_rig
@@ -159,8 +157,6 @@ def test_the_device_is_set_before_anything_asks_for_the_current_one(
         return made(rig, *given)
 
     monkeypatch.setattr(session_rig.Rig, "_make_entry", make)
-    # The platform of a process is chosen once, and these are not the calls to choose it by.
-    monkeypatch.setattr(session_module, "select_platform", CpuPlatform)
     with session_rig.session(monkeypatch, tmp_path) as rig:
         rig.record(1)
         rig.ends_well()

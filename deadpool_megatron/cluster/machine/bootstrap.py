@@ -161,8 +161,8 @@ def _enough_have_come(core: Core, deadline: float) -> bool:
 
 def _seated_is_starting(state: State) -> bool:
     """Return whether a member whose own role waits for it did not say hello yet."""
-    places = state.seats.role_by_place
-    return any(place in places for place in state.fleet.members.starting)
+    places, members = state.seats.role_by_place, state.fleet.members
+    return any(members[p].status is MemberStatus.STARTING for p in places if p in members)
 
 
 def _runs(core: Core, place: Place) -> bool:

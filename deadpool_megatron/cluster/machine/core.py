@@ -88,7 +88,7 @@ class Core:
         members = self.state.fleet.members
         if incarnation is None:
             incarnation = members[place].incarnation
-        members.put(place, MemberState(incarnation, status, self.now))
+        members[place] = MemberState(incarnation, status, self.now)
 
     def kill(self, place: Place, *, hung: bool = False) -> None:
         """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""

@@ -115,9 +115,10 @@ def note_failure(core: Core, failure: Failure) -> None:
 def check_closed(core: Core) -> None:
     """Decide when every live node has promised its inventory and no killed process is left."""
     match core.state.doing:
-        case Closing(awaited=awaited) if not awaited and not core.state.fleet.members.killed:
-            core.state.recoveries.spend("close", core.now)
-            decide(core)
+        case Closing(awaited=awaited) if not awaited:
+            if not core.state.fleet.having(MemberStatus.KILLED):
+                core.state.recoveries.spend("close", core.now)
+                decide(core)
 
 
 def checkpoints_seen(core: Core, event: ev.CheckpointsFound) -> None:
@@ -155,7 +156,7 @@ def seating(core: Core, leaving: frozenset[int]) -> Seating:
     return planner.assign_seats(
         core.state.seats,
         {place: member.incarnation for place, member in fleet.members.items()},
-        warm=frozenset(p for p, m in fleet.members.items() if m.status is MemberStatus.WARM),
+        warm=frozenset(fleet.having(MemberStatus.WARM)),
         leaving=leaving | fleet.quarantined,
         deprioritized=fleet.deprioritized,
     )
@@ -177,7 +178,7 @@ def decide(core: Core) -> None:
     """Choose seats and restore from what is known now; immediate, unless a kill is under way."""
     state, settings = core.state, core.config.settings
     fleet = state.fleet
-    if fleet.members.killed:
+    if fleet.having(MemberStatus.KILLED):
         _wait_for_reaping(core)
         return
     if state.last_words is not None:
@@ -448,7 +449,8 @@ def check_opened(core: Core) -> None:
     state.lineage.ever_ran = True
     state.recoveries.open(core.now)
     if state.record is not None and state.record.restore.kind == "initial":
-        for place in sorted(members.building):  # the data is ready: they can begin
+        # The data is ready: they can begin.
+        for place in state.fleet.having(MemberStatus.STARTING, MemberStatus.RUNNING):
             core.set_member(place, members[place].status)
     core.emit(Kind.EPOCH_OPENED, phases=recovery.all_phases() if recovery else {})
     chosen_plan.tell_plan(core)

@@ -34,6 +34,7 @@ from deadpool_megatron.cluster.machine.state import (
     Dumping,
     LeaveTaking,
     LineageProgress,
+    MemberStatus,
     Opening,
     Pausing,
     Running,
@@ -187,8 +188,7 @@ class Machine(Core):
             self._overdue(waited)
         elif isinstance(state.doing, Bootstrapping | TakingOver):
             bootstrap.check_gathered(self)
-        if state.fleet.members.killed or state.fleet.members.building:
-            membership.check_members(self)
+        membership.check_members(self)
 
     def _overdue(self, waited: str) -> None:
         state = self.state
@@ -201,7 +201,7 @@ class Machine(Core):
                 # What cannot be looked at may be there.
                 epoch.checkpoints_seen(self, ev.CheckpointsFound(frozenset()))
             case Closing(awaited=awaited):
-                late = awaited | {place[0] for place in state.fleet.members.killed}
+                late = awaited | {place[0] for place in state.fleet.having(MemberStatus.KILLED)}
                 for node in sorted(late):
                     membership.drop_node(
                         self, node, membership.silent(node, "did not close the epoch in time")

@@ -92,7 +92,8 @@ def lose_node(core: Core, node: int, failure: Failure, *, silent_seconds: float 
         state.doing.awaited.discard(node)
     _forget_memory(state, node)
     del fleet.nodes[node]
-    fleet.members.drop_node(node)
+    for place in [place for place in fleet.members if place[0] == node]:
+        del fleet.members[place]
     fleet.drains -= {node}
     give_up(core, node, failure.cause, failure.kind)
     match state.doing:
@@ -246,7 +247,7 @@ def _device_lost(core: Core, event: ev.MemberLost, failure: Failure) -> None:
     """The device of a process is of no use any more: nothing follows the process there, and the
     roles of its node move. Without a spare they wait for one: there they would fail again."""
     node, fleet = event.node, core.state.fleet
-    fleet.members.drop((node, event.slot))
+    del fleet.members[node, event.slot]
     if node in fleet.quarantined:
         return
     cause = f"node {node} is quarantined for the rest of the run: {failure.cause}"
@@ -298,8 +299,7 @@ def hello(core: Core, event: ev.MemberHello) -> None:
     place, members = (event.node, event.slot), core.state.fleet.members
     started = members[place]
     if started.status is MemberStatus.STARTING:
-        running = MemberState(started.incarnation, MemberStatus.RUNNING, started.since)
-        members.put(place, running)
+        members[place] = MemberState(started.incarnation, MemberStatus.RUNNING, started.since)
         _tell(core, Kind.MEMBER_STARTED, event, pid=event.pid)
 
 
@@ -480,13 +480,14 @@ def check_members(core: Core) -> None:
     settings, state, members = core.config.settings, core.state, core.state.fleet.members
     if state.phase in LAST_PHASES:
         return  # no process is needed any more, what its node holds is
-    for place in sorted(members.killed):
+    for place in state.fleet.having(MemberStatus.KILLED):
         if place in members and core.now - members[place].since > settings.close_seconds:
             drop_node(core, place[0], silent(place[0], "cannot end a killed process"))
     if state.open_epoch is None or state.record is None:
         return
     if state.phase is Phase.OPENING and state.record.restore.kind == "initial":
         return  # spares wait until the data is ready
-    for place in sorted(members.building - state.seats.role_by_place.keys()):
-        if core.now - members[place].since > settings.start_seconds:
+    for place in state.fleet.having(MemberStatus.STARTING, MemberStatus.RUNNING):
+        late = core.now - members[place].since > settings.start_seconds
+        if late and place not in state.seats.role_by_place:
             core.kill(place)

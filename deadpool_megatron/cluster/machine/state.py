@@ -90,45 +90,6 @@ class MemberState:
     since: float
 
 
-class MemberTable(dict[Place, MemberState]):
-    """Place -> member, changed by :meth:`put`, :meth:`drop` and :meth:`drop_node` only.
-
-    Those in some states are counted as they change: ``killed``, told to die and not reaped;
-    ``starting``, did not say hello yet; ``building``, these and others that are neither warm nor
-    killed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.killed: set[Place] = set()
-        self.starting: set[Place] = set()
-        self.building: set[Place] = set()
-
-    def put(self, place: Place, member: MemberState) -> None:
-        """Have ``member`` at ``place``, in the stead of who was there."""
-        self[place] = member
-        self._count(place, member.status)
-
-    def drop(self, place: Place) -> None:
-        """Forget the member at ``place``."""
-        del self[place]
-        self._count(place, None)
-
-    def drop_node(self, node: int) -> None:
-        """Forget the members of a node."""
-        for place in [place for place in self if place[0] == node]:
-            self.drop(place)
-
-    def _count(self, place: Place, status: MemberStatus | None) -> None:
-        starting = status is MemberStatus.STARTING
-        for kept, is_in in (
-            (self.killed, status is MemberStatus.KILLED),
-            (self.starting, starting),
-            (self.building, starting or status is MemberStatus.RUNNING),
-        ):
-            (kept.add if is_in else kept.discard)(place)
-
-
 @dataclass
 class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it.
@@ -170,7 +131,7 @@ class Fleet:
 
     nodes: dict[int, NodeState] = field(default_factory=dict)
     removed: dict[int, str] = field(default_factory=dict)
-    members: MemberTable = field(default_factory=MemberTable)
+    members: dict[Place, MemberState] = field(default_factory=dict)
     drains: frozenset[int] = frozenset()
     draining: frozenset[int] = frozenset()
     deprioritized: frozenset[int] = frozenset()
@@ -182,6 +143,10 @@ class Fleet:
     def aside(self) -> frozenset[int]:
         """Nodes that are no good spares."""
         return self.deprioritized | self.quarantined
+
+    def having(self, *statuses: MemberStatus) -> list[Place]:
+        """Return where members of these states are, in order."""
+        return sorted(place for place, one in self.members.items() if one.status in statuses)
 
     def absent(self, wished: Iterable[int]) -> list[int]:
         """Returns nodes that neither are here nor will ever come, ascending."""
@@ -556,7 +521,7 @@ class State:
             case Closing(looks=True):
                 return "a look at the checkpoints"
             case Closing(awaited=awaited):
-                members = sorted(self.fleet.members.killed)
+                members = self.fleet.having(MemberStatus.KILLED)
                 return f"inventories of nodes {sorted(awaited)}, end of members {members}"
             case WaitingSpare():
                 returning = sorted(self.fleet.returning)

@@ -8,6 +8,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.state import MemberStatus
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
@@ -25,11 +26,11 @@ def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
 
 def reap(rig: Rig) -> None:
     """What was killed to serve as a fresh spare is started again."""
-    members = rig.state.fleet.members
-    for place in sorted(members.killed):
-        incarnation = members[place].incarnation
+    fleet = rig.state.fleet
+    for place in fleet.having(MemberStatus.KILLED):
+        incarnation = fleet.members[place].incarnation
         rig.feed(ev.MemberLost(*place, incarnation, signal=9, ordered=True))
-    rig.warm(*(node for node, _ in members.killed))
+    rig.warm(*(node for node, _ in fleet.having(MemberStatus.KILLED)))
 
 
 def recover(rig: Rig, iteration: int) -> None:
@@ -146,7 +147,7 @@ def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
     rig = Rig().run(1)
     for n in range(1, 4):
         crash_and_go_on(rig, n, pause_seconds=1)
-    for place in sorted(rig.state.fleet.members.killed):  # the members of node 1 begin anew
+    for place in rig.state.fleet.having(MemberStatus.KILLED):  # the members of node 1 begin anew
         rig.feed(ev.MemberLost(*place, rig.state.fleet.members[place].incarnation, signal=9))
     rig.hello(1)
     rig.warm(1)
