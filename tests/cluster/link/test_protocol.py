@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.records import BadPart, Generation, Inventory, PartInfo, RoleLayout
+from deadpool_megatron.layout.records import BadPart, Generation, Inventory
 from deadpool_megatron.preflight.judge import HostFacts
 
 FACTS = HostFacts("host", versions={"torch": "2"}, gpus=8, open_files=1024)
@@ -136,15 +135,3 @@ def test_a_node_whose_loss_could_not_be_noted_does_not_join(node: int) -> None:
     with pytest.raises(ValueError, match="between 0 and 99999999"):
         protocol.join({**JOIN, "node": node})
     assert protocol.join({**JOIN, "node": 99_999_999}).node == 99_999_999, "as a replacement may"
-
-
-def test_a_known_layout_of_the_same_hash_is_not_made_again() -> None:
-    layout = RoleLayout(3, (PartInfo("main", 8, (3,)),), (1, 3, 5, 7), 2, "hash")
-    other = RoleLayout(4, (PartInfo("main", 8, (4,)),), (0, 2, 4, 6), 2, "hash")
-    inventory = Inventory(0, 1, (), (layout, other)).to_dict()
-    known = {3: layout, 4: replace(other, layout_hash="another hash")}
-    found = protocol.from_agent(0, {"t": "inventory", "inventory": inventory}, known)
-    assert isinstance(found, inputs.NodeInventory)
-    first, second = found.inventory.layouts
-    assert first is layout
-    assert second == other
