@@ -26,8 +26,9 @@ class Use(StrEnum):
 
     START = "start"
     TRAINING = "training"
-    # Steps that had to be computed again, and the part of a step that an interruption cut off.
-    RECOMPUTED = "recomputed"
+    RECOMPUTED = "recomputed"  # steps that had to be computed again
+    # The part of a step that an interruption cut off, until it was noticed.
+    INTERRUPTED = "interrupted"
     CLOSE = "recovery-close"
     DECIDE = "recovery-decide"
     ADOPT = "recovery-adopt"
@@ -48,8 +49,7 @@ _OF_PHASE: Mapping[str, Use] = {
     phase: Use(f"recovery-{phase}")
     for phase in ("close", "decide", "adopt", "rebuild", "restore", "sync", "verify")
 }
-# What nodes did since the last step when an epoch was closed for such a reason; for another one, a
-# part of a step that is computed again.
+# What nodes did since the last step when an epoch was closed for such a reason.
 _BEFORE_CLOSE: Mapping[str, Use] = {
     FailureKind.HANG: Use.STANDING_STILL,
     FailureKind.DRAINED: Use.TRAINING,  # it ends behind a step
@@ -185,7 +185,7 @@ class Account:
             self.left = [stay for stay in self.left if stay.is_back()]
             for stay in [*self.stays.values(), *self.left]:
                 stay.since = max(stay.since, stay.again or 0.0)
-        self._settle(at, {_BEFORE_CLOSE.get(kind, Use.RECOMPUTED): 1.0})
+        self._settle(at, {_BEFORE_CLOSE.get(kind, Use.INTERRUPTED): 1.0})
         self.closed_at, self.now = at, Use.OTHER_RECOVERY
         self.waited_seconds = 0.0
         self.is_replaying = False

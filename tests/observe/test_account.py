@@ -129,7 +129,8 @@ def test_a_lost_node_costs_a_part_of_a_step_a_recovery_and_what_is_computed_agai
     assert spent(found) == {
         "start": 20.0,
         "training": 8.0 + 2.0,
-        "recomputed": 2.0 + 2.0,
+        "recomputed": 2.0,
+        "interrupted": 2.0,
         "recovery-close": 1.0,
         "recovery-decide": 0.5,
         "recovery-rebuild": 2.0,
@@ -150,7 +151,7 @@ def test_a_hang_stands_still_and_a_planned_swap_loses_nothing() -> None:
     hang = account([*started(), *recovery(310.0, again=0, kind="hang")])
     assert hang.uses()[Use.STANDING_STILL] == 600.0
     planned = account([*started(), *recovery(15.0, again=0, kind="drained")])
-    assert planned.uses()[Use.RECOMPUTED] == 0.0
+    assert planned.uses()[Use.INTERRUPTED] == 0.0
 
 
 @given(st.lists(st.tuples(KINDS, st.floats(0.0, 50.0)), max_size=40))
@@ -182,4 +183,4 @@ def test_a_recovery_of_which_nobody_tells_the_end() -> None:
     found = account([*started(), *untold, *joined, *more, later]).uses()
     # Ten steps of two nodes, of two seconds each; and what was cut off before both closes.
     assert found[Use.TRAINING] == pytest.approx(40.0, abs=4.0)
-    assert found[Use.RECOMPUTED] == pytest.approx(10.0 + 2.0)
+    assert (found[Use.RECOMPUTED], found[Use.INTERRUPTED]) == (0.0, pytest.approx(10.0 + 2.0))
