@@ -24,6 +24,7 @@ from deadpool_megatron import UserError, ownership
 from deadpool_megatron.cluster.journal.journal import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.journal.user_requests import Request
+from deadpool_megatron.cluster.run_directory.cleanup import what_remains
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
@@ -61,6 +62,11 @@ class RequestRefused(CommandError):
     """The coordinator does not take the request; why."""
 
 
+#: advice where a coordinator does not answer, and processes of the run may be left
+UNANSWERED = (
+    "a standby may take over; if no process is left, the same command, with --run-dir {run},"
+    " continues from memory"
+)
 #: of a coordinator that is not there or whose journal fails, and of a run directory that is away
 #: for a moment, to whoever has found them when the process started
 PASSING = (CommandError, RunDirectoryError, OwnershipError, auth.AuthenticationError, OSError)
@@ -208,10 +214,8 @@ def ask_at(
     except (OSError, UnicodeError, WireError) as error:
         if run.final.exists():
             raise RunNotReachable(f"the run in {run.path} is over") from error
-        advice = (
-            f"the same command as before, with --run-dir {run.path}, continues from memory;"
-            f" 'deadpool clean {run.path}' discards it"
-        )
+        left = what_remains(run)
+        advice = f"all its processes ended; {left}" if left else UNANSWERED.format(run=run.path)
         if isinstance(error, auth.AuthenticationError):  # the run may be in the best of health
             advice = f"if one is there, give {auth.ENVIRONMENT_NAME} as the run has it"
         raise RunNotReachable(

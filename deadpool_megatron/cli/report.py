@@ -18,7 +18,7 @@ from deadpool_megatron.cli.run_result import (
     read_story,
 )
 from deadpool_megatron.cluster.failures import MEANINGS
-from deadpool_megatron.cluster.run_directory.cleanup import coordinator_processes, is_here
+from deadpool_megatron.cluster.run_directory.cleanup import is_here, what_remains
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind, date
 from deadpool_megatron.layout.words import in_short
@@ -50,11 +50,15 @@ _COUNTED = {
 
 def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
     """One line: how the run ended, or what it is doing."""
+    left = what_remains(RunDirectory(directory))
     if result is not None:
         ending = f"ended with exit status {result.exit_status}"
-        return f"{ending}: {result.reason}" if result.reason else ending
+        ending += f": {result.reason}" if result.reason else ""
+        return f"{ending}; {left}" if left else ending
     if story.ended is not None:
         return f"ended with exit status {story.ended.data.get('exit_status', '?')}"
+    if left:
+        return f"all its processes ended, without a result; {left}"
     failure = story.current
     state = "running"
     if failure is not None:
@@ -67,9 +71,7 @@ def state_of(directory: Path, story: Story, result: RunResult | None) -> str:
         if not is_here(coordinator):
             host = coordinator["hostname"]
             return f"{state}, as far as its events tell: its coordinator was last on host {host}"
-    if coordinator_processes(run):
-        return state
-    return "not running, and without a result: all its processes were killed"
+    return state
 
 
 def describe(directory: Path, story: Story, result: RunResult | None) -> list[str]:

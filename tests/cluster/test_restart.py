@@ -99,7 +99,7 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
             os.kill(first.launcher.pid, signal.SIGHUP)
             assert first.launcher.wait(PATIENCE_SECONDS) == 130
             last = first.output.read_text().splitlines()[-1]
-            assert "what the run holds in memory stays" in last
+            assert "MiB in memory" in last
             assert f"'deadpool clean {first.run.path}' removes it" in last
         first.launcher.wait(PATIENCE_SECONDS)
         run_id = first.run.read_run().run_id

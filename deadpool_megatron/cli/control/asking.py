@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from deadpool_megatron.cli.common import (
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.coordinator.commands import PARTS, SIGNALS
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.cleanup import may_be_alive, what_remains
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.observe.narration import shown
 
@@ -210,7 +209,7 @@ def _request(
             # Once it is taken, a standby takes over, which may not have heard of it; before, it is
             # in vain where no other coordinator can come.
             is_over = run.final.exists()
-            may_come = isinstance(error, NotNow) or _may_be_alive(run)
+            may_come = isinstance(error, NotNow) or may_be_alive(run)
             if known is None and not (is_over and verb is Verb.STOP and args.wait is not None):
                 if is_over or not may_come or time.monotonic() > patience:
                     raise
@@ -230,7 +229,7 @@ def _request(
         while time.monotonic() < min(again, until) and not run.final.exists():
             time.sleep(_PAUSE_SECONDS)
         if run.final.exists():
-            line = final_line(run.read_final())
+            line = final_line(run)
             if verb is not Verb.STOP:
                 raise RequestRefused(f"the run is {line}")
             return line
@@ -242,10 +241,12 @@ def _request(
             return None
 
 
-def final_line(final: dict[str, Any]) -> str:
-    """Return how a run ended, in one line."""
+def final_line(run: RunDirectory) -> str:
+    """Return how a run ended, and what is left of it in memory, in one line."""
+    final = run.read_final()
     why = f": {final['reason']}" if final["reason"] else ""
-    return shown(f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations")
+    line = f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations"
+    return shown("; ".join(filter(None, (line, what_remains(run)))))
 
 
 def _kill(args: argparse.Namespace) -> str:
@@ -260,7 +261,7 @@ def _kill(args: argparse.Namespace) -> str:
             ask(run, message)
             return f"SIG{args.signal} to {part if number is None else f'{part} {number}'}"
         except RunNotReachable:
-            if time.monotonic() > patience or run.final.exists() or not _may_be_alive(run):
+            if time.monotonic() > patience or run.final.exists() or not may_be_alive(run):
                 raise
             time.sleep(_LOOK_SECONDS)
 
@@ -272,15 +273,3 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(
         f"{text!r} is not a number of seconds above 0; give DIR before --wait"
     )
-
-
-def _may_be_alive(run: RunDirectory) -> bool:
-    """Return whether an agent is, so that another coordinator may come: one of this host that
-    lives, or one of another host, which cannot be seen from here."""
-    here = socket.gethostname()
-    for listing in run.node_listings().values():
-        agent = listing["agent"]
-        started = listing.get("started", {}).get(str(agent))  # a number may be another's by now
-        if listing.get("hostname") != here or posix.is_alive(agent, started):
-            return True
-    return False

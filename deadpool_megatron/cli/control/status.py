@@ -61,9 +61,8 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(
                 f"the run in {directory.path} has no verdict: it is not over, or was cut short"
             )
-        final = directory.read_final()
-        print(final_line(final))
-        return int(final["exit_status"])
+        print(final_line(directory))
+        return int(directory.read_final()["exit_status"])
     try:
         status = ask(directory, {"command": "status"})["status"]
     except RunNotReachable:
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**status, "failures": told, "waiting": waiting}))
         return 0
     try:
-        lines = _lines(status, story, every=args.all)
+        lines = _lines(directory, status, story, every=args.all)
     except DAMAGE as error:
         raise CommandError(
             f"the coordinator is of another version of deadpool, and its status has another form"
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
+def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
     failures = [
         Line(
             f"  {date(failure.began)[:19]} {label(failure, story.hosts)}{_cost(failure)}",
@@ -104,7 +103,7 @@ def _lines(status: dict[str, Any], story: Story, *, every: bool) -> list[Line]:
         failures.insert(0, Line(f"  {earlier} earlier: deadpool report"))
     if status["phase"] == "over":
         style = "bold red" if status["exit_status"] else "bold green"
-        return [Line(final_line(status), style), *failures]
+        return [Line(final_line(run), style), *failures]
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
     if story.waiting is not None:
         waits = f": {describe_wait(story.waiting)}"

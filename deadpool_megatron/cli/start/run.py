@@ -97,9 +97,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         follower.close()
         os.close(lock)
-        # The result says it, too.
-        held = "" if directory.has_final() else kept_memory(directory, launcher.info.run_id)
-        if held:
+        if held := kept_memory(directory, launcher.info.run_id):
             print(f"deadpool run: {held}", file=sys.stderr)
     return status
 

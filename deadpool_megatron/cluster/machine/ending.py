@@ -138,15 +138,7 @@ def end_as_found(core: Core, words: LastWords) -> None:
     if not (core.config.restarted or core.config.finished or core.state.restarted):
         finish(core, replace(words, reason=f"{words.reason}; nothing was computed yet"))
         return
-    finish(core, replace(words, reason=words.reason + _stays(core)), keeps_slots=True)
-
-
-def _stays(core: Core) -> str:
-    run = PurePath(core.config.dump_directory).parent
-    return (
-        "; what the run holds in memory stays: the command that it had, with --run-dir"
-        f" {run}, continues from it, 'deadpool clean {run}' removes it"
-    )
+    finish(core, words, keeps_slots=True)
 
 
 def _dump_generation(core: Core, words: LastWords, restore: Restore) -> None:
@@ -346,7 +338,6 @@ def stop(core: Core, event: ev.UserStop) -> None:
             end_as_found(core, LastWords(ExitStatus.STOPPED, reason))
         case _:
             keeps = event.keeps and core.state.record is not None
-            reason += _stays(core) if keeps else ""
             finish(core, LastWords(ExitStatus.STOPPED, reason), keeps_slots=keeps)
 
 

@@ -28,6 +28,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RUN_ID,
     SEGMENT_ROOT,
     RunDirectory,
+    RunDirectoryError,
     read_json,
     segment_root,
     slots_are_kept,
@@ -255,6 +256,31 @@ def kept_memory(run: RunDirectory, run_id: str) -> str:
         f"run {run_id} holds {size} in memory: the same command"
         f" (--run-dir {run.path}) continues from it, 'deadpool clean {run.path}' removes it"
     )
+
+
+def may_be_alive(run: RunDirectory) -> bool:
+    """Return whether an agent is, so that another coordinator may come: one of this host that
+    lives, or one of another host, which cannot be seen from here."""
+    agents = [(one, one["agent"]) for one in run.node_listings().values()]
+    if not agents:
+        return not run.coordinator.exists() or bool(coordinator_processes(run))
+    # A number may be another's by now.
+    return any(
+        not is_here(one) or posix.is_alive(pid, one.get("started", {}).get(str(pid)))
+        for one, pid in agents
+    )
+
+
+def what_remains(run: RunDirectory) -> str:
+    """Return what this host's memory has of a run that is over and left it there, or of which no
+    process is left: the one statement on it, as of now. Empty for any other run."""
+    if not slots_are_kept(run) if run.final.exists() else may_be_alive(run):
+        return ""
+    try:
+        run_id = run.read_run(only_to_show=True).run_id
+    except RunDirectoryError:
+        return ""
+    return kept_memory(run, run_id) or f"nothing of it is in the memory of {socket.gethostname()}"
 
 
 def _copy_logs(run: RunDirectory, segments: Path) -> None:

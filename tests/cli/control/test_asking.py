@@ -173,7 +173,7 @@ def test_every_part_can_be_killed(
             raise NotNow("the coordinator has just taken over")
 
     monkeypatch.setattr(asking, "ask", ask)
-    monkeypatch.setattr(asking, "_may_be_alive", lambda _run: True)
+    monkeypatch.setattr(asking, "may_be_alive", lambda _run: True)
     assert cli.main(["kill", "run", *arguments, "--signal", "STOP"]) == 0
     assert asked == 2 * [{"command": "kill", "part": part, "number": number, "signal": "STOP"}]
 
