@@ -7,10 +7,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from deadpool_megatron.hooks import Program, Session, SteppedLoop, state_hash
-from deadpool_megatron.platform import select_platform
-
-select_platform().install()  # without a GPU: CPU stand-ins, before Megatron is imported
-from megatron.core import parallel_state
+from megatron.core import parallel_state  # after the hooks: without a GPU they have stand-ins
 
 ITERATIONS, BATCH = 12, 8
 

@@ -16,6 +16,11 @@ audit/             the search for silent corruption, every so many iterations
 pretraining/       Megatron-LM's own scripts under protection
 """
 
+from deadpool_megatron.platform import stand_ins
+
+# Whatever a program imports first: all that follows imports megatron.core.
+stand_ins.install()
+
 from deadpool_megatron.hooks.capture.identity import state_hash
 from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop, SteppedLoop, StepRunner
 from deadpool_megatron.hooks.session import Session

@@ -49,7 +49,6 @@ from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.reports import DeviceMeter, HangProbe, HostMeter, RoleReports
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.persist.state_template import TemplateError
-from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.preflight.host import VISIBLE
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError
@@ -125,7 +124,6 @@ class Session:
         failpoints.load()
         seat = self._link.seat
         failpoints.set_context(run_dir=str(self._run_directory), node=seat.node, slot=seat.slot)
-        stand_ins.install()
         self._communicators.install()
         self._entry = EpochEntry(program, self._link, self._communicators, self._reports)
         self._link.start(

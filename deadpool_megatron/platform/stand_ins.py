@@ -86,7 +86,7 @@ def install() -> None:
     if _installed or torch.cuda.is_available():
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError("the CPU stand-ins must be installed before megatron.core is imported")
+        raise RuntimeError("without a GPU, import deadpool_megatron.hooks before megatron.core")
     _replace_device()
     _replace_factories()
     _replace_tensor_methods()

@@ -16,7 +16,6 @@ import torch
 
 from deadpool_megatron.cluster.coordinator.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
-from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig, parse_args
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
                 " deadpool_megatron.trainer.plain without protection"
             )
         torch.set_num_threads(1)
-        stand_ins.install()
         Session.join().run(GptProgram(config))
     except BadArgumentsError as error:
         print(f"trainer: {error}", file=sys.stderr, flush=True)

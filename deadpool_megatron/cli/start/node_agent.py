@@ -144,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preload",
         metavar="MODULES",
-        help="modules imported once per node (default: torch, megatron)",
+        help="modules imported once per node, in place of the default (see deadpool run)",
     )
     arguments.add_arguments(parser)
 

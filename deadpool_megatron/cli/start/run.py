@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preload",
         metavar="MODULES",
-        help="modules imported once for all processes"
-        f" (default: {DEFAULT_PRELOAD}; for a script with --deadpool {scripts.PRELOAD})",
+        help="modules imported once for all processes, in place of the default"
+        f" ({DEFAULT_PRELOAD}; for a script with --deadpool {scripts.PRELOAD})",
     )
     arguments.add_arguments(parser)
 
