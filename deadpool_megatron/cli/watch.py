@@ -7,10 +7,11 @@ exit status: 0 the run is over, 2 no such run, 130 interrupted
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections import deque
 
-from deadpool_megatron.cli.common import add_run_directory, number
+from deadpool_megatron.cli.common import Asker, add_run_directory, number
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail, Kind, date
@@ -51,7 +52,7 @@ class Follower:
         self._run, self._tail, self._display = run, EventTail(run.events), display
         self._story = Story(RECENT_STEPS + 1)
         self._narrator = Narrator(self._story)
-        self._day, self._news_at = "", time.monotonic()
+        self._day, self._news_at, self._asker = "", time.monotonic(), Asker(run)
 
     def skip(self, all_but_lines: int = 0) -> None:
         """Leave out what has been told so far, but for so many newest lines: it was shown by an
@@ -81,6 +82,8 @@ class Follower:
         is_silent = not events and time.monotonic() - self._news_at > _SILENCE_SECONDS
         if is_silent and not self.is_over:
             asks = f"'deadpool status {self._run.path}' asks the coordinator"
+            with contextlib.suppress(*DAMAGE):
+                asks = (self._asker.status() or {})["events"]["trouble"] or asks
             self._display.line(f"no event for {_SILENCE_SECONDS:.0f} s: {asks}", "yellow")
         if events or is_silent:
             self._news_at = time.monotonic()

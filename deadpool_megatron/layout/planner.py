@@ -111,7 +111,7 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
             return replace(
                 fallback, generation=Generation(query.epoch, fallback.generation.iteration)
             )
-    what = "; ".join(refusals[:3]) or f"{len(query.inventories)} live nodes hold no sealed state"
+    what = "; ".join(refusals[:3]) or "no live node holds a sealed state"
     return NoRestore(
         f"no generation can be restored for all {query.world_size} roles and there is no"
         f" durable checkpoint: {what}"

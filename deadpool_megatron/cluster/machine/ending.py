@@ -105,7 +105,9 @@ def dump(core: Core) -> None:
     restore = planner.choose_restore(restore_query(core, state.seats))
     if isinstance(restore, NoRestore):
         status = 1 if words.status == ExitStatus.SAVED else words.status
-        reason = with_struck(core, f"{words.reason}; {restore.reason}")
+        # Where nodes cannot write, that is the reason, and it is told with what they hold.
+        why = "" if _failed(core) else f"; {restore.reason}"
+        reason = with_struck(core, f"{words.reason}{why}")
         dump_held(core, replace(words, status=status, reason=reason))
     elif restore.kind == "initial":
         why = "nothing was saved" if _failed(core) else "nothing was computed yet"
@@ -394,7 +396,10 @@ def finish(
     if isinstance(state.doing, LeaveTaking | Ended):
         return
     end_recovery(core)
-    state.doing = LeaveTaking(core.now + core.config.settings.close_seconds, words.status)
+    is_lost = resume is None and words.status not in (0, ExitStatus.SAVED)
+    unsaved = words.reason if keeps_slots or is_lost else ""
+    limit = core.now + core.config.settings.close_seconds
+    state.doing = LeaveTaking(limit, words.status, unsaved)
     state.blame.suspicion = None
     kind = str(words.kind or "")
     core.act(Finish(words.status, words.reason, resume, kind, keeps_slots, is_early))

@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.pauses import consider_pause, drain
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
+    LeaveTaking,
     Pausing,
     Phase,
     State,
@@ -88,10 +89,14 @@ def _settle(core: Core, request: Request) -> None:
     doing = core.state.doing
     is_known = core.state.phase is not Phase.BOOTSTRAPPING or core.state.record is None
     if core.state.phase in (Phase.ENDING, Phase.ENDED):
-        done = request.verb is Verb.STOP
-        if done and request.stage is Stage.ASKED:
+        is_stop = request.verb is Verb.STOP
+        if is_stop and request.stage is Stage.ASKED:
             ending.stop(core, _user_stop(request))
-        _change(core, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
+        unsaved = ""
+        if isinstance(doing, LeaveTaking) and request.what.get("dump"):
+            unsaved = doing.unsaved
+        done = is_stop and not unsaved
+        _change(core, request.at(Stage.DONE if done else Stage.REFUSED, unsaved or _ENDING))
     elif isinstance(doing, TakingOver) and request.number in doing.requests:
         return
     elif is_known or (request.verb is Verb.STOP and not request.what["dump"]):

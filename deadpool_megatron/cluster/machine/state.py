@@ -411,11 +411,13 @@ class Dumping:
 
 @dataclass
 class LeaveTaking:
-    """Waits for the agents to go."""
+    """Waits for the agents to go. ``unsaved``: why what they hold is in memory only, or lost; empty
+    where it was written."""
 
     phase: ClassVar = Phase.ENDING
     deadline: float
     status: int
+    unsaved: str = ""
 
 
 @dataclass

@@ -6,6 +6,8 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
@@ -203,7 +205,23 @@ def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:
     assert rig.of(act.EndRun, rig.log) == [act.EndRun("enough", 60)]
     rig.feed(ev.DumpRequested("enough", 60))
     rig.feed(ev.UserStop())
-    assert outcome(rig) == (Stage.DONE, "the run is ending")
+    assert outcome(rig)[0] is Stage.REFUSED, "it ended before there was a dump"
+
+
+@pytest.mark.parametrize("error", ["", "no room"])
+def test_a_stop_with_a_dump_is_done_when_the_dump_is_written(error: str) -> None:
+    rig = begun()
+    ask(rig, Verb.STOP, dump=True, reason="enough")
+    rig.feed(ev.DumpRequested("enough", None))
+    paused = rig.one(act.Pause)
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, paused.iteration) for role in (0, 1)))
+    rig.closed(g(paused.iteration))
+    dump = rig.one(act.Dump)
+    rig.feed(*(ev.Dumped(node, dump.generation, error=error) for node in dump.nodes))
+    stage, why = outcome(rig)
+    assert (stage is Stage.DONE) == (not error)
+    assert ("make room" in why) == bool(error)
+    assert rig.one(act.Finish).keeps_slots == bool(error)
 
 
 def test_what_cannot_be_is_refused_before_it_is_journalled() -> None:
