@@ -36,7 +36,10 @@ def main() -> int:
     parser.add_argument(
         "--write", type=int, default=0, metavar="N", help="keep N for tests/reach/shrunk.jsonl"
     )
-    return command.run(parser.parse_args())
+    args = parser.parse_args()
+    if not args.file.is_file():
+        parser.error(f"{args.file} is no file")
+    return command.run(args)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ terminal, in a log and in a bug report.
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import math
 import os
@@ -366,8 +367,8 @@ def shown_host(host: str) -> str:
 def listen(
     host: str, port: int, *, flags: tuple[str, str] = ("--port", "--deadpool-interface")
 ) -> socket.socket:
-    """A listening TCP socket. Raises CommandError, which names the ``flags`` of port and address,
-    when the address cannot be had."""
+    """A listening TCP socket. Raises CommandError, which names the one of ``flags`` (of port and
+    address) that is to blame, when the address cannot be had."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -375,9 +376,9 @@ def listen(
         listener.listen(1024)
     except OSError as error:
         listener.close()
+        flag = flags[error.errno != errno.EADDRINUSE]
         raise CommandError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another {flags[0]} or"
-            f" {flags[1]}"
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another {flag}"
         ) from error
     return listener
 

@@ -1,8 +1,8 @@
 """``python -m deadpool_megatron.megatron_lm.parsing DIR``: the parser of a tree of Megatron-LM.
 
 Reads the arguments of a script from each line of its input, as a list, and answers with what that
-parser makes of them, defaults included; null where it takes them not. Nothing is validated, and no
-GPU is needed.
+parser makes of them, defaults included; where it takes them not, with the reason under ``refused``.
+Nothing is validated, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ import enum
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from deadpool_megatron.megatron_lm.importing import import_megatron
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(message)
 
 
 def main(tree: Path) -> None:
@@ -24,12 +30,12 @@ def main(tree: Path) -> None:
         import_megatron(tree / "pretrain_gpt.py")
         from megatron.training import arguments
 
-        made: Any = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        made: Any = arguments.add_megatron_arguments(_Parser(allow_abbrev=False))
     for line in sys.stdin:
         try:
             found: Any = vars(made.parse_known_args(json.loads(line))[0])
-        except SystemExit:
-            found = None
+        except (KeyError, ValueError) as error:  # the first: a name that an enumeration lacks
+            found = {"refused": str(error)}
         print(json.dumps(found, default=_written))
 
 

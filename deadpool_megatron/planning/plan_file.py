@@ -177,7 +177,8 @@ def read_plan(
         name, equals, text = override.partition("=")
         section, dot, key = name.partition(".")
         if not equals or not dot or section not in SECTIONS:
-            raise PlanError(f"--set {override}: expected SECTION.KEY=VALUE, e.g. cluster.spares=4")
+            names = ", ".join(SECTIONS)
+            raise PlanError(f"--set {override}: expected SECTION.KEY=VALUE, a section of {names}")
         if values.get(section) is None:
             values[section] = {}
         if isinstance(values[section], dict):

@@ -8,7 +8,7 @@
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [[ $1 =~ ^[1-9][0-9]*$ ]] || [ ! -f "$2" ]; then
-    echo "usage: chain.sh COUNT SCRIPT [options of sbatch]" >&2
+    echo "chain.sh: give COUNT, a number above 0, and SCRIPT, a file that is there, not: $*" >&2
     exit 2
 fi
 count=$1 script=$2

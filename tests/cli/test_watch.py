@@ -8,6 +8,7 @@ import pty
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,5 +137,7 @@ def test_silence_is_told_with_who_knows_more(
     heard = Heard()
     follower = Follower(RunDirectory(tmp_path), heard)
     monkeypatch.setattr(watch, "_SILENCE_SECONDS", -1.0)
-    assert not follower.look()
-    assert any("deadpool status" in day for day in heard.days)
+    for status, told in ((None, "deadpool status"), ({"events": {"trouble": "full"}}, "full")):
+        monkeypatch.setattr(watch.Asker, "status", Mock(return_value=status))
+        assert not follower.look()
+        assert told in heard.days[-1]

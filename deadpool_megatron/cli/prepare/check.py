@@ -134,7 +134,7 @@ def describe_host(facts: HostFacts, problems: Sequence[str]) -> list[str]:
 def _address(args: argparse.Namespace) -> str:
     """Empty where no other host could reach this one, which is of no interest to it alone."""
     if args.host is not None:
-        listen(args.host, 0, flags=("--host", "--interface")).close()
+        listen(args.host, 0, flags=("", "--host")).close()
         return str(args.host)
     interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
     try:

@@ -1,6 +1,7 @@
 """Judges a command line of Megatron-LM as the start of a run does. Each flag is supported, set by
 deadpool, accepted by name (its source was read, it was never run), not reviewed, or refused. The
-environment variables of this shell are judged as well. Nothing is started, and no GPU is needed.
+environment variables of this shell are judged as well. Values of flags are checked with --megatron
+only, by its parser. Nothing is started, and no GPU is needed.
 
 examples:
   deadpool support -- pretrain_gpt.py --num-layers 32 --bf16 --tp-comm-overlap
@@ -8,7 +9,8 @@ examples:
   deadpool support --batch launches.jsonl   objects with id, script, flags (a value, a list of
                                             values, or true) and env, one a line
 
-exit status: 0 a run would start, or all of --batch was judged; 2 it would not, or bad input
+exit status: 0 no flag keeps a run from its start, or all of --batch was judged; 2 one does, or bad
+input
 """
 
 from __future__ import annotations
@@ -65,7 +67,12 @@ def run(args: argparse.Namespace) -> int:
     """Carry it out; returns the exit status."""
     if bool(args.batch) == bool(args.command):
         raise CommandError("give either --batch FILE, or -- and the script with its arguments")
-    cases = _read(args.batch) if args.batch else [_Case("", args.command, os.environ)]
+    words = [
+        each
+        for word in args.command
+        for each in (Path(word[1:]).read_text().split() if word[:1] == "@" else [word])
+    ]
+    cases = _read(args.batch) if args.batch else [_Case("", words, os.environ)]
     judged = _judge(cases, args.megatron)
     if args.json:
         for case, found in zip(cases, judged, strict=True):
@@ -110,8 +117,8 @@ def _judge(cases: Sequence[_Case], tree: Path | None) -> list[list[Judged]]:
 
 
 def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | None]:
-    """Return what the parser of ``tree`` makes of each; None where it takes it not, which is for
-    Megatron-LM to say."""
+    """Return what the parser of ``tree`` makes of each; None where it takes it not. Raises
+    CommandError with its reason where there is one only."""
     asked = [sys.executable, "-P", "-m", "deadpool_megatron.megatron_lm.parsing"]
     lines = "".join(json.dumps(list(case.command[1:])) + "\n" for case in cases)
     try:
@@ -123,8 +130,10 @@ def _parsed(cases: Sequence[_Case], tree: Path) -> list[argparse.Namespace | Non
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise CommandError(f"the parser of {tree} cannot be had: {said}; leave --megatron out")
-    found = map(json.loads, done.stdout.splitlines())
-    return [None if each is None else argparse.Namespace(**each) for each in found]
+    found = list(map(json.loads, done.stdout.splitlines()))
+    if len(cases) == 1 and (why := found[0].get("refused")):
+        raise CommandError(f"the parser of {tree} takes it not: {why}")
+    return [None if "refused" in each else argparse.Namespace(**each) for each in found]
 
 
 def _as_object(case: _Case, found: Sequence[Judged]) -> dict[str, Any]:
