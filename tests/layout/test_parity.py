@@ -14,7 +14,6 @@ from deadpool_megatron.layout.parity_groups import (
     MEMBERS,
     BlockMembers,
     ParityGroup,
-    ParityPlacement,
     parity_groups,
     parity_layout,
     parity_numbers,
@@ -169,18 +168,6 @@ def test_a_spare_that_takes_over_takes_the_place(parities: int) -> None:
     ]
     held = sum(b in (7, 37) for b, _ in moved)
     assert len(moved) - held <= 4 * parities
-
-
-def test_roles_and_blocks_find_their_group() -> None:
-    domains = dict.fromkeys(range(6), "a") | {6: "b"}
-    seats = {role: role for role in range(6)} | {6: 9}  # node 9 is lost
-    placed = ParityPlacement(seats, domains, [6], plan(3), 1)
-    assert [group.roles for group in placed.groups] == [(0, 2, 4), (1, 3, 5)]
-    assert placed.group_of(6) is None
-    group = placed.groups[1]
-    assert placed.group_of(3) == group
-    assert placed.block(group.blocks[0]) == (group, 0)
-    assert placed.block(1) is None
 
 
 def test_numbers_of_parity_roles() -> None:

@@ -98,31 +98,10 @@ def test_a_seat_is_found_by_its_very_process_only() -> None:
     assert table == {0: Seat(4, 0, 2), 1: Seat(4, 1, 0), 2: Seat(5, 0, 0)}
 
 
-def test_a_table_does_not_follow_what_it_was_made_of() -> None:
-    seats = {0: Seat(4, 0, 2)}
-    table = SeatTable(seats)
-    seats[0] = Seat(5, 0, 0)
-    assert table[0] == Seat(4, 0, 2)
-
-
 @settings(max_examples=50)
 @given(inventory=inventories)
 def test_round_trip(inventory: Inventory) -> None:
     assert Inventory.from_dict(json.loads(json.dumps(inventory.to_dict()))) == inventory
-
-
-@pytest.mark.parametrize(
-    ("roles", "name"),
-    [
-        (range(512), "WORLD(0-511)"),
-        (range(1, 512, 8), "WORLD(1-505:8)"),
-        ((0, 1), "WORLD(0,1)"),
-        ((0, 1, 2, 3, 8, 9, 10, 11), "WORLD(0-3,8-11)"),
-        ((5, 2, 1), "WORLD(5,2,1)"),
-    ],
-)
-def test_a_large_group_has_a_short_name(roles: tuple[int, ...], name: str) -> None:
-    assert group_name("WORLD", roles) == name
 
 
 @given(st.lists(st.integers(0, 40), unique=True, min_size=1))

@@ -6,43 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part, move_into_arenas
-from tests.state.loading import load
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
-
-
-def make_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 100, shape, generator=generator).to(dtype)
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 5), max_size=3).map(tuple),
-            st.sampled_from(DTYPES),
-            st.integers(0, 1000),
-        ),
-        max_size=8,
-    )
-)
-def test_round_trip_through_a_buffer(specs: list[tuple[tuple[int, ...], torch.dtype, int]]) -> None:
-    tensors = [make_tensor(*spec) for spec in specs]
-    wanted = [tensor.clone() for tensor in tensors]
-    part = Part("shard0", tensors, (0,))
-    buffer = memoryview(bytearray(part.nbytes))
-    for view, tensor in zip(part.views(buffer), part.tensors, strict=True):
-        view.copy_(tensor)
-    for tensor in tensors:
-        tensor.zero_()
-    load(part, buffer)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
 
 
 def test_a_buffer_too_small_is_refused() -> None:

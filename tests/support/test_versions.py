@@ -115,15 +115,6 @@ def test_the_commit_that_was_tried_is_the_one_of_the_tests() -> None:
         assert versions.hash_of_sources(tree) == row["sources"]
 
 
-def test_another_version(modules: dict[str, Any]) -> None:
-    modules["megatron.core.package_info"].__version__ = "0.15.0"
-    report = examine(modules)
-    text = refused(report)
-    assert f"its version is 0.15.0; tried were {', '.join(versions.TESTED)}, 0.20.0 at " in text
-    assert text.endswith("--deadpool-allow-untested-megatron tries nevertheless")
-    versions.check(report, allow_untested=True)
-
-
 def test_an_untried_version_is_told_what_it_lacks_in_one_line(
     modules: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -205,15 +196,6 @@ def test_points_are_installed_wherever_they_are_named(loaded: dict[str, Any]) ->
     assert pretrain() == "pretrain"
     assert versions.install_points() == ()
     assert loaded[TRAIN].pretrain is pretrain
-
-
-def test_a_patched_tree_is_left_alone(loaded: dict[str, Any]) -> None:
-    for point in points_of(VERSION):
-        module = loaded[point.module]
-        setattr(module, point.function, hookpoint(getattr(module, point.function)))
-    before = loaded[TRAIN].train
-    assert versions.install_points() == ()
-    assert loaded[TRAIN].train is before
 
 
 @pytest.mark.full

@@ -383,15 +383,3 @@ def test_small_configurations_are_valid_and_can_be_protected(answers: dict[str, 
     assert answers["small.args"] == Answer(shown=shown)
     assert answers["cpu"] == Answer(shown={"distributed_backend": "'gloo'", **shown})
     assert answers["gpu-plain"] == Answer(shown=GPU_PLAIN)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs" / "megatron-lm").iterdir()), ids=lambda path: path.name
-)
-def test_configurations_can_be_given_with_cat(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert lines
-    for line in lines:
-        assert line.startswith("--")
-        assert len(line.split()) <= 2, "one flag per line"
-        assert not set(line) & set("#'\"*?[$\\"), "the shell would not leave it alone"

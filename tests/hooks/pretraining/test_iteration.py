@@ -72,10 +72,3 @@ def test_a_scene_ends_by_an_exception_as_well() -> None:
     with pytest.raises(ValueError, match="left"), scene.acting({"train": leave}):
         call(str)
     assert call(str) == ""
-
-
-def test_a_replaced_attribute_comes_back() -> None:
-    module = SimpleNamespace(name=1)
-    with scene.replaced(module, "name", 2):
-        assert module.name == 2
-    assert module.name == 1
