@@ -37,6 +37,7 @@ from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, EventTail, Kind
+from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.story import PHASES, RECENT_STEPS, Story, decimal
 
 if TYPE_CHECKING:
@@ -209,10 +210,11 @@ def _counters(story: Story) -> Iterator[Metric]:
 
 
 def _of_status(status: Mapping[str, Any]) -> Iterator[Metric]:
-    nodes, aside = status["nodes"], {str(node) for node in status["aside"]}
-    states = {"training": 0, "spare": 0, "aside": 0}
-    for node, known in nodes.items():
-        states["aside" if node in aside else "spare" if known["spare"] else "training"] += 1
+    nodes = status["nodes"]
+    names = {str(use): str(use) for use in NodeUse} | {NodeUse.QUARANTINED: "aside"}
+    states = dict.fromkeys(names.values(), 0)
+    for known in nodes.values():
+        states[names[known["use"]]] += 1
     memory = {node: known["vault"].get("bytes") for node, known in nodes.items()}
     yield _by("Gauge", "nodes", "Nodes by state.", "state", states)
     yield _gauge("roles", "Roles, each of one process.", len(status["roles"]))

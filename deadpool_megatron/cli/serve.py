@@ -189,8 +189,7 @@ def _banner(story: Story, status: Mapping[str, Any] | None, now: float) -> dict[
     """
     spares = None
     if status is not None:
-        free = {int(node) for node, known in status["nodes"].items() if known["spare"]}
-        spares = len(free - {*status["aside"]}), story.wanted[1]
+        spares = len(status["spares"]), story.wanted[1]
     look, title = _state(story, status, spares, now)
     failures = [one for one in story.failures if not one.planned]
     return {

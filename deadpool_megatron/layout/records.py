@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,15 @@ def shard_of(name: str) -> str | None:
 def is_parity_role(number: int) -> bool:
     """True for the number of a parity block, False for a role of the run."""
     return number >= PARITY_BASE
+
+
+class NodeUse(StrEnum):
+    """The one word for the part that a node has in the run."""
+
+    TRAINING = "training"
+    SPARE = "spare"
+    DRAINED = "drained"  # its roles moved when a user asked for it: the spare that is used last
+    QUARANTINED = "quarantined"
 
 
 @dataclass(frozen=True, order=True)

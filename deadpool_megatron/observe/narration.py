@@ -9,6 +9,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import MEANINGS, FailureKind, in_words, process_name
 from deadpool_megatron.events import Event, Kind, date
+from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.story import Interruption, Story, decimal
 
 # Enough to see which call it is, and who made it.
@@ -274,8 +275,9 @@ def _pace(slow: Mapping[str, Any]) -> str:
 
 def node_troubles(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return nodes, and for each what is wrong with it, by the status of a run."""
-    found = [(str(node), "quarantined, used only as the last spare") for node in status["aside"]]
+    found = list[tuple[str, str]]()
     for node, known in status["nodes"].items():
+        found += [(node, known["use"])] if known["use"] == NodeUse.QUARANTINED else []
         found += [(node, f"{known['standing']}: {why}") for why in known["reasons"]]
     return found + [(node, f"slow: {_pace(slow)}") for node, slow in status["slow"].items()]
 

@@ -122,10 +122,10 @@ function drawNodes({ status, lost }) {
     return html("span", { class: `role ${look} ${exposed}`, title: `role ${role}: ${does}` }, role);
   };
   for (const { node, roles, troubles } of ranked) {
-    const facts = status.nodes[node], use = facts.spare ? "spare" : "training", bytes = facts.vault.bytes;
+    const facts = status.nodes[node], { use } = facts, bytes = facts.vault.bytes;
     const small = [facts.host, bytes && `${(bytes / 1e9).toFixed(2)} GB`, facts.restarts && count(facts.restarts, "restart")].filter(Boolean).join(", ");
     const isSmall = isLarge && !troubles.length;
-    cards.push(html("div", { class: `node ${use} ${troubles.length ? "trouble" : ""}`, title: `node ${node}, ${use}: ${small}` },
+    cards.push(html("div", { class: `node ${facts.spare ? "spare" : use} ${troubles.length ? "trouble" : ""}`, title: `node ${node}, ${use}: ${small}` },
       isSmall ? node : `node ${node}`, ...isSmall ? [] : [html("small", {}, small)], ...troubles.map((text) => html("em", {}, text)),
       html("div", { class: "roles" }, ...roles.length ? roles.map(square) : [html("small", {}, use)])));
   }

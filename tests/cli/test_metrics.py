@@ -32,7 +32,6 @@ STATUS: dict[str, Any] = {
     "phase": "running",
     "roles": {},
     "nodes": {},
-    "aside": [],
     "slow": {},
     "fewer_copies": [],
     "rpo": {"most_lost": 1},

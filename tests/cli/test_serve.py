@@ -101,7 +101,7 @@ def status_of(nodes: int, roles: int) -> dict[str, Any]:
         "rpo": {"most_lost": 1, "most_lost_seconds": None, "wanted": ""},
         "export": {"now": {}, "last": {}},
         "failing": {},
-        "aside": [],
+        "spares": [nodes, nodes + 1],
         "slow": {},
         "fewer_copies": [3],
         "epoch": 1,
@@ -116,6 +116,7 @@ def status_of(nodes: int, roles: int) -> dict[str, Any]:
             str(node): {
                 "host": f"b{node}",
                 "spare": node >= nodes,
+                "use": "spare" if node >= nodes else "training",
                 "standing": "good",
                 "reasons": [],
                 "restarts": 0,
@@ -156,7 +157,7 @@ CLOSED = Event(
     [
         ((), {}, 4.0, "good", (2, 2)),
         ((), {"fewer_copies": [3]}, 4.0, "wait", (2, 2)),
-        ((), {"aside": [2, 3]}, 4.0, "wait", (0, 2)),
+        ((), {"spares": []}, 4.0, "wait", (0, 2)),
         ((), {}, 99.0, "wait", (2, 2)),
         (
             (LOST, CLOSED),
@@ -220,7 +221,8 @@ def states() -> dict[str, dict[str, Any]]:
         page.take(replace(LOST, data={"cause": long}, wall_seconds=began + 60))
         for kind in (Kind.DRAIN, Kind.NODE_LOST):
             page.take(Event(kind, 1, 10, data={"cause": long}, wall_seconds=began + 60))
-        status |= {"aside": [nodes], "slow": {"1": {"seconds": 0.31, "peer_seconds": 0.1}}}
+        status["nodes"][str(nodes)]["use"] = "quarantined"
+        status |= {"slow": {"1": {"seconds": 0.31, "peer_seconds": 0.1}}}
         status["nodes"]["2"] |= {"standing": "weak", "reasons": [long]}
         status["roles"]["2"]["waiting"], status["roles"]["4"]["section"] = [1, 2, 3], "save"
         found[f"running-{name}"] = page.to_dict(status, began + 99)

@@ -22,6 +22,7 @@ from deadpool_megatron.cluster.failures import process_name
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, date
+from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
 from deadpool_megatron.observe.narration import (
     Line,
@@ -113,9 +114,12 @@ def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bo
         f"{describe_state(status)}{waits}; iteration {done}{f' ({pace})' if pace else ''};"
         f" epoch {status['epoch']}"
     )
+    uses = {int(node): known["use"] for node, known in status["nodes"].items()}
+    drained = in_short([node for node, use in uses.items() if use == NodeUse.DRAINED])
     told = [
         f"  {count(len(status['roles']), 'role')} on {count(len(status['nodes']), 'node')};"
-        f" spares: {status['spares'] or 'none'}; failures survived: {story.survived}",
+        f" spares: {status['spares'] or 'none'}{drained and f' (drained, used last: {drained})'};"
+        f" failures survived: {story.survived}",
         *(f"  {name}: {text}" for name, text in facts(status)),
     ]
     troubles = [f"  node {node}: {why}" for node, why in node_troubles(status)]
@@ -123,9 +127,8 @@ def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bo
         told.append(f"  role {role:>3}: {process_name(*known['seat'])}, {_doing(known)}")
     for node, known in status["nodes"].items():
         if every:
-            kind = "spare" if known["spare"] else "node "
             protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
-            told.append(f"  {kind} {node}: {known['host']} {protection}")
+            told.append(f"  node {node}, {known['use']}: {known['host']} {protection}")
         if known["restarts"]:
             told.append(f"  node {node}: {count(known['restarts'], 'restart')} of its processes")
     events = status["events"]

@@ -31,6 +31,7 @@ from deadpool_megatron.cluster.machine.membership import exposed_roles
 from deadpool_megatron.cluster.machine.requests import not_connected, refusal
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.schemes import in_words
 from deadpool_megatron.layout.sizing import refusal as plan_refusal
 
@@ -410,12 +411,13 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
             "waiting": beat.get("waiting"),
             "own": beat.get("own"),
         }
-    training = {seat.node for seat in state.seats.values()}
+    uses = {node: state.use_of(node) for node in state.fleet.nodes}
     nodes = {
         str(node): {
             "host": known.host,
             "domain": known.domain,
-            "spare": node not in training,
+            "spare": uses[node] is not NodeUse.TRAINING,
+            "use": str(uses[node]),
             "restarts": known.restarts,
             "standing": str(known.judged.standing),
             "reasons": list(known.judged.reasons),
@@ -431,7 +433,9 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
         "iteration": progress.last_iteration,
         "roles": roles,
         "nodes": nodes,
-        "spares": sorted(set(state.fleet.nodes) - training),
+        "spares": sorted(
+            node for node, use in uses.items() if use in (NodeUse.SPARE, NodeUse.DRAINED)
+        ),
         "members": {
             f"{node}.{slot}.{member.incarnation}": str(member.status)
             for (node, slot), member in sorted(state.fleet.members.items())

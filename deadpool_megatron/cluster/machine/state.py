@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from deadpool_megatron.cluster.journal.user_requests import Request
+from deadpool_megatron.cluster.journal.user_requests import Request, Verb
 from deadpool_megatron.cluster.machine.blame import Blame, Failure, LastWords
 from deadpool_megatron.cluster.machine.recoveries import Recoveries
 from deadpool_megatron.layout.planner import is_kept, usual_layouts
@@ -21,12 +21,13 @@ from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
     Inventory,
+    NodeUse,
     Restore,
     RoleLayout,
     SeatTable,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
-from deadpool_megatron.preflight.judge import Agreed, HostFacts, Judgement
+from deadpool_megatron.preflight.judge import Agreed, HostFacts, Judgement, Standing
 from deadpool_megatron.settings import Settings
 
 NOTHING = Generation(0, 0)
@@ -511,6 +512,19 @@ class State:
     def role_at(self, node: int, slot: int, incarnation: int) -> int | None:
         """The role this very process has a seat for in the announced record."""
         return self.seats.role_of(node, slot, incarnation) if self.record else None
+
+    def use_of(self, node: int) -> NodeUse:
+        """The part that a connected node has."""
+        fleet = self.fleet
+        if node in self.seats.nodes:
+            return NodeUse.TRAINING
+        if node in fleet.quarantined:
+            return NodeUse.QUARANTINED
+        if node not in fleet.deprioritized or fleet.nodes[node].judged.standing is Standing.WEAK:
+            return NodeUse.SPARE
+        drains = [one for one in self.requests if one.verb is Verb.DRAIN]
+        is_drained = any(one.what["node"] == node for one in drains)
+        return NodeUse.DRAINED if is_drained else NodeUse.QUARANTINED
 
     def waiting_for(self) -> str:
         """Return what the phase waits for, in words; empty when it waits for nothing."""

@@ -56,6 +56,7 @@ def test_a_drain_is_done_when_its_roles_train_elsewhere() -> None:
     assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
     rig.steps(10)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
+    assert [rig.state.use_of(node) for node in range(3)] == ["training", "drained", "training"]
     assert rig.emitted(Kind.RECOVERED)
     told = [str(e.data["text"]) for e in rig.emitted(Kind.LOG)]
     assert "request 1, drain of node 1: done: node 1 has no role" in told

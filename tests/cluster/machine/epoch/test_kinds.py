@@ -124,6 +124,7 @@ def test_crashes_on_one_node_within_the_window_put_it_aside() -> None:
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     (aside,) = (e for e in rig.of(act.EmitEvent, rig.log) if e.kind is Kind.NODE_ASIDE)
     assert "3 crashes within 600 s" in aside.data["cause"]
+    assert rig.state.use_of(1) == "quarantined"
 
 
 def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
