@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -27,17 +26,11 @@ from deadpool_megatron.cluster.coordinator.durable import (
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.state_template import (
-    Attributes,
     FromExtras,
-    HexFloats,
-    Joined,
     Piece,
     StateTemplate,
-    StepNumber,
     TemplateError,
     boxes,
-    fill,
-    has_marks,
     read_template,
     template_path,
     write_template,
@@ -108,41 +101,6 @@ def test_metadata_joins_what_roles_have_written() -> None:
         metadata_of([first, other])
     with pytest.raises(WritingError, match="o was written twice"):
         metadata_of([first, second, told(2, objects=[["o", 0, 4]])])
-
-
-def test_marks_are_filled() -> None:
-    def read(part: str, offset: int, dtype: str) -> torch.Tensor:
-        assert (part, offset, dtype) == ("shard0", 64, "float32")
-        return torch.tensor(3.0)
-
-    extras = {"counters": {"iteration": 7}, "sums": {"loss": (0.5).hex()}, "g": [[{"lr": 0.25}]]}
-    extras["betas"] = [0.9, 0.95]
-    step = ("shard0", 64, "float32")
-    recipe = {
-        "counters": FromExtras(("counters",)),
-        "groups": [{"lr": FromExtras(("g", 0, 0, "lr")), "step": StepNumber(*step, True)}],
-        "state": {"common_step": StepNumber(*step, False)},
-        "own": Joined(({"a": 1}, {"sums": HexFloats("sums")})),
-        "args": Attributes(
-            argparse.Namespace(lr=1, seen=0), {"seen": FromExtras(("counters", "iteration"))}
-        ),
-        "constant": (1, "two"),
-        "betas": FromExtras(("betas",)),
-    }
-    assert has_marks(recipe)
-    filled = fill(recipe, extras, read)
-    assert not has_marks(filled)
-    assert filled["counters"] == {"iteration": 7}
-    assert filled["groups"] == [{"lr": 0.25, "step": 3.0}]
-    assert torch.equal(filled["state"]["common_step"], torch.tensor(3.0))
-    assert filled["betas"] == (0.9, 0.95), "as Megatron has them"
-    assert filled["own"] == {"a": 1, "sums": {"loss": 0.5}}
-    assert filled["args"] == argparse.Namespace(lr=1, seen=7)
-    assert recipe["args"].whole.seen == 0, "a state template is used more than once"
-    zero = fill({"common_step": StepNumber(*step, False)}, {}, lambda *_: torch.tensor(0.0))
-    assert zero == {}, "Megatron does not write it then"
-    with pytest.raises(TemplateError, match=r"do not hold g\.0\.1"):
-        fill(FromExtras(("g", 0, 1)), extras, read)
 
 
 def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -68,17 +68,6 @@ def looks(
     ]
 
 
-def test_growth_of_the_run_directory_and_of_shared_memory_is_found() -> None:
-    steady = growth.files_verdict(looks())
-    assert steady["flat"]
-    assert steady["directory_bytes_per_iteration"] == pytest.approx(1600.0)
-    assert abs(steady["segments_mb_gained"]) < 0.5
-    assert steady["directory_bytes_per_usual_iteration"] == pytest.approx(1600.0)
-    assert not growth.files_verdict(looks(bytes_each=6000.0))["flat"]
-    assert not growth.files_verdict(looks(gains_mb=9.0))["flat"]
-    assert growth.files_verdict(looks()[:1]) == {}
-
-
 @pytest.mark.parametrize("grown", ["", "processes", "directory", "memory", "never observed"])
 def test_a_soak_passes_only_if_nothing_grew_and_what_was_struck_was_observed(grown: str) -> None:
     files = looks(

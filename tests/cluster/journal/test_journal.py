@@ -28,19 +28,6 @@ def opener(tmp_path: Path) -> Opener:
     return lambda: Journal(tmp_path / "journal")
 
 
-def test_entries_come_back_by_kind_in_order(opener: Opener) -> None:
-    journal = opener()
-    assert journal.entries("epoch") == {}
-    journal.write("epoch", 2, {"b": 2})
-    journal.write("epoch", 1, {"a": [1, "x", None, 2.5]})
-    journal.write("closed", 1, {})
-    assert list(opener().entries("epoch").items()) == [
-        (1, {"a": [1, "x", None, 2.5]}),
-        (2, {"b": 2}),
-    ]
-    assert journal.entries("closed") == {1: {}}
-
-
 @pytest.mark.parametrize("number", [-1, MOST_NUMBER + 1])
 def test_a_number_that_fits_into_no_name_is_not_written(opener: Opener, number: int) -> None:
     """With an entry of such a name nothing in the journal could be read any more."""

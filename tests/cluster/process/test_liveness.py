@@ -18,7 +18,6 @@ import pytest
 from deadpool_megatron.cluster.agent.members import FreezeDetector
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.children import ChildWatch, ProcessEnd
-from deadpool_megatron.cluster.process.logs import last_line
 from deadpool_megatron.cluster.process.posix import (
     needed_by_coordinator,
     raise_limit,
@@ -136,19 +135,6 @@ def test_child_watch_reports_the_end_and_kills_the_group(monkeypatch: pytest.Mon
     assert ending == ProcessEnd(signal=signal.SIGSEGV)
     assert states == ["Z"], "its number may be another group's later"
     wait_for("the grandchild to end", lambda: not posix.is_alive(grandchild))
-
-
-def test_endings_in_words() -> None:
-    assert str(ProcessEnd.from_wait_status(9)) == "killed by SIGKILL"
-    assert str(ProcessEnd.from_wait_status(7 << 8)) == "ended with exit status 7"
-    assert str(ProcessEnd.from_wait_status(40)) == "killed by signal 40"
-
-
-def test_last_line(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert last_line(log) == ""
-    log.write_text("x" * 20000 + "\nTraceback\nValueError: no\n\n  \n")
-    assert last_line(log) == "ValueError: no"
 
 
 def test_pid_with_another_start_time_is_another_process() -> None:

@@ -8,12 +8,9 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,25 +113,8 @@ def test_the_fake_notices_traps() -> None:
 
 
 def host_points(member: Member) -> bool:
-    """What copies a device tensor to the host waits for it; so does what runs beside training."""
+    """What runs beside training waits as the host does."""
     member.init("nccl", epoch=0)
-    reads: list[Callable[[torch.Tensor], float]] = [
-        lambda t: float(t.item()),
-        lambda t: float(t.cpu().numpy()[0]),
-        lambda t: float(t.numpy()[0]),
-        lambda t: float(np.asarray(t)[0]),
-        lambda t: float(t.tolist()[0]),
-        lambda t: float(bool(t == 2.0)) * 2,
-    ]
-    for read in reads:
-        value = torch.ones(1)
-        late(member)
-        dist.all_reduce(value)
-        assert read(value) == 2.0
-    answers: list[Any] = [None, None]
-    late(member)
-    dist.all_gather_object(answers, {"rank": member.rank})
-    assert answers == [{"rank": 0}, {"rank": 1}]
     # The side stream waits for what the submitting thread has waited for; the submitter does not.
     platform = CpuPlatform()
     value, copied = torch.ones(1), torch.zeros(1)

@@ -153,20 +153,6 @@ def test_what_moves_before_the_update_comes_back(loop: Loop) -> None:
     assert float(loop.scaler.scale) == again
 
 
-def test_an_evaluation_draws_and_counts(loop: Loop) -> None:
-    """Traps, A9: the extras of two boundaries of one iteration differ, and each is exact."""
-    before = captured(loop)
-    jitter = torch.rand(3)
-    loop.counters["consumed_valid_samples"] += 16
-    after = captured(loop)
-    following = torch.rand(3)
-    put_back(loop, before)
-    assert torch.equal(torch.rand(3), jitter)
-    put_back(loop, after)
-    assert torch.equal(torch.rand(3), following)
-    assert loop.counters["consumed_valid_samples"] == 16
-
-
 def test_loss_sums_reach_a_process_that_has_none(loop: Loop) -> None:
     save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4)
     MTPLossLoggingHelper.tracker["values"] = torch.tensor([0.75])

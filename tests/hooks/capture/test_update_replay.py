@@ -164,12 +164,6 @@ def test_values_that_were_not_there_are_taken_away() -> None:
     assert len(parameters_of(rig.inner)) == 5
 
 
-def test_a_tensor_of_another_part_is_not_found() -> None:
-    rig = Rig(*FLAGS["adamw-foreach"])
-    with pytest.raises(KeyError, match="does not hold that tensor"):
-        rig.part.slice(memoryview(bytearray(rig.part.nbytes)), torch.randn(4))
-
-
 def test_what_cannot_be_replayed_is_refused_at_start() -> None:
     rig = Rig(*FLAGS["adamw-foreach"])
     chained = SimpleNamespace(chained_optimizers=[rig.inner])

@@ -78,33 +78,6 @@ def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> 
     assert vaults.decoded("tail") == [[0, 3]]
 
 
-@pytest.mark.parametrize(
-    ("damaged", "used"),
-    [
-        ("data", [2, 3, 4]),
-        ("parity", [1, 2, 4]),
-        ("members", [1, 2, 4]),
-        ("data and members", [2, 3, 4]),
-    ],
-)
-def test_a_damaged_block_is_replaced_by_another(
-    begin: Begin, damaged: str, used: list[int]
-) -> None:
-    """The vault that holds it finds out as well, and does not give it out again. One list of
-    members is enough for all blocks."""
-    vaults = begin(3, 2, {0})
-    record = vaults.opened()
-    if damaged == "data and members":
-        flip(vaults.block(0), MEMBERS)
-    path = vaults.own(1) if damaged.startswith("data") else vaults.block(0)
-    flip(path, MEMBERS if damaged == "members" else "shard")
-    vaults.obtain(record, 0)
-    assert vaults.decoded() == [used]
-    wheres = [str(event.data["where"]) for event in vaults.corruptions()]
-    assert any(where.startswith("from node") for where in wheres)
-    assert any(where.startswith("slot") for where in wheres)
-
-
 def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
     vaults = begin(3, 2, {0})
     record = vaults.opened()

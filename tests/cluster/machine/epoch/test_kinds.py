@@ -91,15 +91,6 @@ def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
     assert nodes_of(rig.pending) == {0: 0, 1: 4}
 
 
-def test_faults_of_the_program_are_no_device_errors() -> None:
-    rig = Rig().run(3)
-    for line in ("CUDA error: an illegal memory access was encountered", "Xid 31"):
-        rig.feed(ended(rig, 1, line))
-        recover(rig, 3)
-    assert nodes_of(rig.record) == {0: 0, 1: 1}
-    assert kinds(rig, Kind.EPOCH_CLOSED) == ["process-crash"] * 2
-
-
 def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
     rig = Rig().run(3)
     rig.feed(ended(rig, 1, CUDA))
