@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import service
 from deadpool_megatron.cluster.coordinator.service import GarbageSearch
 
 
@@ -43,3 +44,20 @@ def test_what_was_in_use_when_it_was_new_is_freed_within_the_hour(search: Garbag
     assert seen() is not None
     search.tick(3601.0)
     assert seen() is None
+
+
+def test_objects_of_all_roles_are_never_looked_through(
+    search: GarbageSearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MOST_NEW_OBJECTS", 1000)
+    search.tick(1.0)
+    inventories = [[number] for number in range(2000)]
+    looks: list[str] = []
+    gc.callbacks.append(look := lambda phase, facts: looks.append(phase))
+    try:
+        search.tick(2.0)
+        search.tick(3.0)
+    finally:
+        gc.callbacks.remove(look)
+    assert looks == ["start", "stop"]  # of the second tick, with next to nothing in it
+    assert not any(one is inventories[0] for one in gc.get_objects())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from deadpool_megatron.cluster.coordinator.progress import (
+    COMPARED,
     ReportedProgress,
     divergence_is_fatal,
 )
@@ -83,6 +86,25 @@ def test_state_hashes_are_compared_role_by_role() -> None:
     event, _ = progress.take(hashed(4, 1, "cc"))
     assert event is not None
     assert event.kind is Kind.STALE_DIVERGENCE
+
+
+def test_what_is_compared_does_not_grow_with_the_run() -> None:
+    progress = ReportedProgress()
+    tracemalloc.start()
+    try:
+        for k in range(1, 12_001):
+            progress.take(step(k))
+            progress.take(hashed(k))
+            if k == 4_000:
+                tracemalloc.reset_peak()
+                before, _ = tracemalloc.get_traced_memory()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # 8,000 iterations are megabytes. What threads of other tests have taken meanwhile counts, too.
+    assert most - before < 400_000
+    assert progress.take(step(12_000 - COMPARED[Kind.STEP] + 1)) == (None, None), "it is known yet"
+    assert len(json.dumps(progress.final({}, "", 0))) < 1000
 
 
 def test_numbers_of_iterations_that_were_thrown_away_are_forgotten() -> None:

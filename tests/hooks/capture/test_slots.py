@@ -1,13 +1,65 @@
-"""Slots seen as tensors without a loop over them."""
+"""Slots made before there is a role, page-locked, and seen as tensors without a loop over them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from deadpool_megatron.hooks.capture.protection import SlotViews
+from deadpool_megatron.hooks.entry import EpochEntry
+from deadpool_megatron.layout.records import Seat
+from deadpool_megatron.platform.devices import CpuPlatform, PinnedSlots, host_range
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part
+from deadpool_megatron.vault.member import VaultClient
+from tests.vault.harness import make_layout, segment_bytes
+
+LAYOUT = make_layout(0, nbytes=3 << 20)
+
+
+class Device(CpuPlatform):
+    """Knows what was page-locked."""
+
+    is_cuda = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.locked: list[int] = []
+
+    def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        self.locked.append(host_range(memory)[1])
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.5, False), (2.5, True)])
+def test_copies_come_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float, fits: bool
+) -> None:
+    limit = int(share * segment_bytes(LAYOUT))
+    settings = replace(Settings(), memory_gb=limit / 1e9)
+    client = VaultClient(
+        "", tmp_path, Seat(0, 0, 0), connect_seconds=0.0, memory_bytes=settings.memory_bytes
+    )
+    device = Device()
+
+    class Entry(EpochEntry):
+        """With everything around the vault taken away."""
+
+        def __init__(self) -> None:
+            self._vault, self.settings = client, settings
+            protection = SimpleNamespace(layout=LAYOUT, copied_parts=["shard"])
+            self._built: Any = SimpleNamespace(protection=protection)
+            self._pinned = PinnedSlots(device, lambda text: None)
+
+    Entry()._park(nodes=2)
+    assert ("--deadpool-memory-gb" in capsys.readouterr().out) == (not fits)
+    assert bool(list(tmp_path.glob(".parked-*"))) == fits
+    assert device.locked == [3 << 20] * (LAYOUT.slots if fits else 0), "before there is a role"
 
 
 class Slot:
