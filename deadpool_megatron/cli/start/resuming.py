@@ -35,6 +35,7 @@ from deadpool_megatron.vault.disk.sources import last_boundary, newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 
 _PAUSE_SECONDS = 0.2
+_EMBEDDED_TRAINER = ("-m", "deadpool_megatron.trainer")
 
 
 class Others:
@@ -86,6 +87,12 @@ def resume_point(
         whole, why_not = _whole(old, info, history.kept, others)
     durable, lacking = _durable(old, info, history)
     if info.world_size != roles:
+        if tuple(args.command[:2]) == _EMBEDDED_TRAINER:
+            raise CommandError(
+                f"--resume {old.path}: that run has {info.world_size} roles, this one {roles}: the"
+                " embedded trainer needs as many as wrote its checkpoints; give as many nodes as"
+                " that run had"
+            )
         return as_dict(_for_other_roles(old, info.world_size, roles, whole, durable))
     if whole is None and not durable:
         if run_processes(old, info.run_id):
@@ -104,12 +111,10 @@ def resume_point(
             f"continues from generation {_named(whole)} in the dump {whole.path}{newer}", flush=True
         )
         return as_dict([whole, *durable])
-    if why_not:
-        print(
-            f"continues from {durable[0].kind} state {durable[0].path} of iteration"
-            f" {durable[0].generation.iteration}: {'; '.join(why_not[:3])}",
-            flush=True,
-        )
+    kind = "dump" if durable[0].kind == "dump" else "checkpoint"
+    reasons = f": {'; '.join(why_not[:3])}" if why_not else ""
+    at = durable[0].generation.iteration
+    print(f"continues from the {kind} {durable[0].path} of iteration {at}{reasons}", flush=True)
     return as_dict(durable)
 
 

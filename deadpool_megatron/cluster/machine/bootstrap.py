@@ -34,7 +34,7 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight import judge
-from deadpool_megatron.preflight.health import Health
+from deadpool_megatron.preflight.health import NOT_ASKED, Health
 from deadpool_megatron.preflight.judge import HostFacts, Judgement, Needs, Standing
 
 # Nobody needs what a node without a role holds alone.
@@ -72,6 +72,9 @@ def node_joined(core: Core, event: ev.NodeJoined) -> None:
     name = joined.host_name
     core.emit(Kind.NODE_JOINED, node=node, host=event.host, hostname=name, spare=spare)
     core.act(Welcome(node, state.record))
+    if event.facts is not None and event.facts.health_text.startswith(NOT_ASKED):
+        text = f"--deadpool-health-command: {event.facts.health_text}: the node counts as good"
+        core.log("warning", f"node {node}: {text}", node)
     to_start: dict[int, int] = {}
     for slot in range(core.config.nproc):
         if slot in event.members:

@@ -130,7 +130,8 @@ def test_another_number_of_roles_goes_on_from_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest one; a dump is of the roles that wrote it."""
-    host, fewer = Host(tmp_path, monkeypatch), argparse.Namespace(nodes=1, nproc_per_node=1)
+    host = Host(tmp_path, monkeypatch)
+    fewer = argparse.Namespace(nodes=1, nproc_per_node=1, command=["train.py"])
     saved = Restore("durable", Generation(1, 5), path=str(tmp_path))
     dump = Restore("dump", Generation(1, 9), path=str(tmp_path))
     monkeypatch.setattr(resuming, "last_boundary", lambda *_: ("step", ""))
@@ -141,6 +142,9 @@ def test_another_number_of_roles_goes_on_from_a_checkpoint(
     assert line.endswith("its dump of iteration 9 is for 2 roles only")
     write_json(host.old.latest, dump.to_dict())
     with pytest.raises(CommandError, match=r"2 roles, this one 1, .* give as many nodes as it had"):
+        resume_point(host.old, fewer)
+    fewer.command = ["-m", "deadpool_megatron.trainer"]
+    with pytest.raises(CommandError, match="embedded trainer"):
         resume_point(host.old, fewer)
 
 

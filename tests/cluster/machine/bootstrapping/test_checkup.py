@@ -56,6 +56,14 @@ def test_good_nodes_keep_their_numbers_and_nothing_is_said_of_them() -> None:
     assert not rig.emitted(Kind.NODE_JUDGED)
 
 
+def test_a_health_command_that_is_not_there_is_told_of_a_node_that_counts_as_good() -> None:
+    rig = Rig(nodes=2, spares=1)
+    come(rig, n1=dataclasses.replace(GOOD, health_text="not asked: sh: /no: not found"))
+    assert nodes_of(rig.pending) == {0: 0, 1: 1}
+    (told,) = [one for one in rig.emitted(Kind.LOG) if one.data["level"] == "warning"]
+    assert "/no: not found" in str(told.data["text"])
+
+
 def test_a_node_that_is_not_fit_is_left_out_and_a_spare_takes_its_place() -> None:
     rig = Rig(nodes=2, spares=2)
     come(rig, n1=OTHER)
