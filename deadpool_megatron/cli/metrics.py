@@ -159,7 +159,7 @@ def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
     newest, saved = story.steps.newest(1), story.kept[Kind.DURABLE]
     since, at, goodput = story.started_at, story.last_step_at, story.account.goodput(now)
     failures, ended = [one for one in story.failures if not one.planned], story.ended
-    text = "Part of the time of nodes with roles in which they trained on."
+    text = "Share of the time of nodes with roles that was spent on training."
     known: list[tuple[str, str, float | None]] = [
         ("coordinator_term", "Term of the coordinator.", story.term),
         ("exit_status", "Exit status of the run that has ended.", story.exit_status),
@@ -171,7 +171,10 @@ def _gauges(story: Story, now: float | None) -> Iterator[Metric]:
         *(("loss", "Loss of the newest finished iteration.", decimal(s.loss)) for s in newest),
         *(("checkpoint_iteration", "The newest durable one.", e.iteration) for e in saved[-1:]),
         *((f"checkpoint{_AT}", "When it was written.", e.wall_seconds) for e in saved[-1:]),
-        *((f"last_failure{_AT}", "When it began.", one.began) for one in failures[-1:]),
+        *(
+            (f"last_failure{_AT}", "Start of the newest failure.", one.began)
+            for one in failures[-1:]
+        ),
         ("step_seconds", f"Median time of the last {RECENT_STEPS} iterations.", story.pace()),
         (f"end{_AT}", "When the run ended.", ended.wall_seconds if ended else None),
     ]

@@ -216,7 +216,7 @@ def _parse(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise PlanError(f"no YAML: {' '.join(str(error).split())}") from error
+        raise PlanError(f"not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _section(name: str, cls: type[Any], given: Any) -> Any:

@@ -184,7 +184,7 @@ class Machine(Core):
         deadline = state.doing.deadline
         if deadline is not None and self.now >= deadline:
             if waited := state.waiting_for():
-                self.log("warning", f"waited long enough for {waited}")
+                self.log("warning", f"no longer waiting for {waited}")
             self._overdue(waited)
         elif isinstance(state.doing, Bootstrapping | TakingOver):
             bootstrap.check_gathered(self)

@@ -89,8 +89,9 @@ def patience_seconds(config: Config) -> float:
 
 def time_is_over(core: Core, taking_over: TakingOver, record: EpochRecord) -> None:
     """Take those who have not come back by now for lost."""
+    why = f"did not reconnect within {patience_seconds(core.config):g} s"
     for node in core.state.fleet.absent(record.nodes):
-        give_up(core, node, "did not join again in time", FailureKind.NODE_LOST)
+        give_up(core, node, why, FailureKind.NODE_LOST)
     _go_on(core, taking_over, record)
 
 

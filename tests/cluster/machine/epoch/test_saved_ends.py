@@ -230,7 +230,7 @@ def test_an_export_has_a_deadline() -> None:
     rig.tick(rig.settings.close_seconds)
     assert rig.one(act.Finish).exit_status == 75
     told = [one.data["text"] for one in rig.emitted(Kind.LOG)]
-    assert "waited long enough for the checkpoint of what was dumped to /dump/1-7" in told
+    assert "no longer waiting for the checkpoint of what was dumped to /dump/1-7" in told
 
 
 def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it() -> None:
