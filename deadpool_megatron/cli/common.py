@@ -32,6 +32,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     address_in,
 )
+from deadpool_megatron.observe.headline import UNANSWERED
 from deadpool_megatron.observe.narration import at_risk
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.preflight import host
@@ -63,11 +64,6 @@ class RequestRefused(CommandError):
     """The coordinator does not take the request; why."""
 
 
-#: advice where a coordinator does not answer, and processes of the run may be left
-UNANSWERED = (
-    "a standby may take over; if no process is left, the same command, with --run-dir {run},"
-    " continues from memory"
-)
 #: of a coordinator that is not there or whose journal fails, and of a run directory that is away
 #: for a moment, to whoever has found them when the process started
 PASSING = (CommandError, RunDirectoryError, OwnershipError, auth.AuthenticationError, OSError)
@@ -236,17 +232,17 @@ class Asker:
     """Asks again and again what a run does, for whoever only looks. Not thread-safe."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+        self.run = run
         self._said = ""
 
     def status(self) -> dict[str, Any] | None:
         """Return what ``deadpool status --json`` says; None where nobody answers, and once the run
         has its result. Why the coordinator cannot be asked at all is said once, on standard error.
         """
-        if self._run.final.exists():
+        if self.run.final.exists():
             return None
         try:
-            status: dict[str, Any] = ask(self._run, {"command": "status"}, LOOK_SECONDS)["status"]
+            status: dict[str, Any] = ask(self.run, {"command": "status"}, LOOK_SECONDS)["status"]
         except CommandError:
             return None
         except (RunDirectoryError, OwnershipError, WireError) as error:
@@ -268,8 +264,9 @@ def facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [
         ("coordinator", f"term {term['term']} at {term['host']}:{term['port']}{node}"),
         ("protection", f"{status['protection'] or 'not yet decided'}{wanted}"),
-        ("lost if a node fails now (RPO)", f"{at_risk(status)}{about}"),
     ]
+    if status["epoch"]:
+        found.append(("lost if a node fails now (RPO)", f"{at_risk(status)}{about}"))
     requests = map(Request.from_dict, status["requests"])
     found += [(f"request {one.number}", one.told()) for one in requests]
     if now := export["now"]:

@@ -85,9 +85,9 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
             f" started {date(story.started.wall_seconds)}"
         )
     lines += _describe_steps(story)
-    for failure in story.failures:
+    for failure in story.shown:
         lines += ["", *describe_failure(failure, story)]
-    if len(timed := [failure for failure in story.failures if failure.phases]) > 1:
+    if len(timed := [failure for failure in story.shown if failure.phases]) > 1:
         lines += ["", "Seconds in each phase", *_phase_table(timed)]
     lines += ["", *_describe_protection(story), *_describe_time(story)]
     return lines
@@ -104,7 +104,7 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         (
             "when",
             f"{date(failure.began)}, {failure.began - began:.1f} s after the start,"
-            f" after iteration {failure.last_iteration}, epoch {failure.closed_epoch}",
+            f" after iteration {failure.last_iteration}, epoch {failure.closed.epoch}",
         ),
         ("why", "" if meaning is None else f"{meaning.called}: {meaning.noticed}"),
         ("lost", _joined(map(describe_loss, losses))),
@@ -257,7 +257,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "steps": len(story.steps),
         "last_iteration": story.last_iteration,
         "seconds_per_step": summary(story.step_seconds()),
-        "failures": [failure_to_dict(failure, story) for failure in story.failures],
+        "failures": [failure_to_dict(failure, story) for failure in story.shown],
         "gate": {
             "waits": len(story.gate_waits),
             "seconds": sum(story.gate_waits.values()),

@@ -82,11 +82,12 @@ def read_recent(directory: Path) -> Story:
 def failure_to_dict(failure: Interruption, story: Story) -> dict[str, Any]:
     """All facts about one failure as JSON values; ``kind`` is its code."""
     node = failure.best.node
-    plain = ("number", "cause", "kind", "planned", "closed_epoch", "last_iteration", "closes")
+    plain = ("number", "cause", "kind", "planned", "last_iteration", "closes")
     stacks = [{"role": e.role, "node": e.node, **e.data} for e in failure.stacks]
     return {
         **{name: getattr(failure, name) for name in plain},
         "at": date(failure.began),
+        "closed_epoch": failure.closed.epoch,
         "node": node,
         "host": None if node is None else story.hosts.get(node),
         "hangs": [dict(event.data) for event in failure.hangs],

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -39,13 +40,12 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cli.http_server import LimitedServer
 from deadpool_megatron.cli.run_result import failure_to_dict
-from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.cluster.run_directory.cleanup import what_remains
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail
+from deadpool_megatron.observe.headline import Headline, headline
 from deadpool_megatron.observe.narration import (
     Narrator,
-    count,
-    describe_state,
     describe_wait,
     label,
     node_troubles,
@@ -66,12 +66,6 @@ _SHOWN_NODES = 50  # of those that were lost
 # The curve of the loss has so many points at most, whatever the length of the run.
 _POINTS = 400
 _LONG = ("hangs", "stacks", "losses", "seats_changed")
-# Of what the coordinator says, for the program of the page.
-_DRAWN = ("roles", "nodes", "fewer_copies")
-# A coordinator that does not answer for so long has no successor, and a step that takes longer than
-# this, and than so many others did, is worth a word.
-_SILENT_SECONDS = 30.0
-_LATE_STEPS = 10
 _HEADERS = {
     # Nothing but what this server itself answers is ever loaded, whatever a run's texts hold.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -99,8 +93,8 @@ class WatchedPage:
     second however many people look. What is for the eye alone (colours, places) is there.
     """
 
-    def __init__(self, run_id: str, asker: Asker, tail: EventTail) -> None:
-        self._run_id, self._asker, self._tail = run_id, asker, tail
+    def __init__(self, run_id: str, run: Path, asker: Asker, tail: EventTail) -> None:
+        self._run_id, self._run, self._asker, self._tail = run_id, run, asker, tail
         self._story = Story()
         self._narrator = Narrator(self._story)
         self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
@@ -113,7 +107,9 @@ class WatchedPage:
         with self._lock:
             if time.monotonic() >= self._good_until:
                 self._tail.feed(self.take)
-                found = self.to_dict(self._asker.status(), time.time())
+                status = self._asker.status()
+                left = what_remains(self._asker.run) if status is None else ""
+                found = self.to_dict(status, time.time(), left)
                 self._made = json.dumps(found, allow_nan=False).encode()
                 self._good_until = time.monotonic() + _LOOK_SECONDS
             return self._made
@@ -124,35 +120,34 @@ class WatchedPage:
             if not line.passes:
                 self._lines.append((event.wall_seconds, line.text, line.style))
 
-    def to_dict(self, status: Mapping[str, Any] | None, now: float) -> dict[str, Any]:
+    def to_dict(
+        self, status: Mapping[str, Any] | None, now: float, left: str = ""
+    ) -> dict[str, Any]:
         """Return everything. ``status``: as of ``deadpool status --json``, None if nobody answers;
-        ``now``: wall clock in seconds."""
+        ``now``: wall clock in seconds; ``left``: in memory, of a run without a process."""
         story = self._story
         # Where nobody answers, nobody knows what nodes do since the newest event.
         until = None if status is None else now
         try:
-            banner, told, drawn = _banner(story, status, now), list[tuple[str, str]](), None
-            if status is not None:
-                epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
-                told = [*facts(status), ("epoch", epoch)]
-                drawn = {name: status[name] for name in _DRAWN}
-                drawn["troubles"] = node_troubles(status)
+            seen = _seen(story, status, headline(story, status, left, self._run, now))
         except DAMAGE:  # a status of another version
-            banner, told, drawn = _banner(story, None, now), [], None
+            seen = _seen(story, None, headline(story, None, left, self._run, now))
+        far = story.progress()
+        if left and story.ended is None:
+            far |= dict.fromkeys(("samples_per_second", "tokens_per_second", "seconds_left"))
         uses = {use.value: spent for use, spent in story.account.uses(until).items() if spent > 0}
         return {
             "run": self._run_id,
             "now": now,
-            "banner": banner,
-            "facts": told,
+            **seen,
             "ended": None if story.ended is None else dict(story.ended.data),
             "iteration": story.last_iteration,
-            "progress": story.progress(),
+            "progress": far,
             "step_seconds": story.pace(),
             "goodput": story.account.goodput(until) if len(story.steps) else None,
             "node_seconds": uses,
             "loss": self._losses(),
-            "recoveries": [_failure(one, story) for one in story.failures[-_SHOWN_RECOVERIES:]],
+            "recoveries": [_failure(one, story) for one in story.shown[-_SHOWN_RECOVERIES:]],
             "survived": story.survived,
             "lost": [
                 {
@@ -166,7 +161,6 @@ class WatchedPage:
             ],
             "phases": dict(PHASES),
             "lines": [list(line) for line in self._lines],
-            "status": drawn,
         }
 
     def _losses(self) -> list[tuple[int, float | None, float]]:
@@ -181,65 +175,42 @@ class WatchedPage:
         return found
 
 
-def _banner(story: Story, status: Mapping[str, Any] | None, now: float) -> dict[str, Any]:
-    """Return the answer to "is it all right?": ``look`` (good, wait or bad), a title, the newest
-    failure with what to do, spares (left, wanted), when the last step was. ``status``: None if
-    nobody answers.
-    ``waiting``: for a spare, and until when.
+def _seen(story: Story, status: Mapping[str, Any] | None, first: Headline) -> dict[str, Any]:
+    """Return what the coordinator's answer says, and the banner: the answer to "is it all right?",
+    the newest failure, spares (left, wanted), when the last step was. ``waiting``: for a spare.
     """
-    spares = None
-    if status is not None:
-        spares = len(status["spares"]), story.wanted[1]
-    look, title = _state(story, status, spares, now)
-    failures = [one for one in story.failures if not one.planned]
-    return {
-        "look": look,
-        "title": title,
-        "spares": spares,
+    failures = [one for one in story.shown if not one.planned]
+    banner = {
+        **asdict(first),
+        "spares": None,
         "last_step_at": story.last_step_at,
         "waiting": "" if story.waiting is None else describe_wait(story.waiting),
         "failure": _failure(failures[-1], story) if failures else None,
     }
+    told = list[tuple[str, str]]()
+    if status is not None:
+        epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
+        told = [*facts(status), ("epoch", epoch)]
+        if status["epoch"]:  # before the first one all are to come
+            banner["spares"] = len(status["spares"]), story.wanted[1]
+    return {"banner": banner, "facts": told, "status": _drawn(story, status)}
 
 
-def _state(
-    story: Story, status: Mapping[str, Any] | None, spares: tuple[int, int] | None, now: float
-) -> tuple[str, str]:
-    """Return the look and the title of the banner."""
-    if story.ended is not None:
-        if not story.exit_status:
-            return "good", f"Finished: {count(story.last_iteration, 'iteration')}"
-        reason = story.ended.data.get("reason") or "no reason known"
-        look = "wait" if story.exit_status == ExitStatus.SAVED else "bad"
-        return look, f"Ended with exit status {story.exit_status}: {reason}"
-    if status is None or spares is None:
-        silent = now - (story.last_wall or now)
-        if not len(story.steps):
-            return "wait", f"Starting; the last event came {silent:.0f} s ago"
-        look = "bad" if silent > _SILENT_SECONDS else "wait"
-        return look, f"No answer from the coordinator; the last event came {silent:.0f} s ago"
-    state = describe_state(status)
-    if state == "running":
-        troubles = [*_troubles(story, status, spares, now)]
-        return "wait" if troubles else "good", ", ".join(["Running", *troubles])
-    is_told = story.waiting is not None or not status["waiting_for"]
-    waits = "" if is_told else f", waits for {status['waiting_for']}"
-    return "wait", f"{state.capitalize()}{waits}"
-
-
-def _troubles(
-    story: Story, status: Mapping[str, Any], spares: tuple[int, int], now: float
-) -> Iterator[str]:
-    """Troubles of a run that trains, in words."""
-    late = max(_SILENT_SECONDS, _LATE_STEPS * (story.pace() or 0.0))
-    if story.last_step_at is not None and now - story.last_step_at > late:
-        yield f"but no step for {now - story.last_step_at:.0f} s"
-    if spares[1] and not spares[0]:
-        yield "no spare left"
-    if fewer := len(status["fewer_copies"]):
-        yield f"{count(fewer, 'role')} with fewer copies than wanted"
-    if slow := len(status["slow"]):
-        yield count(slow, "slow node")
+def _drawn(story: Story, status: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what is drawn of nodes and roles: all nodes that the events know, also while the
+    coordinator has not heard of them yet, or is away."""
+    here = {node: host for node, host in story.hosts.items() if node not in story.lost_nodes}
+    facts = {"use": "", "spare": True, "restarts": 0, "vault": dict[str, Any]()}
+    nodes = {str(node): {**facts, "host": host} for node, host in here.items()}
+    if status is None:
+        return {"roles": {}, "nodes": nodes, "fewer_copies": [], "troubles": []}
+    away = [(node, "not back yet") for node in nodes if node not in status["nodes"]]
+    return {
+        "roles": status["roles"],
+        "nodes": {**nodes, **status["nodes"]},
+        "fewer_copies": status["fewer_copies"],
+        "troubles": [*away, *node_troubles(status)],
+    }
 
 
 def _failure(failure: Interruption, story: Story) -> dict[str, Any]:
@@ -304,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
     run, token = RunDirectory(args.run_dir), secrets.token_urlsafe(16)
     run_id = run.read_run(only_to_show=True).run_id
     name = f"{run_id}, {socket.gethostname()}:{run.path}"
-    watched = WatchedPage(name, Asker(run), EventTail(run.events))
+    watched = WatchedPage(name, run.path, Asker(run), EventTail(run.events))
     try:
         server = make_server(watched, host, port, token)
     except OSError as error:

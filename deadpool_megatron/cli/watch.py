@@ -115,7 +115,8 @@ class Follower:
             self._display.line(f"{self._day}, UTC{at[23:]}")
         text = f"{at[11:19]}  {line.text}"
         story, part = self._story, None
-        if event.kind is Kind.STEP and (far := describe_progress(story, event.wall_seconds)):
+        is_step = event.kind is Kind.STEP and line.passes  # losses are told before it
+        if is_step and (far := describe_progress(story, event.wall_seconds)):
             text += f"  ({far})"
             part = story.iterations and story.last_iteration / story.iterations
         if line.passes:

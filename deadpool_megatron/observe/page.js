@@ -31,16 +31,16 @@ function piece(part, colour, title) {
 }
 
 function drawBanner({ banner, ended, now, run }) {
-  const { look, title, spares, last_step_at: step, failure } = banner, facts = [];
+  const { look, title, spares, last_step_at: step, failure, to_do: advice } = banner, facts = [];
   const fact = (before, text, after, look = "") => facts.push(html("span", { class: look }, before, html("b", {}, text), after));
   if (spares) fact("", `${spares[0]} of ${spares[1]}`, " spares left", spares[1] && !spares[0] ? "bad" : "");
   if (step !== null) fact("last step ", ended ? clock(step) : `${duration(Math.max(0, now - step))} ago`, "");
   const made = [html("h2", {}, title), html("p", {}, ...facts)];
   if (banner.waiting) made.push(html("p", {}, banner.waiting));
+  if (advice) made.push(html("p", {}, html("b", {}, "What to do: "), advice));
   if (failure) {
     const over = failure.seconds === null ? "" : `, over after ${duration(failure.seconds)}`;
-    const advice = failure.to_do && ` What to do: ${failure.to_do}.`;
-    made.push(html("p", {}, html("b", {}, "Last failure: "), `${failure.text} (${clock(failure.began)}${over}).`, advice));
+    made.push(html("p", {}, html("b", {}, "Last failure: "), `${failure.text} (${clock(failure.began)}${over}).`));
   }
   AT("banner").className = `wide ${look}`;
   AT("banner").replaceChildren(...made);
@@ -110,8 +110,8 @@ function drawNodes({ status, lost }) {
   const gone = (planned) => lost.filter((one) => one.planned === planned).map((one) => html("div", { class: `node lost ${planned ? "" : "trouble"}` },
     `node ${one.node}, ${planned ? "left" : "failed"}`, html("small", {}, `${one.host} ${clock(one.at)}: ${one.cause}`)));
   const cards = gone(false);
-  const byNode = new Map(Object.keys(status?.nodes ?? {}).map((node) => [node, []])), isLarge = byNode.size > 40;
-  for (const entry of Object.entries(status?.roles ?? {})) byNode.get(String(entry[1].seat[0]))?.push(entry);
+  const byNode = new Map(Object.keys(status.nodes).map((node) => [node, []])), isLarge = byNode.size > 40;
+  for (const entry of Object.entries(status.roles)) byNode.get(String(entry[1].seat[0]))?.push(entry);
   const ranked = [...byNode].map(([node, roles]) => ({ node, roles, troubles: troublesOf(status, node, roles) }));
   const rank = ({ troubles, roles }) => troubles.length ? 0 : roles.length ? 1 : 2;
   ranked.sort((a, b) => rank(a) - rank(b) || a.node - b.node);
@@ -125,14 +125,14 @@ function drawNodes({ status, lost }) {
     const facts = status.nodes[node], { use } = facts, bytes = facts.vault.bytes;
     const small = [facts.host, bytes && `${(bytes / 1e9).toFixed(2)} GB`, facts.restarts && count(facts.restarts, "restart")].filter(Boolean).join(", ");
     const isSmall = isLarge && !troubles.length;
-    cards.push(html("div", { class: `node ${facts.spare ? "spare" : use} ${troubles.length ? "trouble" : ""}`, title: `node ${node}, ${use}: ${small}` },
+    cards.push(html("div", { class: `node ${facts.spare ? "spare" : ""} ${troubles.length ? "trouble" : ""}`, title: [`node ${node}`, use, small].filter(Boolean).join(", ") },
       isSmall ? node : `node ${node}`, ...isSmall ? [] : [html("small", {}, small)], ...troubles.map((text) => html("em", {}, text)),
       html("div", { class: "roles" }, ...roles.length ? roles.map(square) : [html("small", {}, use)])));
   }
   cards.push(...gone(true));
   AT("nodes").classList.toggle("many", isLarge);
   AT("nodes").replaceChildren(...cards);
-  AT("legend").hidden = !status;
+  AT("legend").hidden = !Object.keys(status.roles).length;
   AT("nodes").parentElement.hidden = !cards.length;
 }
 
@@ -144,6 +144,7 @@ function drawRecoveries(state) {
     facts.push(one.is_cut_short ? "the run ended here" : one.seconds === null ? "not over yet" : `over after ${duration(one.seconds)}`);
     if (one.steps_recomputed) facts.push(`${count(one.steps_recomputed, "iteration")} computed again`);
     if (one.exposed_seconds) facts.push(`${duration(one.exposed_seconds)} without all copies`);
+    if (one.to_do) facts.push(`to do: ${one.to_do}`);
     const bar = html("div", { class: "bar" }, ...Object.entries(phases).map(([name, spent]) =>
       piece(spent / whole, COLOURS[name] ?? "#888888", `${name} ${spent.toFixed(3)} s: ${drawn[name] ?? ""}`)));
     bar.style.width = `${Math.max(4, 100 * (one.seconds ?? longest) / longest)}%`;

@@ -162,11 +162,6 @@ class Interruption:
     seats_changed: Mapping[int, tuple[object, object]] = field(default_factory=dict)
 
     @property
-    def closed_epoch(self) -> int:
-        """The epoch that it ended first."""
-        return self.closed.epoch
-
-    @property
     def best(self) -> Event:
         """The event that tells the likeliest cause."""
         return best_cause([self.closed, *self.losses])
@@ -343,6 +338,15 @@ class Story:
         return None if last is None or last.is_over or last.is_cut_short else last
 
     @property
+    def shown(self) -> list[Interruption]:
+        """All failures; while another coordinator takes over, the loss of the one before, too."""
+        if self.silence is None or self.current is not None or self.ended is not None:
+            return self.failures
+        at = self.silence.wall_seconds
+        lost = Interruption(self._counted(), at, self.silence, self.last_iteration)
+        return [*self.failures, lost]
+
+    @property
     def survived(self) -> int:
         """The number of failures that are over."""
         return sum(one.is_over and not one.planned for one in self.failures)
@@ -453,14 +457,13 @@ class Story:
 
     def _stay_open(self, silence: Event) -> None:
         """All agents have come to the new coordinator, and the epoch was not closed."""
-        self.silence = None
-        if self.current is None:
-            cause = f"{silence.data['cause']}; training was not interrupted"
-            silence = replace(silence, data={**silence.data, "cause": cause})
-            at = silence.wall_seconds
-            lost = Interruption(self._counted(), at, silence, self.last_iteration)
+        if self.current is None and self.ended is None:
+            lost = self.shown[-1]
+            cause = f"{lost.cause}; training was not interrupted"
+            lost.closed = replace(silence, data={**silence.data, "cause": cause})
             lost.end({"seconds": 0.0, "steps_recomputed": 0})
             self.failures.append(lost)
+        self.silence = None
 
     def _counted(self) -> tuple[int, int]:
         """The number of failures, and of planned changes."""

@@ -128,7 +128,7 @@ def status_of(nodes: int, roles: int) -> dict[str, Any]:
 
 
 def page_of(*losses: str, run: str = "run") -> serve.WatchedPage:
-    page = serve.WatchedPage(run, None, None)  # type: ignore[arg-type]
+    page = serve.WatchedPage(run, Path("R"), None, None)  # type: ignore[arg-type]
     page.take(Event(Kind.RUN_STARTED, data={"spares": 2}, wall_seconds=0.5))
     for k, loss in enumerate(losses, 1):
         values = {"loss": loss, "samples": 8 * k}
@@ -152,41 +152,77 @@ CLOSED = Event(
 )
 
 
+RECOVERED = Event(Kind.RECOVERED, 2, data={"seconds": 0.2, "phases": {}}, wall_seconds=3.8)
+WAITS = Event(Kind.WAITING_FOR_SPARE, data={"text": "x", "limit_seconds": 9.0}, wall_seconds=3.7)
+ATTACH, FAILING = "--run-dir R --attach", {"failing": {"kind": "node-lost"}}
+
+
 @pytest.mark.parametrize(
-    ("told", "change", "now", "look", "spares"),
+    ("told", "change", "now", "look", "spares", "advice"),
     [
-        ((), {}, 4.0, "good", (2, 2)),
-        ((), {"fewer_copies": [3]}, 4.0, "wait", (2, 2)),
-        ((), {"spares": []}, 4.0, "wait", (0, 2)),
-        ((), {}, 99.0, "wait", (2, 2)),
-        (
-            (LOST, CLOSED),
-            {"phase": "closing", "failing": {"kind": "node-lost"}},
-            4.0,
-            "wait",
-            (2, 2),
-        ),
-        ((LOST, CLOSED), {"failing": {"kind": "node-lost"}}, 4.0, "wait", (2, 2)),  # replays
-        ((), None, 4.0, "wait", None),
-        ((), None, 99.0, "bad", None),
-        ((), {"coordinator": None}, 99.0, "bad", None),  # of another version
-        ((Event(Kind.RUN_ENDED, data={"exit_status": 0}),), None, 4.0, "good", None),
-        ((Event(Kind.RUN_ENDED, data={"exit_status": 75}),), None, 4.0, "wait", None),
-        ((Event(Kind.RUN_ENDED, data={"exit_status": 1}),), None, 4.0, "bad", None),
+        ((), {}, 4.0, "good", (2, 2), None),
+        ((), {"epoch": 0}, 4.0, "", None, None),
+        ((), {"fewer_copies": [3]}, 4.0, "wait", (2, 2), None),
+        ((), {"spares": []}, 4.0, "wait", (0, 2), ATTACH),
+        ((), {}, 99.0, "wait", (2, 2), "status R"),
+        ((LOST, CLOSED), {"phase": "closing", **FAILING}, 4.0, "wait", (2, 2), None),
+        ((LOST, CLOSED, WAITS), {"phase": "waiting", **FAILING}, 4.0, "wait", (2, 2), ATTACH),
+        ((LOST, CLOSED), FAILING, 4.0, "wait", (2, 2), None),  # replays
+        ((LOST, CLOSED, RECOVERED), {}, 4.0, "good", (2, 2), None),
+        ((LOST, CLOSED, RECOVERED), None, 4.0, "wait", None, "--run-dir R"),
+        ((), None, 99.0, "bad", None, "--run-dir R"),
+        ((), {"coordinator": None}, 99.0, "bad", None, "--run-dir R"),  # of another version
+        ((Event(Kind.RUN_ENDED, data={"exit_status": 0}),), None, 4.0, "good", None, None),
+        ((Event(Kind.RUN_ENDED, data={"exit_status": 75}),), None, 4.0, "wait", None, None),
+        ((Event(Kind.RUN_ENDED, data={"exit_status": 1}),), None, 4.0, "bad", None, None),
     ],
 )
-def test_the_banner_says_whether_it_is_all_right(
-    told: tuple[Event, ...], change: dict[str, Any] | None, now: float, look: str, spares: Any
+def test_the_banner_says_whether_it_is_all_right_and_advises_what_is_to_be_done_now(
+    told: tuple[Event, ...],
+    change: dict[str, Any] | None,
+    now: float,
+    look: str,
+    spares: Any,
+    advice: str | None,
 ) -> None:
     page = page_of("0x1p+1", "0x1p+1", "0x1p+1")
     for event in told:
         page.take(event)
     status = None if change is None else {**status_of(2, 4), "fewer_copies": [], **change}
     found = page.to_dict(status, now)
-    assert (found["banner"]["look"], found["banner"]["spares"]) == (look, spares)
-    assert (found["banner"]["failure"] is None) == (CLOSED not in told)
-    assert bool(found["facts"]) == (spares is not None)
+    banner = found["banner"]
+    assert (banner["look"], banner["spares"]) == (look, spares)
+    assert bool(banner["to_do"]) == (advice is not None)
+    assert (advice or "") in banner["to_do"]
+    assert (banner["failure"] is None) == (CLOSED not in told)
     assert [one["node"] for one in found["lost"]] == [9] * (LOST in told)
+
+
+def test_a_run_without_a_process_has_no_pace_and_says_what_is_left() -> None:
+    page = page_of("0x1p+1", "0x1p+1")
+    page.take(Event(Kind.TRAINING, data={"iterations": 100}))
+    assert page.to_dict(None, 3.0)["progress"]["seconds_left"] == 98.0
+    found = page.to_dict(None, 3.0, "64 MiB")
+    assert (found["banner"]["look"], found["banner"]["to_do"]) == ("bad", "64 MiB")
+    assert (found["progress"]["seconds_left"], found["progress"]["iterations"]) == (None, 100)
+
+
+def test_a_takeover_is_shown_with_all_nodes_that_the_events_know() -> None:
+    page = page_of("0x1p+1")
+    for node in (0, 1):
+        page.take(Event(Kind.NODE_JOINED, 1, node, data={"hostname": f"b{node}"}, wall_seconds=0.9))
+    page.take(Event(Kind.COORDINATOR, 1, 0, data={"term": 2}, wall_seconds=3.0))
+    status = status_of(1, 2)
+    status |= {"phase": "bootstrapping", "nodes": {"0": status["nodes"]["0"]}}
+    found = page.to_dict(status, 4.0)
+    assert [(n, one["host"]) for n, one in found["status"]["nodes"].items()] == [
+        ("0", "b0"),
+        ("1", "b1"),
+    ]
+    assert [node for node, _ in found["status"]["troubles"]] == ["1"]
+    assert [(one["kind"], one["recovered"]) for one in found["recoveries"]] == [
+        ("coordinator", False)
+    ]
 
 
 def test_a_drained_node_has_left_unless_its_roles_failed_with_it() -> None:

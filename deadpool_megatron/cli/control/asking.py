@@ -219,10 +219,10 @@ def _request(
         if known is not None:
             if known.stage is Stage.REFUSED:
                 raise RequestRefused(known.why)
-            if args.wait is None:
-                return _TAKEN[verb].format(**known.what)
             if not known.is_open and verb is not Verb.STOP:
                 return f"{known.in_words()}: done{f': {known.why}' if known.why else ''}"
+            if args.wait is None:
+                return _TAKEN[verb].format(**known.what)
             display.status(known.told())
         again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
         until = patience if known is None else limit

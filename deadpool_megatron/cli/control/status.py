@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, date
 from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.layout.words import in_short
+from deadpool_megatron.observe.headline import headline
 from deadpool_megatron.observe.narration import (
     Line,
     count,
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         status = {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
     story = read_recent(directory.path)
     # Of all coordinators, where the present one knows of those alone that it has seen.
-    newest = story.failures[-_SHOWN_FAILURES:]
+    newest = story.shown[-_SHOWN_FAILURES:]
     if args.json:
         told = [failure_to_dict(failure, story) for failure in newest]
         waiting = None if story.waiting is None else dict(story.waiting.data)
@@ -98,9 +99,9 @@ def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bo
             f"  {date(failure.began)[:19]} {label(failure, story.hosts)}{_cost(failure)}",
             "" if failure.planned else "red",
         )
-        for failure in story.failures[-_SHOWN_FAILURES:]
+        for failure in story.shown[-_SHOWN_FAILURES:]
     ]
-    if earlier := len(story.failures) - len(failures):
+    if earlier := len(story.shown) - len(failures):
         failures.insert(0, Line(f"  {earlier} earlier: deadpool report"))
     if status["phase"] == "over":
         style = "bold red" if status["exit_status"] else "bold green"
@@ -144,7 +145,9 @@ def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bo
     roles = [] if every else _summary_of_roles(status["roles"])
     yellow = (Line(text, "yellow") for text in troubles)
     style = "bold green" if status["phase"] == Phase.RUNNING else "bold yellow"
-    return [Line(first, style), *map(Line, told), *roles, *failures, *yellow]
+    now = headline(story, status, "", run.path, time.time())
+    advice = [Line(f"  to do: {now.to_do}", "yellow")] if now.to_do else []
+    return [Line(first, style), *advice, *map(Line, told), *roles, *failures, *yellow]
 
 
 def _doing(known: Mapping[str, Any]) -> str:

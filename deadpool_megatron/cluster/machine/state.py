@@ -530,7 +530,7 @@ class State:
         """Return what the phase waits for, in words; empty when it waits for nothing."""
         match self.doing:
             case Bootstrapping():
-                return "nodes and members to start"
+                return "nodes and their processes to start"
             case TakingOver():
                 absent = [] if self.record is None else self.fleet.absent(self.record.nodes)
                 return f"the agents of nodes {absent} to come to the new coordinator"
@@ -538,7 +538,8 @@ class State:
                 return "a look at the checkpoints"
             case Closing(awaited=awaited):
                 members = self.fleet.having(MemberStatus.KILLED)
-                return f"inventories of nodes {sorted(awaited)}, end of members {members}"
+                told = f"nodes {sorted(awaited)} to say what they hold"
+                return f"{told}, processes {members} to end" if members else told
             case WaitingSpare():
                 returning = sorted(self.fleet.returning)
                 back = f", or nodes {returning} with their slots" if returning else ""
