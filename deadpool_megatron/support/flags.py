@@ -11,6 +11,7 @@ verdict of it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import itertools
 import re
@@ -228,7 +229,10 @@ def why_unread(name: str) -> str:
     if not name.startswith("--"):
         return "only pretrain_gpt.py was ever run under protection"
     reasons = (family.reason for family in UNREVIEWED if name in family.flags)
-    return next(reasons, "its effect on state, communicators and streams has not been reviewed")
+    near = difflib.get_close_matches(name, KNOWN, 1, 0.9)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    unread = f"its effect on state, communicators and streams has not been reviewed{meant}"
+    return next(reasons, unread)
 
 
 def unread_values(argv: Sequence[str]) -> Iterator[str]:
