@@ -6,6 +6,7 @@ import pytest
 
 from deadpool_megatron.cluster.link import protocol
 from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.events import Event, Kind
 
 JOIN = {
     "t": "join",
@@ -23,6 +24,13 @@ def test_the_fault_of_a_member_names_its_operation_and_group() -> None:
     message = {"t": "member", "slot": 1, "incarnation": 2, "m": fault}
     expected = inputs.MemberFault(7, 1, 2, 3, "all_reduce in group dp: reset")
     assert protocol.from_agent(7, message) == expected
+
+
+def test_the_seconds_without_a_copy_are_those_of_a_phase() -> None:
+    exposed = Event(Kind.EXPOSED, 2, data={"seconds": 0.5})
+    expected = inputs.PhaseReported(2, "reprotect", 0.5, exposed=0.5)
+    assert protocol.report_of(exposed)["t"] == "progress"
+    assert protocol.from_progress(exposed) == expected
 
 
 @pytest.mark.parametrize("node", [-1, 100_000_000, 1 << 64])

@@ -35,6 +35,19 @@ def test_first_record_waits_for_every_hello() -> None:
     assert not rig.of(act.Announce)
 
 
+def test_record_is_announced_only_when_it_is_durable() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.feed(ev.JournalWritten(2))
+    assert rig.emitted(Kind.REFUSED)
+    assert rig.state.phase is Phase.DECIDING
+    rig.journal()
+    assert rig.one(act.Announce).record == rig.record
+    assert rig.record.nodes[2].spare
+    assert not rig.record.nodes[0].spare
+    assert rig.state.phase is Phase.OPENING
+
+
 def test_running_when_all_roles_restored() -> None:
     rig = Rig(nodes=2, spares=0, nproc=2).opening()
     rig.restored(0, 1, 2)
