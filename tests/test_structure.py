@@ -114,13 +114,6 @@ def test_scripts_can_be_run_from_anywhere(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_ci_and_the_readme_name_the_same_commands() -> None:
-    assert "./scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
-    readme = (ROOT / "README.md").read_text()
-    assert "./scripts/demo.sh" in readme
-    assert "./scripts/test.sh" in readme
-
-
 def test_no_link_of_the_documentation_is_broken(tmp_path: Path) -> None:
     """The site's own builder says it of docs/; for the rest the files are looked up."""
     command = [sys.executable, "-m", "mkdocs", "build", "-f", ".ci/mkdocs.yml", "-d", str(tmp_path)]

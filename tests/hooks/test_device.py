@@ -76,17 +76,6 @@ def test_a_member_takes_the_gpu_that_it_is_shown(
     assert found == taken
 
 
-def test_what_is_in_force_is_one_line(
-    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(1, (2, 28, 9, "cuda13"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f")
-    take_device("nccl", 2)
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith("deadpool: GPU GPU-8f, NCCL 2.28.9, TORCH_NCCL_ASYNC_ERROR_HANDLING=0 ")
-    assert all(f"{variable.name}={variable.value}" in line for variable in VARIABLES)
-
-
 def test_nvlink_sharp_is_warned_of(
     machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

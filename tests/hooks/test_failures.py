@@ -235,12 +235,6 @@ def test_a_survivor_is_not_given_up_while_its_communicators_are_aborted() -> Non
     assert drain_seconds("nccl", longer) == 1.5 * limit_seconds, "one number for a larger job"
 
 
-def test_the_limits_in_force_are_said(capfd: pytest.CaptureFixture[str], rig: Rig) -> None:
-    assert rig.end() is None
-    line = "gloo: 0.5 s to leave a closed epoch, of them 0.1 s for communication"
-    assert line in capfd.readouterr().err
-
-
 def test_stop_order_is_no_failure(rig: Rig) -> None:
     rig.entry.loop.acts[1] = Mock(side_effect=StopOrder("over"))
     rig.record(1)

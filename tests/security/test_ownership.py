@@ -17,12 +17,6 @@ from tests.security.users import ATTACKER, common_directory, given_to, needs_roo
 MATE = 4242
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o755, 0o711])
-def test_own_directories_are_believed(tmp_path: Path, mode: int) -> None:
-    tmp_path.chmod(mode)
-    ownership.check_directory(tmp_path)
-
-
 @pytest.mark.parametrize("mode", [0o775, 0o777, 0o1777, 0o720])
 def test_what_others_may_write_to_is_not(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)

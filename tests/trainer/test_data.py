@@ -20,25 +20,6 @@ def sources(text: str, data_rank: int = 0, size: int = 2) -> tuple[Any, Any]:
     return build_sources(config, data_rank, size)
 
 
-def take(source: Any, consumed: int, count: int) -> list[dict[str, torch.Tensor]]:
-    return list(itertools.islice(source.iterator_at(consumed), count))
-
-
-def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
-    return all(
-        torch.equal(a[key], b[key]) for a, b in zip(one, other, strict=True) for key in (*a, *b)
-    )
-
-
-def test_position_is_a_pure_function_of_consumed_samples(text: str) -> None:
-    for source in sources(text):
-        straight = take(source, 0, 6)
-        assert same(straight[2:], take(source, 8, 4))
-        assert same(straight, take(source, 0, 6))
-    again, _ = sources(text)
-    assert same(take(again, 8, 4), take(sources(text)[0], 8, 4))
-
-
 def test_ranks_share_out_every_sample_once(text: str) -> None:
     dealt = []
     for rank in range(4):

@@ -27,7 +27,6 @@ from deadpool_megatron.vault.pace import (
     Share,
     SharedLink,
     interface_of,
-    piece_bytes,
 )
 from deadpool_megatron.vault.transport import Sent
 from tests.vault.harness import wait_until
@@ -234,11 +233,6 @@ def test_the_limit_is_reached() -> None:
         now = link.let_through(700, now)
         sent += 700
     assert sent - 1000 <= now <= sent  # a byte each nanosecond
-
-
-@given(st.one_of(st.none(), st.floats(1, 1e12)), st.integers(4096, 1 << 30))
-def test_pieces_have_a_size_that_can_be_sent(rate: float | None, most: int) -> None:
-    assert 4096 <= piece_bytes(rate, most) <= most
 
 
 @pytest.mark.parametrize("limit_gbps", [0.0, 1000.0])

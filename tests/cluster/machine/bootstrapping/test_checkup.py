@@ -49,13 +49,6 @@ def check_only(rig: Rig) -> Rig:
     return rig
 
 
-def test_good_nodes_keep_their_numbers_and_nothing_is_said_of_them() -> None:
-    rig = Rig(nodes=2, spares=1)
-    come(rig)
-    assert nodes_of(rig.pending) == {0: 0, 1: 1}
-    assert not rig.emitted(Kind.NODE_JUDGED)
-
-
 def test_a_health_command_that_is_not_there_is_told_of_a_node_that_counts_as_good() -> None:
     rig = Rig(nodes=2, spares=1)
     come(rig, n1=dataclasses.replace(GOOD, health_text="not asked: sh: /no: not found"))
