@@ -246,12 +246,6 @@ def test_dead_member_is_replaced_on_its_slot() -> None:
     assert answer.seats == {**seats_of(0, 1), 2: Seat(1, 0, 3)}
 
 
-def test_dead_node_moves_as_a_block_to_one_spare() -> None:
-    answer = assign_seats(seats_of(0, 1), members_of(0, 2, 3))
-    assert answer.seats == {**seats_of(0, 2)}
-    assert answer.unseated == ()
-
-
 def test_warm_spares_first_then_lowest_id_and_avoided_ones_last() -> None:
     seats, members = seats_of(0, 1), members_of(0, 2, 3)
     warm = frozenset({(3, 0), (3, 1)})
@@ -269,12 +263,6 @@ def test_too_few_spares_leave_whole_blocks_without_seat() -> None:
 def test_spare_that_lacks_a_slot_does_not_fit() -> None:
     members = {**members_of(0), (2, 0): 0, **members_of(3)}
     assert assign_seats(seats_of(0, 1), members).seats[2].node == 3
-
-
-def test_leaving_node_gives_its_roles_away_and_gets_none() -> None:
-    seats, leaving = seats_of(0, 1), frozenset({1})
-    assert assign_seats(seats, members_of(0, 1, 2), leaving=leaving).seats == seats_of(0, 2)
-    assert assign_seats(seats, members_of(0, 1), leaving=leaving).unseated == (2, 3)
 
 
 @given(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deadpool_megatron.cluster.agent import evidence
-from deadpool_megatron.cluster.agent.evidence import Stacks, read_stacks
+from deadpool_megatron.cluster.agent.evidence import Stacks
 from tests.common.waiting import wait_for
 
 _STANDS = """
@@ -73,7 +73,3 @@ def test_a_process_without_the_handler_is_not_ended_by_the_question(tmp_path: Pa
     with process(tmp_path, _DOES_NOT_LISTEN) as (pid, log):
         assert "does not answer" in ask(pid, log).missing
         os.kill(pid, 0)
-
-
-def test_text_that_is_no_listing() -> None:
-    assert read_stacks("whatever\n").missing

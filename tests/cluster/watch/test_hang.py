@@ -348,21 +348,6 @@ def table(statuses: Mapping[int, RoleStatus]) -> list[dict[str, Any]]:
     return groups
 
 
-def test_who_has_not_begun_what_the_others_wait_in_is_missing() -> None:
-    waits = on_host(("dp(0-2)", "all_reduce", 9), ("dp(0-2)", 9, 0), ("tp(0,1)", 4, 0))
-    (group,) = table({0: waits, 1: waits, 2: on_host(None, ("dp(0-2)", 8, 0))})
-    assert group == {
-        "group": "dp(0-2)",
-        "operation": "all_reduce",
-        "number": 9,
-        "rows": [
-            {"roles": [2], "where": "missing", "begun": 8},
-            {"roles": [0, 1], "where": "waits", "begun": 9},
-        ],
-        "left_out": 0,
-    }
-
-
 def test_who_waits_in_another_operation_is_told_with_it() -> None:
     found = table(
         {

@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from deadpool_megatron.hooks.capture import step_keeper as recompute
@@ -217,15 +216,6 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     )
     assert sizes[UPDATE_PART] > 0
     assert rig.vault.told == [True]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_preceding_is_waiting_where_there_is_no_device(seconds: float) -> None:
-    into, source = torch.zeros(3), torch.ones(3)
-    copy = CpuPlatform().side_copy([into], [source])
-    while not copy.precede(seconds):
-        pass
-    assert into.tolist() == [1, 1, 1]
 
 
 def test_no_other_scheme_loads_it() -> None:
