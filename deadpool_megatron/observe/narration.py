@@ -60,13 +60,17 @@ class Narrator:
         self._losses = list[Line]()  # perhaps of the failure that is told next
         self._told: set[tuple[Kind, int]] = set()
         self._code = ""  # the kind as which the last failure was told
+        self._restored = 0  # the iteration that is put back, not computed
 
     def take(self, event: Event) -> list[Line]:
         """Fold one event; return what is to be read now. Raises one of :data:`events.DAMAGE` for a
         damaged event."""
         story, was_over, current = self.story, self.story.ended is not None, self.story.current
-        # A coordinator that took over is told again what is known.
-        again = event.kind is Kind.STEP and (event.iteration or 0) <= story.last_iteration
+        if event.kind is Kind.EPOCH_DECIDED:
+            self._restored = int(event.data.get("generation", (0, 0))[1])
+        # A coordinator that took over is told again what is known, and any of where it begins.
+        known_until = max(story.last_iteration, self._restored)
+        again = event.kind is Kind.STEP and (event.iteration or 0) <= known_until
         again |= event.kind is Kind.EPOCH_OPENED and self._is_known(event, event.epoch)
         again |= event.kind is Kind.NODE_JOINED and story.silence is not None
         plans = len(story.protections)

@@ -110,6 +110,8 @@ def test_a_number_that_is_not_known_is_not_shown() -> None:
     """A loop without clipping has no norm of the gradients."""
     step = Event(Kind.STEP, 1, iteration=3, data={"loss": "0x1p+0", "grad_norm": None})
     assert told(step)[0].text.split() == ["step", "3", "loss", "1"]
+    begins = Event(Kind.EPOCH_DECIDED, 1, data={"generation": [1, 3]})
+    assert told(begins, step) == told(begins), "it was computed before this run"
 
 
 def test_a_coordinator_that_took_over_is_told_again_and_nobody_else() -> None:
