@@ -216,16 +216,3 @@ def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path, apart: 
         assert bytes(parts.part("extras@step")) == content(1, kept, "extras@step", 777)
         parts.close()
         assert fresh.wait(kept) == "committed"
-
-
-def test_ends_without_an_agent_and_leaves_its_slots(tmp_path: Path) -> None:
-    with cluster(tmp_path, 1, restore_seconds=0.5) as running:
-        node = running.nodes[0]
-        (member,) = running.join({0: make_layout(0)}, running.record(1, fewer=frozenset({0})))
-        member.write(Generation(1, 0))
-        assert member.wait(Generation(1, 0)) == "committed"
-        assert node.control is not None
-        assert node.process is not None
-        node.loop(node.control.close())
-        assert node.process.wait(10) == 0
-        assert (node.directory / "own-0-0.0.0.seg").exists()

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import xxhash
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
-from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, train, wait_until
+from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout
 from tests.vault.protected import FIRST, LAYOUTS, begin
 
 
@@ -132,45 +131,6 @@ def is_cut(connection: socket.socket) -> bool:
         return connection.recv(100) == b""
     except ConnectionResetError:  # it had not read everything
         return True
-
-
-def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
-    with cluster(tmp_path, 2) as running:
-        members = begin(running)
-        node = running.nodes[1]
-        address = ("127.0.0.1", node.port)
-
-        def talk(payload: bytes) -> None:
-            with socket.create_connection(address, 5) as connection:
-                connection.sendall(payload)
-                assert is_cut(connection)
-
-        talk(b"GET / HTTP/1.1\r\n\r\n")
-        talk(framing.MAGIC + (100 << 20).to_bytes(4, "big") + b"{}")
-        talk(framing.encode({"t": "hello", "run": "another", "nonce": "1"}))
-        with pytest.raises(framing.WireError):
-            auth.connect(address, b"wrong" * 8, realm_of(RUN_ID, 1), 5)
-        with socket.create_connection(address, 5) as liar:
-            to = f"{address[0]}:{address[1]}"
-            hello = {"t": "hello", "run": realm_of(RUN_ID, 1), "nonce": "0" * 32, "to": to}
-            framing.send(liar, hello)
-            framing.receive(liar)
-            framing.send(liar, {"t": "answer", "proof": "0" * 64})
-            assert is_cut(liar)
-        wait_until(lambda: node.count("refused: connection") >= 4, "they are counted")
-        for message in ({"t": "put"}, {"t": "fetch", "epoch": "x"}, {"t": "mystery"}, {}):
-            peer = Peer(running, 1)
-            framing.send(peer.socket, message)
-            assert is_cut(peer.socket)
-        peer = Peer(running, 1)
-        peer.socket.sendall(b"junk after the handshake")
-        assert is_cut(peer.socket)
-        wait_until(lambda: node.count("refused: malformed") == 2, "they are counted")
-        # A stranger that says nothing costs a thread for some seconds, nobody else anything.
-        silent = [socket.create_connection(address, 5) for _ in range(20)]
-        train(members, Generation(1, 1))
-        for connection in silent:
-            connection.close()
 
 
 def test_an_infinite_number_ends_no_vault(tmp_path: Path) -> None:
