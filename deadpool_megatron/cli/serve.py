@@ -191,7 +191,7 @@ def _seen(story: Story, status: Mapping[str, Any] | None, first: Headline) -> di
     if status is not None:
         epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
         told = [*facts(status), ("epoch", epoch)]
-        if status["epoch"]:  # before the first one all are to come
+        if status["epoch"] and story.silence is None:  # else all are still to come
             banner["spares"] = len(status["spares"]), story.wanted[1]
     return {"banner": banner, "facts": told, "status": _drawn(story, status)}
 
