@@ -72,8 +72,10 @@ def read_story(directory: Path, *, hashes: bool = False) -> Story:
 def read_recent(directory: Path) -> Story:
     """The story that the newest events tell, whatever the length of the run; an empty one where
     they cannot be read."""
-    tail, story = EventTail(RunDirectory(directory).events), Story(RECENT_STEPS + 1)
-    with contextlib.suppress(OSError, OwnershipError):
+    run, story = RunDirectory(directory), Story(RECENT_STEPS + 1)
+    with contextlib.suppress(OSError, OwnershipError, RunDirectoryError):
+        info, tail = run.read_run(only_to_show=True), EventTail(run.events)
+        story.wanted = info.nodes, info.spares  # the first event may be left out
         tail.leave_out(_RECENT_BYTES)
         tail.feed(story.take)
     return story
@@ -82,7 +84,10 @@ def read_recent(directory: Path) -> Story:
 def failure_to_dict(failure: Interruption, story: Story) -> dict[str, Any]:
     """All facts about one failure as JSON values; ``kind`` is its code."""
     node = failure.best.node
-    plain = ("number", "cause", "kind", "planned", "last_iteration", "closes")
+    plain = (
+        *("number", "cause", "kind", "planned", "last_iteration", "closes", "generation"),
+        *("seconds", "steps_recomputed", "exposed_seconds"),
+    )
     stacks = [{"role": e.role, "node": e.node, **e.data} for e in failure.stacks]
     return {
         **{name: getattr(failure, name) for name in plain},
@@ -93,12 +98,8 @@ def failure_to_dict(failure: Interruption, story: Story) -> dict[str, Any]:
         "hangs": [dict(event.data) for event in failure.hangs],
         "stacks": stacks,
         "losses": [describe_loss(loss) for loss in failure.losses],
-        "generation": failure.generation,
         "recovered": failure.is_over,
         "phases": dict(failure.phases),
-        "seconds": failure.seconds,
-        "steps_recomputed": failure.steps_recomputed,
-        "exposed_seconds": failure.exposed_seconds,
     }
 
 

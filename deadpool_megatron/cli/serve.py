@@ -46,7 +46,6 @@ from deadpool_megatron.events import DAMAGE, Event, EventTail
 from deadpool_megatron.observe.headline import Headline, headline
 from deadpool_megatron.observe.narration import (
     Narrator,
-    describe_wait,
     label,
     node_troubles,
     to_do,
@@ -177,14 +176,13 @@ class WatchedPage:
 
 def _seen(story: Story, status: Mapping[str, Any] | None, first: Headline) -> dict[str, Any]:
     """Return what the coordinator's answer says, and the banner: the answer to "is it all right?",
-    the newest failure, spares (left, wanted), when the last step was. ``waiting``: for a spare.
+    the newest failure, spares (left, wanted), when the last step was.
     """
     failures = [one for one in story.shown if not one.planned]
     banner = {
         **asdict(first),
         "spares": None,
         "last_step_at": story.last_step_at,
-        "waiting": "" if story.waiting is None else describe_wait(story.waiting),
         "failure": _failure(failures[-1], story) if failures else None,
     }
     told = list[tuple[str, str]]()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cluster.failures import ExitStatus
-from deadpool_megatron.observe.narration import count, describe_state
+from deadpool_megatron.observe.narration import count, describe_state, describe_wait
 from deadpool_megatron.observe.story import Story
 
 # A coordinator that does not answer for so long has no successor, and a step that takes longer than
@@ -62,7 +62,8 @@ def headline(
         title, look = ", ".join(["Running", *troubles]), "wait" if troubles else "good"
         advice = "; ".join(filter(None, troubles.values()))
     elif story.waiting is not None:
-        title, look, advice = state.capitalize(), "wait", _ATTACH
+        title = f"{state.capitalize()}: {describe_wait(story.waiting)}"
+        look, advice = "wait", _ATTACH
     else:
         waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
         title, look = f"{state.capitalize()}{waits}", "wait"

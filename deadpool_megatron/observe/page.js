@@ -36,7 +36,6 @@ function drawBanner({ banner, ended, now, run }) {
   if (spares) fact("", `${spares[0]} of ${spares[1]}`, " spares left", spares[1] && !spares[0] ? "bad" : "");
   if (step !== null) fact("last step ", ended ? clock(step) : `${duration(Math.max(0, now - step))} ago`, "");
   const made = [html("h2", {}, title), html("p", {}, ...facts)];
-  if (banner.waiting) made.push(html("p", {}, banner.waiting));
   if (advice) made.push(html("p", {}, html("b", {}, "What to do: "), advice));
   if (failure) {
     const over = failure.seconds === null ? "" : `, over after ${duration(failure.seconds)}`;

@@ -411,7 +411,7 @@ def test_status_of_a_live_and_of_a_finished_run(tmp_path: Path) -> None:
     with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(3)
         shown = deadpool("status", str(run.run.path)).stdout.splitlines()
-        assert shown[0].startswith("running; ")
+        assert shown[0].startswith("Running")
         assert not any(line.startswith("  role ") for line in shown)
         every = deadpool("status", str(run.run.path), "--all").stdout
         assert "role   3: process 1 of node 1" in every

@@ -19,7 +19,6 @@ from deadpool_megatron.cli.control.asking import final_line
 from deadpool_megatron.cli.display import Display
 from deadpool_megatron.cli.run_result import failure_to_dict, read_recent
 from deadpool_megatron.cluster.failures import process_name
-from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, date
 from deadpool_megatron.layout.records import NodeUse
@@ -29,8 +28,6 @@ from deadpool_megatron.observe.narration import (
     Line,
     count,
     describe_progress,
-    describe_state,
-    describe_wait,
     label,
     node_troubles,
 )
@@ -106,15 +103,10 @@ def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bo
     if status["phase"] == "over":
         style = "bold red" if status["exit_status"] else "bold green"
         return [Line(final_line(run), style), *failures]
-    waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
-    if story.waiting is not None:
-        waits = f": {describe_wait(story.waiting)}"
+    now = headline(story, status, "", run.path, time.time())
     done = max(status["iteration"], story.last_iteration)
     pace = describe_progress(story, time.time())
-    first = (
-        f"{describe_state(status)}{waits}; iteration {done}{f' ({pace})' if pace else ''};"
-        f" epoch {status['epoch']}"
-    )
+    first = f"{now.title}; iteration {done}{pace and f' ({pace})'}; epoch {status['epoch']}"
     uses = {int(node): known["use"] for node, known in status["nodes"].items()}
     drained = in_short([node for node, use in uses.items() if use == NodeUse.DRAINED])
     told = [
@@ -144,8 +136,7 @@ def _lines(run: RunDirectory, status: dict[str, Any], story: Story, *, every: bo
         troubles.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
     roles = [] if every else _summary_of_roles(status["roles"])
     yellow = (Line(text, "yellow") for text in troubles)
-    style = "bold green" if status["phase"] == Phase.RUNNING else "bold yellow"
-    now = headline(story, status, "", run.path, time.time())
+    style = "bold green" if now.look == "good" else "bold yellow"
     advice = [Line(f"  to do: {now.to_do}", "yellow")] if now.to_do else []
     return [Line(first, style), *advice, *map(Line, told), *roles, *failures, *yellow]
 
