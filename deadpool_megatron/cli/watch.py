@@ -19,6 +19,7 @@ from deadpool_megatron.observe.narration import Line, Narrator, describe_progres
 from deadpool_megatron.observe.story import RECENT_STEPS, Story
 
 _LOOK_SECONDS = 0.5
+_LAST_LOOKS = 10
 # Longer than most steps: perhaps the events cannot be written.
 _SILENCE_SECONDS = 60.0
 # Of what is there already so much is read, for its newest lines.
@@ -38,9 +39,11 @@ def run(args: argparse.Namespace) -> int:
     directory.read_run(only_to_show=True)
     follower = Follower(directory, Display())
     follower.skip(args.lines)
-    while not follower.is_over:
-        if not follower.look():
-            time.sleep(_LOOK_SECONDS)
+    looks = 0
+    # Of a run that has its result, the event of its end is on its way, or lost.
+    while not follower.is_over and not (looks > _LAST_LOOKS and directory.final.exists()):
+        looks = 0 if follower.look() else looks + 1
+        time.sleep(_LOOK_SECONDS if looks else 0.0)
     follower.close_with_report()
     return 0
 

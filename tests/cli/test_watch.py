@@ -74,7 +74,7 @@ def test_the_date_is_told_once_a_day(tmp_path: Path) -> None:
 
 
 def test_a_run_is_watched_from_its_newest_lines_to_its_end(
-    tmp_path: Path, carry_out: CarryOut
+    tmp_path: Path, carry_out: CarryOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path / "run", strike=6)
     (run / "run.json").unlink()
@@ -84,6 +84,10 @@ def test_a_run_is_watched_from_its_newest_lines_to_its_end(
     _, *lines, report = text.splitlines()
     assert (status, len(lines), lines[-1].split()[1]) == (0, 2, "done:")
     assert str(run) in report
+    monkeypatch.setattr(watch, "_LOOK_SECONDS", 0.0)
+    for events in run.glob("events*"):
+        events.unlink()
+    assert carry_out("watch", run)[0] == 0, "its events are lost"
 
 
 def test_events_that_cannot_be_read_now_are_told_later(tmp_path: Path) -> None:
