@@ -245,7 +245,8 @@ class Agents:
             if member.entered > iteration:
                 here.say(ev.PauseRefused(*seat, epoch, member.entered - 1))
             else:
-                member.pause_at = iteration
+                # Who stands still since a loss that is not finite goes no further for an order.
+                member.pause_at = 0 if member.pause_at == 0 else iteration
                 self._stand_still(here, member)
 
     def _stand_still(self, here: Node, member: Member) -> None:

@@ -129,6 +129,8 @@ class World(Agents):
             return
         if player.at.iteration == 0:
             return  # what was built or loaded has no loss
+        if player.entered != player.at.iteration:
+            return  # it has looked at its loss before it had a part in the next iteration
         player.pause_at, self.common = 0, None
         loss = ev.NotFinite(
             player.epoch, player.seat.node, role, player.at.iteration, "loss", "nan"
