@@ -159,6 +159,7 @@ def make_info(
         nproc_per_node=args.nproc_per_node,
         command=tuple(args.command),
         settings=settings,
+        directory=str(Path.cwd()),
         restore={} if restore is None else restore,
     )
 

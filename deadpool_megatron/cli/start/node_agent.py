@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,6 +204,12 @@ def _settle(args: argparse.Namespace) -> AgentOptions:
     elif args.resume is not None:
         write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
+    if args.attach and info.directory:  # files of the command are named as seen from there
+        try:
+            os.chdir(info.directory)
+        except OSError as error:
+            text = f"{info.directory}, where the run was started, is not here ({error.strerror})"
+            print(f"deadpool agent: {text}: programs begin in {Path.cwd()}", file=sys.stderr)
     if not info.check_only:  # which says by itself what its nodes lack
         checks.check_agreed(info, os.environ)
     secret = auth.load_secret(run.path)  # before anything that the directory names is imported

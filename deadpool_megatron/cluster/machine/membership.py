@@ -354,7 +354,8 @@ def _end_as_other_model(core: Core, known: RoleLayout, layout: RoleLayout) -> No
 def lost(core: Core, event: ev.MemberLost) -> None:
     """The process has ended: close the epoch, end the run, or start the next one, as it ended."""
     state, place = core.state, (event.node, event.slot)
-    ordered = state.fleet.members[place].status is MemberStatus.KILLED
+    status = state.fleet.members[place].status
+    ordered = status is MemberStatus.KILLED
     role = _role(core, event)
     how = f"exit {event.exit_code}" if event.signal is None else signal_name(event.signal)
     cause = f"{process_name(event.node, event.slot, event.incarnation)} ended: {how}"
@@ -372,6 +373,13 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     if event.exit_code == ExitStatus.BAD_INPUT and begins:
         # The command itself says that its arguments cannot work: no other process will like them.
         end_as_found(core, LastWords(ExitStatus.BAD_INPUT, event.last_line or cause))
+        return
+    is_first = status is MemberStatus.STARTING and event.incarnation == 0
+    if event.exit_code == ExitStatus.BAD_INPUT and is_first and state.lineage.ever_ran:
+        # Elsewhere it runs: this node, which came later, lacks something that it needs.
+        text = f"excluded: its program cannot begin there: {event.last_line or cause}"
+        signature = ("node", str(event.node))
+        drop_node(core, event.node, Failure(text, FailureKind.LEFT_OUT, signature, node=event.node))
         return
     device_is_lost = _is_broken(event) and not on_purpose
     if device_is_lost:

@@ -70,7 +70,7 @@ class RunInfo:
     ``check_only``: it ends when its nodes are judged. ``finished``: iterations that were finished
     before this start; ``from_scratch``: it may begin again where nothing is left of them.
     ``ended_term`` and ``ended_epoch``: newest ones of the starts before this one, all of whose
-    processes have ended.
+    processes have ended. ``directory``: the working directory of the start.
     """
 
     run_id: str
@@ -86,6 +86,7 @@ class RunInfo:
     ended_epoch: int = 0
     finished: int = 0
     from_scratch: bool = False
+    directory: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, with the version that writes it."""

@@ -237,3 +237,20 @@ def test_nobody_left_while_waiting_for_a_spare() -> None:
     rig.feed(ev.NodeLost(0, "gone"))
     assert rig.one(act.Finish).exit_status == 1
     assert rig.of(act.Exit)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_node_that_comes_later_and_cannot_begin_the_program_is_excluded(waits: bool) -> None:
+    """In another working directory, say: the program is not to blame, nor does the wait end."""
+    rig = waiting() if waits else Rig(nodes=2, spares=0).run(7)
+    for node in (5, 6, 7):
+        rig.join(node)
+        rig.feed(ev.MemberLost(node, 0, 0, exit_code=2, last_line="no such file: tiny.args"))
+        (dropped,) = rig.of(act.DropNode)
+        assert (dropped.node, dropped.left_out) == (node, True)
+        assert "tiny.args" in dropped.cause
+        assert not rig.of(act.Finish)
+        if waits:  # the record that was being written had a seat there
+            rig.journal()
+            rig.closed(g(7))
+        assert rig.state.phase is (Phase.WAITING_SPARE if waits else Phase.RUNNING)
