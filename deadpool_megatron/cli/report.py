@@ -205,7 +205,10 @@ def _describe_time(story: Story) -> list[str]:
     spent = {use: value for use, value in story.account.uses().items() if value > 0}
     whole = sum(spent.values())
     rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
-    lines = ["", f"Node time by use: goodput {goodput:.1%} of those with roles"]
+    lines = [
+        "",
+        f"Node time by use, until the last event: goodput {goodput:.1%} of those with roles",
+    ]
     return [*lines, *table(["use", "seconds", "part"], rows)]
 
 

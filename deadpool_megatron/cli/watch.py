@@ -116,7 +116,8 @@ class Follower:
         if at[:10] != self._day:
             self._day = at[:10]
             self._display.line(f"{self._day}, UTC{at[23:]}")
-        text = f"{at[11:19]}  {line.text}"
+        told = line.text.replace("--run-dir DIR", f"--run-dir {self._run.path}")
+        text = f"{at[11:19]}  {told}"
         story, part = self._story, None
         is_step = event.kind is Kind.STEP and line.passes  # losses are told before it
         if is_step and (far := describe_progress(story, event.wall_seconds)):

@@ -169,6 +169,8 @@ class Account:
     def _step(self, at: float, iteration: int) -> None:
         is_new = iteration > self.newest_step
         self.newest_step = max(self.newest_step, iteration)
+        if self.now is Use.START:  # computed before, by the run that is resumed
+            return
         if self.is_replaying and self.first_is_new is None:
             self.first_is_new = is_new  # the end of the recovery is told next
             return
@@ -178,7 +180,8 @@ class Account:
 
     def _close(self, at: float, kind: str) -> None:
         if self.closed_at:  # another failure before the last one was over
-            self._settle(at, {Use.OTHER_RECOVERY: 1.0})
+            self._settle(at, {self.now: 1.0})
+            self.now = Use.OTHER_RECOVERY
             return
         if kind == FailureKind.RESTART:  # the run was away; who did not come back was not there
             self.stays = {node: stay for node, stay in self.stays.items() if stay.is_back()}

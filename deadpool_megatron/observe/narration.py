@@ -190,7 +190,8 @@ def at_risk(status: Mapping[str, Any]) -> str:
     """Return what the loss of a node costs, by the status of a run."""
     lost = status["rpo"]["most_lost"]
     bound = f"at most {count(lost, 'iteration')}"
-    return "perhaps all since the last checkpoint" if lost is None else bound
+    worst = "perhaps everything since the last checkpoint, or since the start if there is none"
+    return worst if lost is None else bound
 
 
 def shown(text: str) -> str:
@@ -369,6 +370,10 @@ def _numbers(data: Mapping[str, Any]) -> str:
 
 
 def _phases(phases: Mapping[str, float]) -> str:
-    """The phases that took time, in order."""
-    spent = [f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005]
-    return f" ({', '.join(spent)})" if spent else ""
+    """The phases that took time, in order. Copies are made again beside the others."""
+    spent = {name: f"{seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005}
+    copies = spent.pop("reprotect", "")
+    told = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())
+    return (f" ({told})" if told else "") + (
+        f"; copies complete after {copies} s" if copies else ""
+    )

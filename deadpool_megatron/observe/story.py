@@ -32,7 +32,7 @@ PHASES: Mapping[str, str] = {
     "restore": "state is restored from host memory",
     "sync": "parameters come from the data-parallel peers",
     "verify": "peers compare what they must hold equal",
-    "reprotect": "lost copies are made again",
+    "reprotect": "until lost copies are made again, beside the others",
     "replay": "the interrupted step runs again",
     "abandoned": "a new epoch failed again before it was open",
 }

@@ -267,7 +267,10 @@ def parse_args(argv: Sequence[str], world_size: int | None = None) -> TrainerCon
     ``world_size``: of a protected run; also check that the layout divides it.
     """
     parser = build_parser()
-    namespace = parser.parse_args(argv)
+    try:
+        namespace = parser.parse_args(argv)
+    except UnicodeDecodeError as error:
+        parser.error(f"an argument file is no text: {error}")
     try:
         config = config_from(namespace)
         if world_size is not None:

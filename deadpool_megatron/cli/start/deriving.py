@@ -125,9 +125,11 @@ def _fill_size(args: argparse.Namespace, command: Sequence[str]) -> None:
     if found is None:
         where = f"{gpus} visible {'GPU' if gpus == 1 else 'GPUs'}" if gpus else "this host"
         other = choose(gpus, command, args.nodes, 0, args.nproc_per_node)
+        flags = zip(("--nodes", "--spares", "--nproc-per-node"), given, strict=True)
+        named = " ".join(f"{flag} {number}" for flag, number in flags if number is not None)
+        what = f"{named} does not fit" if named else "no number of nodes and processes fits"
         raise CommandError(
-            f"no number of nodes and processes fits {where}, the script's parallel sizes, its batch"
-            " and the spares: "
+            f"{what} {where}, the script's parallel sizes, its batch and the spares: "
             + (f"without one '{other}' does" if other else "choose other numbers")
         )
     chosen = found.nodes, found.spares, found.processes
@@ -158,4 +160,8 @@ def settled(settings: Settings, plan: Path | None, *, lasts: bool) -> Settings:
 def _words(command: Sequence[str]) -> Iterator[str]:
     for word in command:
         file = Path(word[1:])
-        yield from file.read_text().split() if word[:1] == "@" and file.is_file() else (word,)
+        yield from (
+            file.read_text(errors="replace").split()
+            if word[:1] == "@" and file.is_file()
+            else (word,)
+        )

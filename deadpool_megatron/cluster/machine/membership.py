@@ -161,18 +161,23 @@ def _buddies(state: State, record: EpochRecord) -> dict[int, Collection[int]]:
 
 def exposed_roles(state: State) -> frozenset[int]:
     """Roles that have fewer copies than wanted: in the open epoch those of its record, after a loss
-    also those that have lost one, until the next epoch runs."""
-    record = state.record
-    lost = set() if record is None else record.nodes.keys() - state.fleet.nodes.keys()
-    if record is None or not lost or state.phase in (Phase.RUNNING, Phase.PAUSING):
-        return frozenset() if record is None else record.fewer_copies
-    if record.protection.kind is schemes.SchemeKind.PARITY:
-        return frozenset(record.seats)
-    return record.fewer_copies | {
-        role
-        for role, buddies in _buddies(state, record).items()
-        if not lost.isdisjoint((record.seats[role].node, *buddies))
-    }
+    also those that have lost one, until the recovery is over."""
+    record, recovery = state.record, state.recoveries.current
+    if record is None:
+        return frozenset()
+    found = record.fewer_copies
+    if recovery is None and state.phase in (Phase.RUNNING, Phase.PAUSING):
+        return found
+    for one in (record,) if recovery is None else (record, recovery.record):
+        lost = one.nodes.keys() - state.fleet.nodes.keys()
+        if lost and one.protection.kind is schemes.SchemeKind.PARITY:
+            return frozenset(record.seats)
+        found |= {
+            role
+            for role, buddies in _buddies(state, one).items()
+            if not lost.isdisjoint((one.seats[role].node, *buddies))
+        }
+    return found
 
 
 def _sources(restore: Restore) -> Iterator[Source]:

@@ -52,7 +52,8 @@ class RecoveryReport(Coded):
 
 @dataclass
 class Recovery:
-    """A recovery in progress. ``mark``: when its present phase of the machine began.
+    """A recovery in progress. ``mark``: when its present phase of the machine began. ``record``: of
+    the epoch that ended first.
     ``opened_within``: seconds from the decision until the new epoch was open.
 
     ``kind``: of the likeliest cause of the first epoch's end, which is the first of ``causes``.
@@ -62,7 +63,7 @@ class Recovery:
     started: float
     mark: float
     newest: int
-    seats: Mapping[int, Seat]
+    record: EpochRecord
     kind: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)
@@ -101,9 +102,9 @@ class Recovery:
             steps_recomputed=self.recomputed(record.restore),
             exposed_seconds=self.exposed,
             seats_changed={
-                role: (self.seats[role], seat)
+                role: (self.record.seats[role], seat)
                 for role, seat in record.seats.items()
-                if role in self.seats and self.seats[role] != seat
+                if role in self.record.seats and self.record.seats[role] != seat
             },
         )
 
@@ -139,7 +140,7 @@ class Recoveries:
             return
         started = min(signs, now)
         detect, kind = {"detect": now - started}, str(failure.kind)
-        self.current = Recovery([failure.cause], started, now, newest, record.seats, kind, detect)
+        self.current = Recovery([failure.cause], started, now, newest, record, kind, detect)
 
     def add_cause(self, failure: Failure) -> None:
         """The one in progress has one more cause: the first one, if what is known already followed
