@@ -32,7 +32,7 @@ PHASES: Mapping[str, str] = {
     "restore": "state is restored from host memory",
     "sync": "parameters come from the data-parallel peers",
     "verify": "peers compare what they must hold equal",
-    "reprotect": "until lost copies are made again, beside the others",
+    "reprotect": "until lost copies are made again, at the same time as the others",
     "replay": "the interrupted step runs again",
     "abandoned": "a new epoch failed again before it was open",
 }
