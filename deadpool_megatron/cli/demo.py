@@ -315,7 +315,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     elif args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         complaint = "--plot needs matplotlib: pip install matplotlib"
-    elif args.plot is not None and not args.plot.suffix:
+    elif args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
         complaint = f"--plot {args.plot}: give the name of a file, as in FILE.png"
     elif args.gpu and len(visible_gpus(os.environ)) < (needed := ON_GPUS.nodes + ON_GPUS.spares):
         complaint = f"--gpu needs {needed} visible GPUs: leave it out"

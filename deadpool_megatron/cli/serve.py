@@ -43,6 +43,7 @@ from deadpool_megatron.cli.run_result import failure_to_dict
 from deadpool_megatron.cluster.run_directory.cleanup import what_remains
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import DAMAGE, Event, EventTail
+from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.headline import Headline, headline
 from deadpool_megatron.observe.narration import (
     Narrator,
@@ -190,7 +191,8 @@ def _seen(story: Story, status: Mapping[str, Any] | None, first: Headline) -> di
         epoch = f"{status['epoch']} (each change of the nodes makes a new one)"
         told = [*facts(status), ("epoch", epoch)]
         if status["epoch"] and story.silence is None:  # else all are still to come
-            banner["spares"] = len(status["spares"]), story.wanted[1]
+            uses = [status["nodes"][str(node)]["use"] for node in status["spares"]]
+            banner["spares"] = uses.count(NodeUse.SPARE), story.wanted[1]
     return {"banner": banner, "facts": told, "status": _drawn(story, status)}
 
 

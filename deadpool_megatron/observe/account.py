@@ -93,6 +93,8 @@ class Account:
     is_replaying: bool = False
     # Whether the first step since the opening was new; None before there was one.
     first_is_new: bool | None = None
+    # A coordinator that took over hears of known steps once more.
+    hears_again: bool = False
 
     def take(self, event: Event) -> None:
         """Take in one event. Raises LookupError, TypeError or ValueError for a damaged one."""
@@ -109,6 +111,8 @@ class Account:
                 stay = self.stays.pop(event.node)
                 stay.until = at
                 self.left.append(stay)
+            case Kind.COORDINATOR:
+                self.hears_again = int(event.data.get("term", 1)) > 1
             case Kind.STEP:
                 self._step(at, event.iteration or 0)
             case Kind.SEGMENT:
@@ -169,7 +173,9 @@ class Account:
     def _step(self, at: float, iteration: int) -> None:
         is_new = iteration > self.newest_step
         self.newest_step = max(self.newest_step, iteration)
-        if self.now is Use.START:  # computed before, by the run that is resumed
+        self.hears_again &= not is_new
+        # A run that is resumed says where it begins: that was computed before.
+        if self.now is Use.START or self.hears_again:
             return
         if self.is_replaying and self.first_is_new is None:
             self.first_is_new = is_new  # the end of the recovery is told next
@@ -179,6 +185,7 @@ class Account:
         self._settle(at, {Use.TRAINING if is_new else Use.RECOMPUTED: 1.0})
 
     def _close(self, at: float, kind: str) -> None:
+        self.hears_again = False
         if self.closed_at:  # another failure before the last one was over
             self._settle(at, {self.now: 1.0})
             self.now = Use.OTHER_RECOVERY

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.layout.records import NodeUse
 from deadpool_megatron.observe.narration import count, describe_state, describe_wait
 from deadpool_megatron.observe.story import Story
 
@@ -75,8 +76,9 @@ def _troubles(story: Story, status: Mapping[str, Any], now: float) -> Iterator[t
     late = max(_SILENT_SECONDS, _LATE_STEPS * (story.pace() or 0.0))
     if story.last_step_at is not None and now - story.last_step_at > late:
         yield f"but no step for {now - story.last_step_at:.0f} s", _LOOK
-    if story.wanted[1] and not status["spares"]:
-        yield "no spare left", _ATTACH
+    uses = {node: status["nodes"][str(node)]["use"] for node in status["spares"]}
+    if story.wanted[1] and NodeUse.SPARE not in uses.values():
+        yield f"no spare left{' but drained nodes' if uses else ''}", _ATTACH
     if fewer := len(status["fewer_copies"]):
         yield f"{count(fewer, 'role')} with fewer copies than wanted", ""
     if slow := len(status["slow"]):

@@ -53,6 +53,19 @@ def steps(*at: float) -> list[Event]:
 
 RESTART = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
 STORIES: dict[str, tuple[list[Event], dict[str, float]]] = {
+    "a new coordinator hears of known steps again": (
+        [
+            *started(),
+            *steps(12.0, 14.0),
+            event(Kind.COORDINATOR, 15.0, term=2),
+            *steps(15.0, 15.0, 16.0),
+        ],
+        {"start": 20.0, "training": 12.0, "spare": 16.0},
+    ),
+    "a resumed run tells the step that it begins with": (
+        [*started()[:-1], event(Kind.STEP, 9.0, iteration=29), *started()[-1:], *steps(12.0)],
+        {"start": 20.0, "recomputed": 4.0, "spare": 12.0},
+    ),
     "a run without a failure": (
         [
             *started(),

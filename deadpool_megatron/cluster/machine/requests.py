@@ -147,6 +147,7 @@ def _drain(core: Core, request: Request) -> Request:
         # Who has asked may end the node, and the coordinator with it: the move is over first.
         if state.phase is not Phase.RUNNING or state.recoveries.current is not None:
             return request
+        fleet.deprioritized |= {node}
         return request.at(Stage.DONE, f"node {node} has no role")
     if node not in fleet.drains and node not in fleet.draining:
         drain(core, node)

@@ -62,6 +62,13 @@ def test_a_drain_is_done_when_its_roles_train_elsewhere() -> None:
     assert "request 1, drain of node 1: done: node 1 has no role" in told
 
 
+def test_a_spare_that_is_drained_gets_a_role_last() -> None:
+    rig = begun()
+    ask(rig, Verb.DRAIN, node=2)
+    assert outcome(rig) == (Stage.DONE, "node 2 has no role")
+    assert rig.state.fleet.deprioritized == {2}
+
+
 def test_a_drain_waits_for_a_spare_and_says_so() -> None:
     rig = Rig(nodes=2, spares=0).run(7)
     ask(rig, Verb.DRAIN, node=1)
