@@ -196,6 +196,8 @@ class Agent:
             self._members.send_all(message)
         elif kind == "signal-part":
             self._members.signal_part(message, self._vault.living_pid)
+        elif kind == "stop" and message.get("dropped"):
+            self._fence(f"given up: {message.get('reason')}", code=ExitStatus.LEFT_OUT)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":

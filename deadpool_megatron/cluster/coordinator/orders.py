@@ -132,7 +132,7 @@ class Orders:
         elif order.left_out:
             self._peers.order(order.node, refusal)
         else:
-            self._peers.order(order.node, {"t": "stop", "reason": order.cause, "remove": True})
+            self._peers.order(order.node, {"t": "stop", "reason": order.cause, "dropped": True})
         peer.dropped = True
 
 
