@@ -18,6 +18,7 @@ from deadpool_megatron.cli import main
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.agent import agent as service
+from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.failures import ExitStatus
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -159,8 +160,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     info = RunInfo(uuid.uuid4().hex[:8], 2, 2, 0, 1, ("x.py",), Settings())
     run, said, limit = RunDirectory(tmp_path / "run"), list[str](), time.monotonic() + SECONDS
 
-    def serve(*given: Any, launcher_fd: int, **_: Any) -> int:
-        while given[2].node != 1 and os.read(launcher_fd, 1):
+    def serve(options: AgentOptions, **_: Any) -> int:
+        while options.node != 1 and os.read(options.launcher_fd or 0, 1):
             pass
         return 0
 
