@@ -238,7 +238,8 @@ def _describe_protection(story: Story) -> list[str]:
         lines.append(f"audits without a find: {len(story.audits)}, {spent}")
     lines += [f"{_COUNTED[kind]}: {number}" for kind, number in story.counts.items()]
     if story.refusal is not None:
-        lines.append(f"the last one refused: {dict(story.refusal.data)}")
+        refused = story.refusal.data
+        lines.append(f"the last one refused: {refused.get('who')}: {refused.get('why')}")
     return ["Protection", *(f"  {line}" for line in lines)]
 
 

@@ -205,7 +205,7 @@ for (const kind of ["pointermove", "pointerdown", "pointerleave"]) {
   });
 }
 window.addEventListener("resize", () => drawLoss(shown));
-AT("zone").textContent = `times of ${Intl.DateTimeFormat().resolvedOptions().timeZone}`;
+AT("zone").textContent = `All times are in ${Intl.DateTimeFormat().resolvedOptions().timeZone}`;
 // The first state comes with the page itself.
 draw(JSON.parse(AT("first").textContent));
 look();

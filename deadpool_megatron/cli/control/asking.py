@@ -177,8 +177,12 @@ def _wish(args: argparse.Namespace) -> dict[str, Any]:
         case Verb.STOP:
             if args.within is not None and not (args.dump and args.within > 0):
                 raise CommandError("--within needs --dump, and seconds above 0")
-            how = "deadpool stop --dump" if args.dump else "deadpool stop"
-            return {"dump": args.dump, "keeps": not args.discard, "reason": f"stopped by '{how}'"}
+            option = " --dump" if args.dump else " --discard" if args.discard else ""
+            return {
+                "dump": args.dump,
+                "keeps": not args.discard,
+                "reason": f"stopped by 'deadpool stop{option}'",
+            }
     if args.directory is None:
         return {"directory": ""}
     wanted = args.directory.absolute()
