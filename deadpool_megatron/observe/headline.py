@@ -42,9 +42,11 @@ def headline(
     if story.ended is not None:
         if not story.exit_status:
             return Headline("good", f"Finished: {count(story.last_iteration, 'iteration')}")
-        reason = story.ended.data.get("reason") or "no reason known"
+        reason = str(story.ended.data.get("reason") or "no reason known")
+        first, _, rest = reason.partition("; ")
         look = "wait" if story.exit_status == ExitStatus.SAVED else "bad"
-        return Headline(look, f"Ended with exit status {story.exit_status}: {reason}", left)
+        title = f"Ended with exit status {story.exit_status}: {first}"
+        return Headline(look, title, "; ".join(filter(None, (rest, left))))
     if left:
         return Headline("bad", "All its processes ended, without a result", left)
     if status is None:
