@@ -1,4 +1,4 @@
-"""What a successor knows stands in the newest record."""
+"""The newest record holds all that a successor knows."""
 
 from __future__ import annotations
 

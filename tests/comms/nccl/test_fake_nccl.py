@@ -113,7 +113,7 @@ def test_the_fake_notices_traps() -> None:
 
 
 def host_points(member: Member) -> bool:
-    """What runs beside training waits as the host does."""
+    """Work that overlaps training waits as the host does."""
     member.init("nccl", epoch=0)
     # The side stream waits for what the submitting thread has waited for; the submitter does not.
     platform = CpuPlatform()

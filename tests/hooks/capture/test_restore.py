@@ -18,7 +18,7 @@ from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.dimensions import PeerMismatch
 from tests.gpu.going_back import GoingBack
-from tests.hooks.capture.digests import state_digests
+from tests.hooks.digests import state_digests
 from tests.trainer.layouts import TINY, make_loop
 from tests.trainer.ranks import run_ranks
 
