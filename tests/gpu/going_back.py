@@ -10,7 +10,7 @@ from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.interrupt_cleanup import InterruptCleanup
 from deadpool_megatron.state.extras import decode, encode
-from tests.hooks.digests import state_digests
+from tests.gpu.digests import state_digests
 
 
 class GoingBack:

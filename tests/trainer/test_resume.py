@@ -29,7 +29,7 @@ EXACT = (
 
 def save_in_the_middle(arguments: str, folder: Path) -> dict[str, Any]:
     """Three iterations, a checkpoint, three more."""
-    from tests.hooks.digests import state_digests
+    from tests.gpu.digests import state_digests
 
     loop, _ = make_loop(arguments)
     steps(loop, 3)
@@ -49,7 +49,7 @@ def save_in_the_middle(arguments: str, folder: Path) -> dict[str, Any]:
 def load_and_go_on(arguments: str, folder: Path, trained_before: int) -> dict[str, Any]:
     """Load into a loop that has already trained some iterations, and train three."""
     from deadpool_megatron.hooks.capture.optimizer import inner_optimizers
-    from tests.hooks.digests import state_digests
+    from tests.gpu.digests import state_digests
 
     loop, _ = make_loop(arguments)
     steps(loop, trained_before)
@@ -98,7 +98,7 @@ def test_a_checkpoint_before_the_first_update(text: str, tmp_path: Path) -> None
 
 
 def save_at_once(arguments: str, folder: Path) -> dict[str, str]:
-    from tests.hooks.digests import state_digests
+    from tests.gpu.digests import state_digests
 
     loop, _ = make_loop(arguments)
     loop.save_checkpoint(folder)

@@ -23,10 +23,10 @@ from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
     UnsupportedOptimizer,
 )
+from tests.gpu.digests import state_digests
 from tests.hooks.capture import gpu_rig
 from tests.hooks.capture.gpu_rig import Slot, differences, plain_inner
 from tests.hooks.capture.plain_loop import plain_loop
-from tests.hooks.digests import state_digests
 
 _one_rank = gpu_rig.one_rank
 

@@ -27,8 +27,8 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, S
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.extras import ExtrasError
+from tests.gpu.digests import state_digests
 from tests.hooks.capture.plain_loop import captured, plain_loop, scaler, schedule
-from tests.hooks.digests import state_digests
 
 
 class Model(torch.nn.Module):

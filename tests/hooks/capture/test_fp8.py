@@ -24,11 +24,11 @@ from deadpool_megatron.hooks.capture.optimizer import (
     UnsupportedOptimizer,
 )
 from deadpool_megatron.state.extras import ExtrasError
+from tests.gpu.digests import state_digests
 from tests.hooks.capture import fake_te, gpu_rig
 from tests.hooks.capture.fake_te import Float8Tensor, Manager, Model
 from tests.hooks.capture.gpu_rig import Slot, differences, distributed_inner, plain_inner
 from tests.hooks.capture.plain_loop import plain_loop
-from tests.hooks.digests import state_digests
 
 transformer_engine = fake_te.transformer_engine
 _one_rank = gpu_rig.one_rank

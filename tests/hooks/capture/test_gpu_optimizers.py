@@ -26,11 +26,11 @@ from deadpool_megatron.hooks.capture.optimizer import (
     refuse_unknown_state,
 )
 from deadpool_megatron.state.extras import decode
+from tests.gpu.digests import state_digests
 from tests.hooks.capture import gpu_rig
 from tests.hooks.capture.fake_te import FusedAdam
 from tests.hooks.capture.gpu_rig import Slot, differences, distributed_inner, plain_inner
 from tests.hooks.capture.plain_loop import plain_loop
-from tests.hooks.digests import state_digests
 
 _one_rank = gpu_rig.one_rank
 

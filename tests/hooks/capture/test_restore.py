@@ -17,8 +17,8 @@ from deadpool_megatron.hooks import dimensions
 from deadpool_megatron.hooks.capture.first_state import complete_state
 from deadpool_megatron.hooks.capture.optimizer import ShardState
 from deadpool_megatron.hooks.dimensions import PeerMismatch
+from tests.gpu.digests import state_digests
 from tests.gpu.going_back import GoingBack
-from tests.hooks.digests import state_digests
 from tests.trainer.layouts import TINY, make_loop
 from tests.trainer.ranks import run_ranks
 

@@ -14,8 +14,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from deadpool_megatron.hooks.capture import megatron_extras as extras
 from deadpool_megatron.platform import stand_ins
 from deadpool_megatron.state import extras as codec
+from tests.gpu.digests import state_digests
 from tests.hooks.capture.plain_loop import captured, plain_loop
-from tests.hooks.digests import state_digests
 
 stand_ins.install()
 
