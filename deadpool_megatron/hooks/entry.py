@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import os
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron import core
 from megatron.core import parallel_state
 
+from deadpool_megatron import __version__
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end
 from deadpool_megatron.cluster.link.member_link import MemberLink
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -48,6 +51,7 @@ from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import PinnedSlots, select_platform
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault import memory
+from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.sources import dump_differs
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, VaultError
 from deadpool_megatron.vault.member import VaultClient
@@ -113,8 +117,10 @@ class EpochEntry:
         )
         self._pinned = PinnedSlots(self._platform, self._warn)
         self._built: BuiltRole | None = None
-        self._late: dict[str, object] = {}
+        self._late: dict[str, Any] = {}
         self._pristine = b""
+        # What extras are of: they are put back into a role that is cut the same way.
+        self._identity: list[str] = []
 
     @property
     def built(self) -> BuiltRole:
@@ -226,8 +232,15 @@ class EpochEntry:
                 frozen.forget()
             self._load(Path(restore.path))
             self.built.shard.readopt()
+            if kept := self._extras_beside(Path(restore.path)):
+                megatron_extras.restore(self.loop, kept)
+                self.reports.tell_again(kept["told"])
             # By value: resetting the loop changes some of the tensors in place.
-            self._late = extras_codec.decode(self.capture_extras())
+            self._late = kept or extras_codec.decode(self.capture_extras())
+        elif loaded := self.loop.loaded:
+            self._late = self._extras_beside(loaded)
+            if self._late:
+                megatron_extras.restore_passing(self.loop, self._late)
         # A program may have loaded a checkpoint of its own while it was built.
         self.generation = Generation(record.epoch, self.loop.counters["iteration"])
 
@@ -260,7 +273,11 @@ class EpochEntry:
         return self._capture(self.loop, self.built.frozen)
 
     def _capture(self, loop: ProtectedLoop, frozen: FrozenWeights | None) -> bytes:
-        others = {"told": self.reports.told, "frozen": "" if frozen is None else frozen.name()}
+        others = {
+            "told": self.reports.told,
+            "frozen": "" if frozen is None else frozen.name(),
+            "identity": self._identity,
+        }
         return extras_codec.encode({**megatron_extras.capture(loop), **others})
 
     def judge_state(self) -> None:
@@ -305,6 +322,24 @@ class EpochEntry:
             if kind_of_end(words) is not FailureKind.PROCESS_CRASH:
                 raise  # of a device, or of the way to a peer
             raise RestoreFailed("", f"{checkpoint} cannot be loaded: {words}") from error
+
+    def _extras_beside(self, checkpoint: Path) -> dict[str, Any]:
+        """The extras of this role that lie beside a checkpoint; empty where there are none for it,
+        so that what was loaded is what stock Megatron has loaded. Raises RestoreFailed."""
+        try:
+            found = extras_file.read(checkpoint, self.role, dist.get_world_size())
+            values = extras_codec.decode(found) if found else {}
+        except (OSError, extras_file.ExtrasFileError, extras_codec.ExtrasError) as error:
+            raise RestoreFailed("", f"{checkpoint} cannot be loaded: {error}") from error
+        if values.get("identity") == self._identity:
+            return values
+        if self.role == 0:
+            self._warn(
+                f"{checkpoint} has no extras for these roles: random states of data-parallel ranks"
+                " above 0, running sums and buffers that are not persistent are as stock Megatron"
+                " loads them"
+            )
+        return {}
 
     def _restore_from_vault(self, record: EpochRecord) -> None:
         settings = self.settings
@@ -402,6 +437,10 @@ class EpochEntry:
         shard = ShardState(optimizer)
         parts = shard.parts
         identify(loop, parts)
+        meaning = role_meaning(loop)
+        cut = "\n".join((meaning, *(part.signature() for part in parts)))
+        digest = hashlib.sha256(cut.encode()).hexdigest()
+        self._identity = [__version__, core.__version__, digest]
         lag = self.settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -423,7 +462,7 @@ class EpochEntry:
             extras_room_bytes(len(self._pristine), self.settings.extras_room_bytes),
             list(dist.get_process_group_ranks(group)),
             slots,
-            role_meaning(loop),
+            meaning,
             updates.layout_parts(self.role),
         )
         leave_template(make_template(loop, parts, layout), self.settings)

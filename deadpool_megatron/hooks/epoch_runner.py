@@ -20,6 +20,7 @@ from deadpool_megatron.hooks.loop import SteppedLoop, StepRunner
 from deadpool_megatron.hooks.reports import OwnTimeMeter
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.ownership import make_private
+from deadpool_megatron.vault.disk import extras_file
 
 _Result = TypeVar("_Result")
 
@@ -110,11 +111,23 @@ class EpochRunner(StepRunner):
         """See :class:`StepRunner`. All roles write, the coordinator makes the result valid."""
         self.segment("save", lambda: self._save(loop))
 
-    def count_as_durable(self, directory: Path, iteration: int) -> None:
+    def capture_extras(self) -> bytes:
+        """See :class:`StepRunner`."""
+        return self._entry.capture_extras()
+
+    def count_as_durable(self, directory: Path, iteration: int, extras: bytes) -> None:
         """See :class:`StepRunner`. Nobody waits: until the coordinator has received it, the run
-        falls back to the one before."""
+        falls back to the one before. Where a role cannot write its extras, it does not count."""
         self.check()
-        if dist.get_rank() == 0:
+        lost = torch.zeros(1, device=current_device())
+        try:
+            extras_file.write(directory, dist.get_rank(), dist.get_world_size(), extras)
+        except OSError as error:
+            text = f"the checkpoint {directory} does not count: its extras: {error}"
+            self._reports.send_event(Kind.LOG, iteration, {"level": "warning", "text": text})
+            lost += 1
+        dist.all_reduce(lost)
+        if dist.get_rank() == 0 and not lost.item():
             place = str(directory.absolute())
             self._ask_to_count(iteration, place, place)
 
@@ -142,6 +155,8 @@ class EpochRunner(StepRunner):
         failpoints.hit("save.begin")
         make_private(temporary)
         loop.save_checkpoint(temporary)
+        extras = self._entry.capture_extras()
+        extras_file.write(temporary, dist.get_rank(), dist.get_world_size(), extras)
         dist.barrier()
         failpoints.hit("save.written")
         if dist.get_rank() != 0:

@@ -58,10 +58,14 @@ class StepRunner(Protocol):
     def save(self, loop: SteppedLoop) -> None:
         """Segment ``save``, through the loop's ``save_checkpoint`` and the coordinator."""
 
-    def count_as_durable(self, directory: Path, iteration: int) -> None:
+    def capture_extras(self) -> bytes:
+        """Return the extras as they are, for a checkpoint that is complete later."""
+
+    def count_as_durable(self, directory: Path, iteration: int, extras: bytes) -> None:
         """The loop has written a checkpoint of ``iteration`` itself, complete in ``directory``.
 
-        From now on it is what the run falls back to. To be called by all roles.
+        From now on it is what the run falls back to. To be called by all roles, each with its
+        ``extras`` of the moment of the save, which are written beside it.
         """
 
     def check(self) -> None:
@@ -90,6 +94,8 @@ class ProtectedLoop(ABC):
     early: str = ""
     #: the checkpoint after the last iteration, and why it could not be written
     unsaved: str = ""
+    #: the checkpoint that the program has loaded, whole, while it was built
+    loaded: Path | None = None
 
     @abstractmethod
     def train(self, runner: StepRunner) -> None:

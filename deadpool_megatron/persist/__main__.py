@@ -36,6 +36,7 @@ from deadpool_megatron.persist.writing import (
     WritingError,
     filled,
     join,
+    write_extras,
     write_role,
 )
 from deadpool_megatron.process_names import set_process_name
@@ -80,6 +81,7 @@ def _carry_out(job: Mapping[str, Any]) -> None:
         failpoints.hit("persist.write", role=taken.role, iteration=taken.generation.iteration)
         source = GenerationSource(taken, RunDirectory(Path(job["run_dir"])).frozen)
         told = write_role(template, source, directory)
+        write_extras(source, directory, taken.role, int(job["world_size"]))
         if taken.role == 0:
             common = filled(template.common, source)
         # It appears whole.

@@ -46,6 +46,7 @@ from deadpool_megatron.persist.state_template import (
     fill,
 )
 from deadpool_megatron.state.extras import ExtrasError, decode
+from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.disk.pinned_snapshot import Snapshot
 from deadpool_megatron.vault.shm.segment import checksum
 
@@ -82,8 +83,9 @@ class GenerationSource:
             if checksum(part) != digest:
                 raise WritingError(f"part {name} of role {taken.role} was damaged in memory")
             self._parts[name] = part
+        self.encoded_extras = self._parts[extras_part(taken.boundary)]
         try:
-            self.extras = decode(self._parts[extras_part(taken.boundary)])
+            self.extras = decode(self.encoded_extras)
         except ExtrasError as error:
             raise WritingError(f"extras of role {taken.role}: {error}") from error
 
@@ -189,6 +191,12 @@ def write_role(
         "tensors": tensors,
         "objects": objects,
     }
+
+
+def write_extras(source: GenerationSource, directory: Path, role: int, roles: int) -> None:
+    """Write the role's extras beside the checkpoint. Raises WritingError, OSError."""
+    with _checked(extras_file.path_in(directory, role, roles)) as counted:
+        counted.write(extras_file.with_checksum(source.encoded_extras))
 
 
 def filled(recipe: Any, source: GenerationSource) -> Any:

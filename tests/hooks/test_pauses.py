@@ -17,6 +17,7 @@ from deadpool_megatron.hooks import epoch_runner
 from deadpool_megatron.hooks.epoch_runner import EpochRunner
 from deadpool_megatron.hooks.reports import RoleReports
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.vault.disk import extras_file
 from tests.hooks.session_rig import ELSEWHERE, QUICK, SECONDS, Rig
 
 # The planned pause.
@@ -129,7 +130,12 @@ def test_a_durable_checkpoint_waits_for_its_own_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rig: Rig
 ) -> None:
     """And is named alike in every working directory."""
-    fake = SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0)
+    fake = SimpleNamespace(
+        barrier=lambda: None,
+        get_rank=lambda: 0,
+        get_world_size=lambda: 2,
+        all_reduce=lambda tensor: None,
+    )
     monkeypatch.setattr(epoch_runner, "dist", fake)
     monkeypatch.chdir(tmp_path)
     answers = iter([0, 0, 5, 6])  # the third one for a request of an earlier epoch
@@ -149,7 +155,12 @@ def test_a_durable_checkpoint_waits_for_its_own_answer(
     loop: Any = SimpleNamespace(save_checkpoint=lambda directory: None)
     runner._save(loop)
     assert not list(answers)
-    runner.count_as_durable(Path("saves/iter_0000006"), 6)
+    written = Path("saves/iter_0000006")
+    runner.count_as_durable(written, 6, b"extras")  # a directory that is not there
+    assert len(asked) == 1
+    written.mkdir()
+    runner.count_as_durable(written, 6, b"extras")
+    assert extras_file.read(written, 0, 2) == b"extras"
     final = str(tmp_path / "saves" / "iter_0000006")
     assert [values["final"] for values in asked] == [final, final]
     assert asked[0]["temporary"] == str(tmp_path / "saves" / ".iter_0000006.epoch2")

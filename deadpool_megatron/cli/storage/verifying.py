@@ -42,6 +42,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.ownership import OwnershipError, check_checkpoint
 from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.vault.shm.slot_check import (
     Finding,
     Meter,
@@ -200,6 +201,10 @@ def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
 def _of_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+    for path in extras_file.files_in(directory):
+        trouble = extras_file.trouble_with(path)
+        verdict = Verdict.BAD if trouble else Verdict.GOOD
+        yield Finding(path, "extras", path.stat().st_size, verdict, trouble)
     if files := sorted(directory.glob(_OF_RANKS)):
         yield from (_verify_file(one, None, progress) for one in files)
         return

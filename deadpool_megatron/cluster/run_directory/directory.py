@@ -32,6 +32,7 @@ from deadpool_megatron.events import DAMAGE
 from deadpool_megatron.file_systems import WRITTEN_MODE, write_once, write_text
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import FIELDS, Settings, SettingsError
+from deadpool_megatron.vault.disk import extras_file
 from deadpool_megatron.wire.forms import read, write
 
 # In the directory of a node in shared memory: what its processes print, before it is copied.
@@ -363,6 +364,7 @@ def found_in(saves: Path) -> list[Restore]:
         for path in Path(read_json(saves)["directory"]).glob("iter_[0-9]*"):
             times = [one.stat().st_mtime for one in path.glob("*.distcp")]
             is_whole = (path / _INDEX).exists() and (path / "metadata.json").exists()
+            is_whole = is_whole and not extras_file.lacks_some(path)
             if is_whole and since <= max(times) <= (path / _INDEX).stat().st_mtime:
                 generation = Generation(0, int(path.name.removeprefix("iter_")))
                 found.append(Restore("durable", generation, "save", str(path)))

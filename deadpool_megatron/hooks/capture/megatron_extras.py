@@ -117,14 +117,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
             # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
             scaler.load_state_dict(state)
     loop.restore_extra_state(values["extra_state"])
-    with torch.no_grad():
-        for name, tensor in frozen_and_buffers(loop):
-            value = values[f"buffer.{name}"]
-            if tensor.dtype != value.dtype:
-                # Megatron keeps the expert bias in fp32, but only from the first forward pass on
-                # (router.py, _maintain_float32_expert_bias), which this process may not have made.
-                tensor.data = value.to(tensor.device, copy=True)
-            tensor.copy_(value)
+    _restore_buffers(loop, values)
     if trains_in_fp8(loop) or "fp8.layout" in values:
         fp8.restore(loop, values)
     restore_attributes(loop, values)
@@ -141,9 +134,7 @@ def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
 def restore_passing(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     """Inverse of :func:`capture_passing`. Raises ExtrasError as :func:`restore` does."""
     _check_buffers(loop, values)
-    with torch.no_grad():
-        for name, tensor in frozen_and_buffers(loop):
-            tensor.copy_(values[f"buffer.{name}"])
+    _restore_buffers(loop, values)
     restore_attributes(loop, values)
     restore_last(values)
 
@@ -239,6 +230,17 @@ def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
             "buffers and frozen parameters differ from those that were captured:"
             f" {', '.join(differing[:5])}"
         )
+
+
+def _restore_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for name, tensor in frozen_and_buffers(loop):
+            value = values[f"buffer.{name}"]
+            if tensor.dtype != value.dtype:
+                # Megatron keeps the expert bias in fp32, but only from the first forward pass on
+                # (router.py, _maintain_float32_expert_bias), which this process may not have made.
+                tensor.data = value.to(tensor.device, copy=True)
+            tensor.copy_(value)
 
 
 def capture_attributes(loop: ProtectedLoop) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from deadpool_megatron.persist.state_template import (
     RandomStates,
     TemplateError,
 )
+from deadpool_megatron.vault.disk import extras_file
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _PROBE_BYTES = 4096
@@ -200,10 +201,12 @@ class Saves(StorageFaults):
     """
 
     def __init__(
-        self, announce: Callable[[Path, int], None], tell_lost: Callable[[Path, str], None]
+        self, announce: Callable[[Path, int, bytes], None], tell_lost: Callable[[Path, str], None]
     ) -> None:
         super().__init__()
         self.unfinished = 0
+        # Of the moment of the newest lasting save, for when it is finalised.
+        self._extras = b""
         self.owed = False
         #: iteration -> the checkpoint and why it could not be written, as role 0 knows
         self.lost: dict[int, str] = {}
@@ -219,11 +222,12 @@ class Saves(StorageFaults):
         lasting: bool,
         is_last: bool,
         may_be_lost: bool,
+        capture: Callable[[], bytes],
     ) -> None:
         """Write one checkpoint, or start to. Collective. ``lasting``: not one of those that
         Megatron keeps only until the next. ``is_last``: it is owed by whoever continues with the
         run if it is lost, as no other follows. ``may_be_lost``: an error of the file system costs
-        it; else it ends this process."""
+        it; else it ends this process. ``capture``: the extras that lie beside a lasting one."""
         from megatron.training import get_args
 
         self.look()
@@ -237,6 +241,13 @@ class Saves(StorageFaults):
             if self._is_lost(directory, iteration):
                 self._owe(iteration if is_last else 0)
                 return
+        if lasting:
+            if dist.get_rank() == 0 and directory.is_dir():
+                for path in extras_file.files_in(directory):  # of an earlier save of this name
+                    path.unlink()
+            # A state that continues from this checkpoint owes none.
+            with replaced(self, "unfinished", 0):
+                self._extras = capture()
         is_older = get_args().ckpt_format == "torch"
         with self.written_by_many() if is_older else contextlib.nullcontext():
             original()
@@ -274,7 +285,7 @@ class Saves(StorageFaults):
 
         why = lacking(get_args())
         if not why:
-            self._announce(directory, iteration)
+            self._announce(directory, iteration, self._extras)
         elif dist.get_rank() == 0 and not self._is_told:
             self._is_told = True
             self._tell_lost(directory, f"{why}; exports do (--deadpool-persist-interval)")

@@ -65,6 +65,7 @@ class PretrainLoop(ProtectedLoop):
 
         self._args = get_args()
         self.build = build
+        self.loaded = build.loaded
         self.role = self._args.rank
         self._pretrain = pretrain
         self._reporter = Reporter(emit)
@@ -82,6 +83,8 @@ class PretrainLoop(ProtectedLoop):
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
         self._to_replay = 0
+        # The iteration of the checkpoint that was loaded last: training went on from it.
+        self._passed = 0
         self._take_lengths: Callable[[], Iterable[float | None]] = tuple
         arguments = build.train_arguments
         arguments["forward_step_func"] = _faults_in_forward(arguments["forward_step_func"])
@@ -191,6 +194,7 @@ class PretrainLoop(ProtectedLoop):
         self.counters.update(iteration=iteration, **self._places())
         self._newest, self._operations = Newest(operations), operations
         self._saves.restore(0)
+        self._passed = iteration
 
     def checkpoint_state(self) -> dict[str, Any]:
         """See :class:`ProtectedLoop`."""
@@ -401,6 +405,7 @@ class PretrainLoop(ProtectedLoop):
             lasting=lasting,
             is_last=lasting and iteration >= self._args.train_iters,
             may_be_lost=self._runner is not None,
+            capture=bytes if self._runner is None else self._runner.capture_extras,
         )
         if self._runner is None or self._saves.owed:
             write()
@@ -412,6 +417,8 @@ class PretrainLoop(ProtectedLoop):
 
         given = self._arguments(original, args, kwargs)
         self._newest.operations = given["num_floating_point_operations_so_far"]
+        if given["iteration"] == self._passed and self._running.is_behind("save"):
+            return False  # the run before may have ended there, as --exit-interval says
         if self._saves.owed:
             # The one that was being written when the run was interrupted.
             names = inspect.signature(training.save_checkpoint_and_time).parameters
@@ -427,9 +434,9 @@ class PretrainLoop(ProtectedLoop):
         assert self._runner is not None
         return self._runner
 
-    def _announce(self, directory: Path, iteration: int) -> None:
+    def _announce(self, directory: Path, iteration: int, extras: bytes) -> None:
         if self._runner is not None:
-            self._runner.count_as_durable(directory, iteration)
+            self._runner.count_as_durable(directory, iteration, extras)
 
     def _set_places(self, places: Mapping[str, Any]) -> None:
         for name in _PLACES:

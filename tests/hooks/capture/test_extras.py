@@ -22,11 +22,12 @@ from deadpool_megatron.hooks.capture import optimizer as optimizers
 from deadpool_megatron.hooks.capture.optimizer import (
     ShardState,
 )
-from deadpool_megatron.hooks.entry import EpochEntry
+from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.extras import ExtrasError
+from deadpool_megatron.vault.disk import extras_file
 from tests.gpu.digests import state_digests
 from tests.hooks.capture.plain_loop import captured, plain_loop, scaler, schedule
 
@@ -208,8 +209,12 @@ def test_a_buffer_that_only_one_side_has_is_an_error(loop: Loop) -> None:
         extras.restore(Loop(), captured(loop))
 
 
-def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_path: Path) -> None:
-    """Token counts of an interrupted forward would move the expert bias by a wrong step."""
+def test_a_durable_restore_begins_with_what_no_checkpoint_holds(
+    monkeypatch: pytest.MonkeyPatch, loop: Loop, tmp_path: Path
+) -> None:
+    """Token counts of an interrupted forward would move the expert bias by a wrong step. Extras
+    beside the checkpoint count, where they are of this role of this model."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
 
     class Entry(EpochEntry):
         """With everything around the loop taken away."""
@@ -230,8 +235,13 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_
             )
             self._link: Any = SimpleNamespace(send=lambda message: None)
             self.settings = Settings()
-            self.reports: Any = SimpleNamespace(told=[])
+            self.reports: Any = SimpleNamespace(told=[], tell_again=lambda told: None)
+            self.warned = list[str]()
+            self._identity = ["this model"]
             self._pristine = self.capture_extras()
+
+        def _warn(self, text: str) -> None:
+            self.warned.append(text)
 
     entry = Entry()
     wanted = torch.rand(2)
@@ -250,6 +260,26 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop, tmp_
     assert entry.generation == Generation(4, 6)
     extras.restore_last(entry._late)
     assert torch.equal(torch.rand(2), wanted)
+    assert len(entry.warned) == 1
+    with torch.no_grad():
+        loop.model.local_tokens_per_expert.fill_(5)
+    saved, other = entry.capture_extras(), torch.rand(2)
+    extras_file.write(tmp_path, 0, 2, saved)
+    entry.restore(record, 0)
+    assert loop.model.local_tokens_per_expert.tolist() == [5, 5]
+    extras.restore_last(entry._late)
+    assert torch.equal(torch.rand(2), other)
+    assert len(entry.warned) == 1
+    entry._identity = ["another model"]
+    entry.restore(record, 0)
+    assert loop.model.local_tokens_per_expert.tolist() == [0, 0]
+    assert len(entry.warned) == 2
+    extras_file.path_in(tmp_path, 0, 2).write_bytes(extras_file.with_checksum(saved)[:-1])
+    with pytest.raises(RestoreFailed, match="is damaged"):
+        entry.restore(record, 0)
+    extras_file.path_in(tmp_path, 0, 2).rename(extras_file.path_in(tmp_path, 1, 2))
+    with pytest.raises(RestoreFailed, match="No such file"):
+        entry.restore(record, 0)
 
 
 def test_a_load_that_replaces_tensors_is_brought_back_into_the_parts(

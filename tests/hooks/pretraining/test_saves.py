@@ -64,7 +64,7 @@ def test_what_does_not_count_is_announced_to_nobody_and_told_once(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     announced: list[int] = []
     told: list[str] = []
-    saves = Saves(lambda _, number: announced.append(number), lambda _, why: told.append(why))
+    saves = Saves(lambda _, number, __: announced.append(number), lambda _, why: told.append(why))
     for number in (4, 8):
         saves._count(tmp_path, number)
     assert (announced, len(told)) == ([], 1)

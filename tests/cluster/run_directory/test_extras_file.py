@@ -1,0 +1,33 @@
+"""Files of extras beside a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.run_directory.directory import found_in, write_json
+from deadpool_megatron.vault.disk import extras_file
+
+
+def test_a_save_without_the_extras_of_all_roles_is_not_found(tmp_path: Path) -> None:
+    checkpoint, saves = tmp_path / "iter_0000004", tmp_path / "saves.json"
+    checkpoint.mkdir()
+    write_json(saves, {"directory": str(tmp_path)})
+    os.utime(saves, (10, 10))
+    for name in ("__0_0.distcp", ".metadata", "metadata.json"):
+        (checkpoint / name).touch()
+    assert found_in(saves)  # of a run that has left none
+    extras_file.write(checkpoint, 0, 2, b"first")
+    assert not found_in(saves)
+    extras_file.write(checkpoint, 1, 2, b"second")
+    assert found_in(saves)
+
+
+def test_extras_are_of_as_many_roles(tmp_path: Path) -> None:
+    extras_file.write(tmp_path, 1, 2, b"second")
+    assert extras_file.read(tmp_path, 1, 2) == b"second"
+    assert extras_file.read(tmp_path, 1, 4) is None
+    with pytest.raises(extras_file.ExtrasFileError, match="No such file"):
+        extras_file.read(tmp_path, 0, 2)

@@ -1,0 +1,133 @@
+"""What a run goes on from is what it was, entry by entry: after a fall-back to a checkpoint, after
+--load, and after --resume from a checkpoint or an export.
+
+State that Megatron's formats do not hold lies beside a checkpoint; each layout has other kinds of
+it. The hash of the whole state is compared after every iteration, and the extras by name at the
+last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from deadpool_megatron.state import extras
+from deadpool_megatron.vault.disk import extras_file
+from tests.faults.harness.jobs import Outcome, assert_unnoticed, run_program, undisturbed
+from tests.megatron_lm.harness.arguments import MOE
+from tests.megatron_lm.harness.checkout import LOADS
+from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt, held_tree
+from tests.megatron_lm.test_saves import FP16, SAVES, fallen, fallen_back_to
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full, LOADS]
+# The router draws from the generator that differs between ranks of experts.
+EXPERTS: dict[str, object] = {
+    **MOE,
+    "moe_router_force_load_balancing": True,
+    "disable_bias_linear": True,
+}
+# With two nodes that hold each other's copies.
+LAYOUTS: dict[str, tuple[dict[str, object], list[int]]] = {
+    "experts": ({**PP2_DP2, **EXPERTS}, [1, 0]),
+    "experts-fp16": ({**FP16, **EXPERTS, "sequence_parallel": True}, [2, 0]),
+    "virtual-stages": ({**PP2_DP2, "num_layers_per_virtual_pipeline_stage": 1}, [1, 0]),
+    "whole-fp16": ({**FP16, "hysteresis": 3}, [2, 0]),
+    "asynchronous": ({**PP2_DP2, **EXPERTS, "async_save": True}, [1, 0]),
+    "older": ({**PP2_DP2, **EXPERTS, "ckpt_format": "torch"}, [1, 0]),
+}
+LOG: dict[str, object] = {"log_interval": 4, "split": "90,5,5", "eval_interval": 2, "eval_iters": 1}
+
+
+# Each shard is in two roles, and in their copies: nothing less than all four nodes loses it.
+STARTED: dict[str, dict[str, object]] = {
+    "instances": {
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "num_distributed_optimizer_instances": 2,
+        "attention_dropout": 0.2,
+    }
+}
+
+
+def flags_of(layout: str) -> dict[str, object]:
+    return {**SAVES, **LOG, **(STARTED.get(layout) or LAYOUTS[layout][0])}
+
+
+def entries(outcome: Outcome, saves: Path) -> dict[str, object]:
+    """Every extra beside the last checkpoint, by role and name."""
+    roles = len(outcome.final["roles"])
+    found: dict[str, object] = {}
+    for role in range(roles):
+        encoded = extras_file.read(saves / "iter_0000009", role, roles)
+        assert encoded is not None, outcome.story()
+        found |= dict(_flat(f"{role}", extras.decode(encoded)))
+    return found
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _flat(f"{name}/{key}", one)
+    elif name.endswith("newest/kept") and value:
+        yield from _flat(name, extras.decode(value))
+    else:
+        yield name, value.tolist() if isinstance(value, Tensor) else value
+
+
+def other(found: Mapping[str, object], wanted: Mapping[str, object]) -> set[str]:
+    """Names of the entries that differ."""
+    names = found.keys() | wanted.keys()
+    return {name for name in names if found.get(name) != wanted.get(name)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fall_back_gives_what_the_state_was(tmp_path: Path, layout: str) -> None:
+    program = gpt(**flags_of(layout))
+    wanted = undisturbed(program)
+    outcome = fallen(tmp_path, program, LAYOUTS[layout][1], wanted)
+    assert fallen_back_to(outcome) == 6
+    assert_printed(outcome, wanted)
+    saved = entries(outcome, outcome.directory / "saves")
+    assert other(saved, entries(wanted, wanted.directory / "saves")) == set()
+
+
+def test_a_fall_back_to_an_export_gives_what_the_state_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an evaluation, and between two lines of the log."""
+    flags = flags_of("experts")
+    wanted = undisturbed(gpt(**flags))
+    monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"8={tmp_path}/run/exports/iter_0000007")
+    held = gpt(within=held_tree(tmp_path / "tree").parent, **flags)
+    outcome = fallen(tmp_path, held, [1, 0], wanted, "--deadpool-persist-interval 7")
+    assert fallen_back_to(outcome) == 7
+    assert_printed(outcome, wanted)
+    saved = entries(outcome, outcome.directory / "saves")
+    assert other(saved, entries(wanted, wanted.directory / "saves")) == set()
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *STARTED])
+def test_a_start_from_a_checkpoint_gives_what_the_state_was(tmp_path: Path, layout: str) -> None:
+    flags = flags_of(layout)
+    wanted = undisturbed(gpt(**flags))
+    states = entries(wanted, wanted.directory / "saves")
+    flags["save"] = tmp_path / "saves"
+    first = run_program(tmp_path / "first", gpt(**flags, exit_interval=6))
+    assert first.status == 75, first.story()
+    resumed = run_program(
+        tmp_path / "resumed", gpt(**flags), arguments=["--resume", str(first.directory)]
+    )
+    assert_unnoticed(resumed, wanted, [], after=6)
+    assert_printed(resumed, wanted, after=6)
+    assert other(entries(resumed, tmp_path / "saves"), states) == set()
+    (tmp_path / "saves" / "latest_checkpointed_iteration.txt").write_text("6")
+    loaded = run_program(tmp_path / "loaded", gpt(**{**flags, "load": tmp_path / "saves"}))
+    assert_unnoticed(loaded, wanted, [], after=6)
+    # A run of its own: it counts what it logs from its own start.
+    own = ("first_iteration", "newest/kept/sums", "newest/kept/loss_sums")
+    found = other(entries(loaded, tmp_path / "saves"), states)
+    assert {name for name in found if not any(one in name for one in own)} == set()
