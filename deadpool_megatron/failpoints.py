@@ -8,8 +8,9 @@ named by the environment variable ``DEADPOOL_FAULTS``: a list of objects with th
 ``match``    object: context keys (role, node, iteration, epoch, section, op, group, ...) -> value
 ``nth``      fire on the n-th matching hit of this process (default 1)
 ``after``    identifier of a fault; hits count only once that one has fired (default: always)
-``action``   ``signal`` (default) or ``mark``; ``mark`` does nothing itself, :func:`hit` answers the
-             fault and the call site acts on it (flip a byte, return junk)
+``action``   ``signal`` (default), ``raise`` (:func:`hit` raises a RuntimeError) or ``mark``, which
+             does nothing itself: :func:`hit` answers the fault and the call site acts on it (flip
+             a byte, return junk)
 ``target``   for ``signal``: ``self`` (default), ``node`` (all processes of the node), ``members``,
              ``vault`` or ``agent``
 ``nodes``    for ``signal`` with another target than ``self``: node ids, default: the own node
@@ -102,6 +103,7 @@ def hit(point: str, **details: object) -> Fault | None:
     """Announce that the named point was reached; fires at most one planned fault.
 
     Returns the fault when its action is ``mark``; does not return when it kills this process.
+    Raises RuntimeError when its action is ``raise``.
     """
     if not ACTIVE:
         return None
@@ -118,6 +120,8 @@ def hit(point: str, **details: object) -> Fault | None:
             continue
         if fault.action == "mark":
             return fault
+        if fault.action == "raise":
+            raise RuntimeError(f"raised by fault {fault.id}")
         _send(fault)
         return None
     return None

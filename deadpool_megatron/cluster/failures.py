@@ -15,6 +15,9 @@ from pathlib import Path
 
 from deadpool_megatron.preflight import health
 
+# What failed may be a consequence; its cause is reported within this time.
+GRACE_SECONDS = 0.5
+
 
 class ExitStatus(IntEnum):
     """The exit statuses of runs and of their processes, each with one meaning."""

@@ -11,9 +11,10 @@ What ends an epoch for this process, and how that is told from a failure of its 
 
 * EpochClosed: somebody failed. The close is known already, or it is on its way.
 * a failed communication, vault or restore: reported; the coordinator closes the epoch.
-* any other exception: after a close, or soon before one, it is the close's doing (a peer died in
-  the middle of something, an aborted operation left junk) and counts as one (rule 11). When no
-  close comes it is the program's own and ends the process, with its traceback.
+* any other exception: reported at once. After a close, or half a second before one, it is the
+  close's doing (a peer died in the middle of something, an aborted operation left junk) and counts
+  as one (rule 11). When no close comes it is the program's own and ends the process, with its
+  traceback.
 
 The device of the process is taken before anything uses one: what is asked of "the current device"
 afterwards (the memory next to it, the groups on it) is asked of the member's own. Until one is set
@@ -36,7 +37,12 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import arguments, failpoints
-from deadpool_megatron.cluster.failures import ExitStatus
+from deadpool_megatron.cluster.failures import (
+    GRACE_SECONDS,
+    ExitStatus,
+    FailureKind,
+    kind_of_end,
+)
 from deadpool_megatron.cluster.link.member_link import Handlers, MemberLink, PausePoint, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed, Limits
 from deadpool_megatron.hooks.capture.optimizer import UnsupportedOptimizer
@@ -303,14 +309,17 @@ class Session:
                 self._on_fault("vault", self._reports.section, str(error))
             elif isinstance(error, EpochClosed):
                 self._on_fault("member", error.operation, "interrupted without a close")
-            elif not self._ends_within(epoch, self._settings.close_seconds):
-                raise error  # else the first word of a peer's death was an exception of our own
+            elif _is_of_peers(error):
+                self._on_fault("member", self._reports.section, _in_words(error))
+            else:
+                self._reports.say("raised", text=_in_words(error).partition("\n")[0])
+                if not self._ends_within(epoch, GRACE_SECONDS):
+                    raise error  # else it was the first sign of a peer's death
         with contextlib.suppress(EpochClosed):
             self._wait_closed(epoch)
         if not isinstance(error, EpochClosed):
             # For whoever reads the log; nothing of the interrupted step is used.
-            text = "".join(traceback.format_exception_only(error)).strip()
-            print(f"epoch {epoch} ends here with {text}", file=sys.stderr, flush=True)
+            print(f"epoch {epoch} ends here with {_in_words(error)}", file=sys.stderr, flush=True)
 
     def _finish(self, record: EpochRecord, role: int) -> NoReturn:
         """Report the end and stay available: a late failure may need this role again."""
@@ -421,6 +430,21 @@ class Session:
             "own": list(self._own_time.sample),
             **self._hang_probe.look(self._communicators),
         }
+
+
+def _in_words(error: BaseException) -> str:
+    """Return the last lines of the traceback of ``error``."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _is_of_peers(error: BaseException | None) -> bool:
+    """Return whether ``error``, or what it was raised for, is a failure of communication: a peer
+    has died, and this process is as good as before."""
+    return error is not None and (
+        isinstance(error, EpochClosed | CommunicatorFault)
+        or kind_of_end(_in_words(error)) is FailureKind.COMMUNICATOR_ERROR
+        or _is_of_peers(error.__cause__ or error.__context__)
+    )
 
 
 def drain_seconds(kind: str, settings: Settings) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.failures import GRACE_SECONDS
 from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from deadpool_megatron.settings import Settings
 from fake_nccl import KIND
@@ -89,6 +90,19 @@ def test_a_chain_of_resumed_runs_computes_what_one_run_does(tmp_path: Path) -> N
             assert run.of_kind("dumped")[0].data["generation"][1] < iteration
         resume = ("--resume", str(directory))
     assert_unnoticed(run, reference(PP2_DP2, ITERATIONS), [])
+
+
+@pytest.mark.parametrize("point", ["forward", "evaluation.microbatch", "save.begin"])
+def test_an_exception_costs_half_a_second_that_is_counted(tmp_path: Path, point: str) -> None:
+    """Its process reports it and ends; its peers keep theirs."""
+    plan = [fault("bug", point, when_iteration=6, when_role=1, action="raise")]
+    flags, saving = "--eval-interval 3 --eval-iters 2", f"{SAVES} 3"
+    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, plan, flags=flags, saving=saving)
+    (recovery,) = outcome.final["recoveries"]
+    assert recovery["kind"] == "process-crash"
+    assert "RuntimeError: raised by fault bug" in recovery["cause"]
+    assert GRACE_SECONDS / 2 < recovery["phases"]["detect"] < Settings().close_seconds
+    assert [one.node for one in outcome.of_kind("member-lost")] == [1]
 
 
 @pytest.mark.parametrize("communicator", ["gloo", KIND])

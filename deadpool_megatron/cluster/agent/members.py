@@ -27,7 +27,7 @@ _RECEIVE_BYTES = 1 << 16
 # What a coordinator that has just started must hear again, newest of each kind.
 STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
-    *("paused", "fault", "restore-failed", "durable-request"),
+    *("paused", "fault", "raised", "restore-failed", "durable-request"),
 )
 
 

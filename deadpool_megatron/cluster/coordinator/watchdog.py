@@ -142,7 +142,8 @@ class Watchdog:
         if hang is None:
             return None
         self._hang_limit.was_reached(hang.still_seconds)
-        return inputs.RolesHung(record.epoch, hang.culprits, hang.cause, table_of(statuses))
+        verdict = (hang.culprits, hang.cause, table_of(statuses), hang.still_seconds)
+        return inputs.RolesHung(record.epoch, *verdict)
 
     def _slow(self, state: State, beats: dict[int, dict[str, Any]]) -> list[Slowness]:
         """Return what has changed about slow nodes."""

@@ -35,6 +35,7 @@ _OF_MEMBERS: Mapping[str, type[inputs.Input]] = {
     "warm": inputs.MemberWarm,
     "registered": inputs.MemberRegistered,
     "fault": inputs.MemberFault,
+    "raised": inputs.MemberRaised,
     "restored": inputs.Restored,
     "restore-failed": inputs.NotRestored,
     "audit-failed": inputs.AuditFailed,

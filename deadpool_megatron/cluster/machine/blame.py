@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cluster.failures import OF_THE_HOST, FailureKind
+from deadpool_megatron.cluster.failures import GRACE_SECONDS, OF_THE_HOST, FailureKind
 from deadpool_megatron.layout.records import BadPart, Generation, Inventory, Restore
 from deadpool_megatron.wire.forms import read, write
 
-# A failed communication is mostly a consequence; its cause is reported within this time.
-GRACE_SECONDS = 0.5
 # So many causes of an end are told.
 SHOWN_FAILURES = 3
 # The same failure so often in a row without any progress is not worth another try.
@@ -119,12 +117,13 @@ class Blame:
         bad_parts: frozenset[BadPart] = frozenset(),
         *,
         doubtful: bool = False,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """Hold this against the epoch unless a better cause comes in time; state that did not
-        restore is one already."""
+        """Hold this against the epoch unless a better cause comes within ``grace_seconds``; state
+        that did not restore is one already."""
         known = self.suspicion
         if known is None:
-            self.suspicion = Suspicion(failure, now, now + GRACE_SECONDS, bad_parts, doubtful)
+            self.suspicion = Suspicion(failure, now, now + grace_seconds, bad_parts, doubtful)
             return
         if bad_parts or doubtful:
             known.failure = failure

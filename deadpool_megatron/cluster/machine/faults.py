@@ -5,14 +5,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import ExitStatus, FailureKind
+from deadpool_megatron.cluster.failures import (
+    GRACE_SECONDS,
+    ExitStatus,
+    FailureKind,
+    process_name,
+)
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.blame import SHOWN_FAILURES, Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import finish
 from deadpool_megatron.cluster.machine.epoch import close, save_and_end, step_reported
-from deadpool_megatron.cluster.machine.membership import drop_node, put_aside, quarantine
+from deadpool_megatron.cluster.machine.membership import (
+    drop_node,
+    failure_of,
+    put_aside,
+    quarantine,
+)
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import BadPart, Generation
@@ -26,7 +36,7 @@ def roles_hung(core: Core, event: ev.RolesHung) -> None:
         core.refuse("hang verdict", f"epoch {event.epoch} is not open")
         return
     core.emit(Kind.HANG, roles=list(event.roles), **event.table)
-    _close_for(core, event.roles, event.cause, "hang")
+    _close_for(core, event.roles, event.cause, "hang", event.still_seconds)
 
 
 def not_restored(core: Core, roles: tuple[int, ...]) -> None:
@@ -34,12 +44,15 @@ def not_restored(core: Core, roles: tuple[int, ...]) -> None:
     _close_for(core, roles, f"roles {list(roles)} did not restore in time", "opening")
 
 
-def _close_for(core: Core, roles: tuple[int, ...], cause: str, what: str) -> None:
+def _close_for(
+    core: Core, roles: tuple[int, ...], cause: str, what: str, still_seconds: float = 0.0
+) -> None:
     seats = core.state.seats
     for role in roles:
         core.kill((seats[role].node, seats[role].slot), hung=True)
     first = seats[roles[0]].node if roles else None
-    close(core, Failure(cause, FailureKind.HANG, (what, *map(str, roles)), node=first))
+    failure = Failure(cause, FailureKind.HANG, (what, *map(str, roles)), node=first)
+    close(core, failure, silent_seconds=still_seconds)
 
 
 def fault_reported(core: Core, event: ev.MemberFault) -> None:
@@ -47,6 +60,16 @@ def fault_reported(core: Core, event: ev.MemberFault) -> None:
     if (role := core.player(event)) is not None:
         text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
         core.state.blame.suspect(Failure(text, kind, ("fault",), node=event.node), core.now)
+
+
+def raised(core: Core, event: ev.MemberRaised) -> None:
+    """A role has raised: without a better cause its process ends, mostly before this is believed.
+    The time without progress counts from here."""
+    if (role := core.player(event)) is not None:
+        end = ev.MemberLost(event.node, event.slot, event.incarnation, 1, last_line=event.text)
+        name = process_name(event.node, event.slot, event.incarnation)
+        failure = failure_of(end, f"{name} raised {event.text}", role)
+        core.state.blame.suspect(failure, core.now, grace_seconds=2 * GRACE_SECONDS)
 
 
 def believe(core: Core) -> None:

@@ -135,17 +135,26 @@ class MemberSuspected(OfMember):
 @dataclass(frozen=True)
 class RolesHung(Input):
     """A verdict: no progress of any role; ``roles`` (perhaps none) hold the others up. ``table``:
-    who is where, as the HANG event tells it."""
+    who is where, as the HANG event tells it. ``still_seconds``: since the last progress."""
 
     epoch: int
     roles: tuple[int, ...]
     cause: str
     table: Mapping[str, Any]
+    still_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class MemberFault(OfPlayer):
     """Communication failed in a member. Mostly a consequence: a better cause has 0.5 s to come."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class MemberRaised(OfPlayer):
+    """A role has raised an exception, whose last line is ``text``. Its process ends within 0.5 s,
+    unless the epoch is closed for a better cause."""
 
     text: str
 

@@ -79,6 +79,7 @@ _TOPICS: Mapping[type[ev.Input], Callable[[Core, Any], None]] = {
     ev.MemberLost: membership.lost,
     ev.MemberSuspected: membership.suspected,
     ev.MemberFault: faults.fault_reported,
+    ev.MemberRaised: faults.raised,
     ev.NotRestored: faults.restore_failed,
     ev.AuditFailed: faults.audit_failed,
     ev.Restored: epoch.restored,

@@ -365,7 +365,7 @@ def lost(core: Core, event: ev.MemberLost) -> None:
     how = f"exit {event.exit_code}" if event.signal is None else signal_name(event.signal)
     cause = f"{process_name(event.node, event.slot, event.incarnation)} ended: {how}"
     cause += f" ({event.last_line})" if event.last_line else ""
-    failure = _failure_of(event, cause, role)
+    failure = failure_of(event, cause, role)
     on_purpose = ordered or event.ordered
     end = {"exit_code": event.exit_code, "signal": event.signal}
     facts: dict[str, Any] = {key: number for key, number in end.items() if number is not None}
@@ -447,7 +447,8 @@ def _is_pending(core: Core, event: ev.OfMember) -> bool:
     return False
 
 
-def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
+def failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
+    """Return what the end of a process means for the epoch in which it plays ``role``."""
     gone = event.exit_code == ExitStatus.NO_DEVICE
     kind = FailureKind.DEVICE_ERROR if gone else kind_of_end(event.last_line)
     log = member_log_name(event.node, event.slot, event.incarnation)

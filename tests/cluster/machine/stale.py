@@ -27,6 +27,7 @@ def stale_inputs(world: World) -> Iterable[ev.Input]:
             yield ev.Restored(*who, record.epoch, g)
             yield ev.NotRestored(*who, record.epoch, "main", "late")
             yield ev.MemberFault(*who, record.epoch, "late")
+            yield ev.MemberRaised(*who, record.epoch, "late")
             yield ev.AuditFailed(*who, record.epoch, 1, (0,), True, "late")
             yield ev.Paused(*who, record.epoch, g.iteration)
             yield ev.PauseRefused(*who, record.epoch, g.iteration + 5)

@@ -6,6 +6,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.layout.records import BadPart, Restore
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of
 
@@ -55,6 +56,58 @@ def test_failed_communication_waits_for_a_better_cause() -> None:
     rig.reopened(g(7))
     rig.steps(8)
     assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
+
+
+def raised(rig: Rig, role: int = 0, text: str = "ValueError: bad sample 17") -> ev.MemberRaised:
+    return ev.MemberRaised(*rig.seat(role), rig.record.epoch, text)
+
+
+def test_time_without_progress_counts_from_the_exception() -> None:
+    """Its process ends by itself when no better cause has come."""
+    rig = Rig().run()
+    rig.feed(raised(rig))
+    rig.tick(0.6)
+    assert not rig.of(act.CloseEpoch)
+    rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample 17"))
+    assert "ended: exit 1 (ValueError: bad sample 17)" in rig.one(act.CloseEpoch).cause
+    rig.reopened(g(7))
+    rig.steps(8)
+    (report,) = rig.state.recoveries.finished
+    assert (report.kind, report.phases["detect"]) == ("process-crash", pytest.approx(0.6))
+
+
+def test_the_loss_of_a_peer_explains_an_exception() -> None:
+    rig = Rig().run()
+    rig.feed(raised(rig))
+    rig.tick(0.2)
+    rig.feed(ev.NodeLost(1, "agent gone"))
+    assert rig.one(act.CloseEpoch).cause == "node 1: agent gone"
+    rig.reopened(g(7))
+    rig.steps(8)
+    assert rig.seat(0) == (0, 0, 0), "its process stays"
+    assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
+
+
+def test_an_exception_whose_process_does_not_end_closes_the_epoch() -> None:
+    """As where the end of a process waits for its device; the second time it is the program."""
+    rig = Rig().run(7)
+    for number in (17, 23):
+        rig.feed(raised(rig, text=f"ValueError: bad sample {number}"))
+        rig.tick(1.1)
+        assert f"raised ValueError: bad sample {number}" in rig.one(act.CloseEpoch).cause
+        rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample"))
+        if number == 17:
+            rig.reopened(g(7))
+    assert rig.state.last_words is not None
+    assert rig.state.last_words.kind == "bug"
+
+
+def test_a_hang_counts_from_the_last_progress() -> None:
+    rig = Rig().run()
+    rig.feed(ev.RolesHung(1, (), "no progress", table_of({}), still_seconds=20.0))
+    rig.reopened(g(7))
+    rig.steps(8)
+    assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(20.0)
 
 
 def test_a_better_cause_that_comes_late_is_the_cause() -> None:
