@@ -10,7 +10,7 @@ need not stand there, because the agents that come back say it, or because losin
   either.
 - A node that is given up is noted in the journal by itself (kind ``gone``): no record may follow.
   So is one that was found to be wrong (kind ``wrong``): it has its roles until one follows.
-- Damaged copies, slow or quarantined nodes, crashes of a node that do not repeat: all found again.
+- Damaged copies, slow nodes, crashes of a node that do not repeat: all found again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class History:
     """``kept``: the kept line with this epoch (see layout.planner.keep_line). ``gone``: nodes that
     were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
     or held wrong numbers, or have a broken device; ``wrong_hosts``: hosts from which no node does.
-    ``nonfinite``: iterations that were thrown away, because
-    a number was not finite, with the last lineage in which they, or later ones, were computed.
+    ``distrusted``: nodes that get a role only where a failure leaves no other. ``nonfinite``:
+    iterations that were thrown away, because a number was not finite, with the last lineage in
+    which they, or later ones, were computed.
     ``struck``: paths of checkpoints that could not be loaded.
 
     ``failures``: those since the newest iteration, which count for a crash loop, each as
@@ -54,6 +55,7 @@ class History:
     gone: Mapping[int, str] = field(default_factory=dict)
     wrong: frozenset[int] = frozenset()
     wrong_hosts: frozenset[str] = frozenset()
+    distrusted: frozenset[int] = frozenset()
     nonfinite: Mapping[int, int] = field(default_factory=dict)
     struck: frozenset[str] = frozenset()
     failures: tuple[Mapping[str, Any], ...] = ()

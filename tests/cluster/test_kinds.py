@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from socket import gethostname
@@ -29,6 +30,23 @@ def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
     assert lost.data["kind"] == "process-crash"
     assert "Fatal Python error: Segmentation fault" in lost.data["cause"]
     assert kinds_of(final) == ["process-crash"]
+
+
+def test_a_drain_waits_where_only_a_quarantined_node_is_left(tmp_path: Path) -> None:
+    with Run(tmp_path / "r") as run:
+        where = str(run.run.path)
+        for number in range(1, 4):
+            run.wait_iteration(run.newest_iteration() + 2)
+            assert deadpool("kill", where, "--role", "1").returncode == 0
+            run.wait_event(Kind.RECOVERED, number)
+        assert run.wait_event(Kind.NODE_ASIDE).node == 1
+        asked = deadpool("drain", where, "--node", "0", "--wait", "3")
+        assert "waits for a spare node that is not quarantined, as nodes [1] are" in asked.stderr
+        status = json.loads(deadpool("status", where, "--json").stdout)
+        uses = [status["nodes"][node]["use"] for node in "012"]
+        final = run.finish()
+    assert uses == ["training", "quarantined", "training"]
+    assert kinds_of(final) == ["process-crash"] * 3
 
 
 @pytest.mark.full

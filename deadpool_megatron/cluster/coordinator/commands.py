@@ -416,7 +416,7 @@ def describe(state: State, peers: Peers, progress: ReportedProgress) -> dict[str
         str(node): {
             "host": known.host,
             "domain": known.domain,
-            "spare": uses[node] is not NodeUse.TRAINING,
+            "spare": node not in state.seats.nodes,
             "use": str(uses[node]),
             "restarts": known.restarts,
             "standing": str(known.judged.standing),

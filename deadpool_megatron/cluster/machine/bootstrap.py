@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.epoch import can_spare, decide, drained, seating
+from deadpool_megatron.cluster.machine.epoch import can_spare, decide, not_moved_to, seating
 from deadpool_megatron.cluster.machine.membership import drop_node, silent
 from deadpool_megatron.cluster.machine.pauses import consider_pause
 from deadpool_megatron.cluster.machine.state import (
@@ -224,12 +224,13 @@ def _move_away(core: Core, node: int, facts: HostFacts, before: Health | None) -
     text = facts.health_text
     if facts.health is Health.OUT:
         cause = f"node {node} is quarantined, its health command says: {text}"
+        core.state.fleet.distrust(frozenset({node}))
         core.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
     else:
         if before is not facts.health:
             judged = Judgement(Standing.WEAK, (f"its health command says: {text}",))
             _emit(core, node, judged, facts, core.state.fleet.nodes[node].domain)
-        if not can_spare(core, drained(core.state) | {node}):
+        if not can_spare(core, not_moved_to(core.state) | {node}):
             return
     core.state.fleet.drains |= {node}
     consider_pause(core)
@@ -246,7 +247,7 @@ def _look_again(core: Core, node: int, *, fresh: bool) -> None:
         return
     if judged.standing is Standing.LEFT_OUT and core.state.phase not in _AT_REST:
         # What it holds may be what is restored or saved; it will tell its facts again.
-        fleet.deprioritized |= {node}
+        fleet.distrust(frozenset({node}))
         return
     _emit(core, node, judged, known.facts, known.domain)
     if judged.standing is Standing.WEAK:

@@ -169,9 +169,10 @@ def can_spare(core: Core, leaving: frozenset[int]) -> bool:
     return not found.unseated and not new & core.state.fleet.deprioritized
 
 
-def drained(state: State) -> frozenset[int]:
-    """Nodes whose roles have moved while other drains are open: not to be moved to by those."""
-    return state.fleet.drains - state.seats.nodes
+def not_moved_to(state: State) -> frozenset[int]:
+    """Return the nodes that no planned change gives a role: quarantined ones, and those whose roles
+    have moved while other drains are open."""
+    return (state.fleet.drains | state.fleet.distrusted) - state.seats.nodes
 
 
 def decide(core: Core) -> None:
@@ -184,7 +185,7 @@ def decide(core: Core) -> None:
     if state.last_words is not None:
         dump(core)
         return
-    not_to = drained(state) if fleet.draining - fleet.quarantined else frozenset[int]()
+    not_to = not_moved_to(state) if fleet.draining - fleet.quarantined else frozenset[int]()
     seats = seating(core, fleet.draining | not_to)
     if seats.unseated and fleet.draining - fleet.quarantined:
         # The spare for the drain has gone in the meantime.
@@ -299,6 +300,7 @@ def _history(state: State, restore: Restore) -> History:
         gone=dict(sorted(state.fleet.removed.items())),
         wrong=state.fleet.quarantined,
         wrong_hosts=state.fleet.quarantined_hosts,
+        distrusted=state.fleet.distrusted,
         nonfinite=state.blame.nonfinite,
         struck=state.lineage.struck,
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),

@@ -143,6 +143,7 @@ class Machine(Core):
         fleet.quarantined = history.wrong | wrong.keys()
         fleet.quarantined_hosts = history.wrong_hosts | {host for host in wrong.values() if host}
         fleet.draining = fleet.quarantined & state.seats.nodes
+        fleet.distrust(history.distrusted)
         line = state.lineage
         line.kept, line.ever_ran = history.kept, last.restore.kind == "memory"
         line.newest = max(last.emitted_up_to, config.finished)

@@ -221,6 +221,7 @@ def put_aside(core: Core, node: int, why: str, kind: FailureKind) -> bool:
     if not _has_better(core, node):
         return False
     core.state.fleet.draining |= {node}
+    core.state.fleet.distrust(frozenset({node}))
     core.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is quarantined {why}", kind=kind)
     return True
 

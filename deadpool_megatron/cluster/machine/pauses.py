@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.machine.core import Core
 from deadpool_megatron.cluster.machine.epoch import (
     check_done,
     close,
-    drained,
+    not_moved_to,
     owed_copies,
     record_nodes,
     save_and_end,
@@ -57,7 +57,7 @@ def consider_pause(core: Core) -> None:
     if not isinstance(state.doing, Running) or record is None or state.blame.suspicion is not None:
         return
     for node in sorted(state.fleet.drains & state.seats.nodes):
-        if not seating(core, drained(state) | {node}).unseated:
+        if not seating(core, not_moved_to(state) | {node}).unseated:
             _pause_next(core, f"drain of node {node}", frozenset({node}))
             return
     if state.protection.plan != record.protection:
@@ -103,6 +103,7 @@ def drain(core: Core, node: int) -> None:
 def drain_slow(core: Core, event: DrainRequested) -> None:
     """A slow node's roles are to be moved away."""
     state, node = core.state, event.node
+    state.fleet.distrust(frozenset({node}) & state.fleet.nodes.keys())
     if node not in state.fleet.nodes:
         core.refuse("drain", f"node {node} is not connected", node)
     elif node not in state.seats.nodes:

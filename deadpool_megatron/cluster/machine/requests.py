@@ -154,7 +154,9 @@ def _drain(core: Core, request: Request) -> Request:
     paused = state.doing.order.leaving if isinstance(state.doing, Pausing) else frozenset[int]()
     if node in fleet.draining | paused:
         return request.at(Stage.UNDER_WAY, "its roles move")
-    return request.at(Stage.ASKED, "waits for a spare node")
+    barred = sorted((fleet.distrusted | fleet.quarantined) & fleet.nodes.keys() - {node})
+    why = f" that is not quarantined, as nodes {barred} are" if barred else ""
+    return request.at(Stage.ASKED, f"waits for a spare node{why}")
 
 
 def _protect(core: Core, request: Request) -> Request:

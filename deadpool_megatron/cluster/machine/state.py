@@ -124,8 +124,10 @@ class Fleet:
     """``nodes``: connected ones. ``removed``: those given up, with the cause. ``drains``: nodes
     whose roles are to move as soon as a spare can take them, and as long as there are such those
     that have moved: no spares for the others; ``draining``: nodes that have no role in the next
-    record; ``deprioritized``: nodes that get a role last; ``quarantined``: those found to compute
-    or hold wrong numbers, or to have a broken device, which get none any more;
+    record; ``deprioritized``: nodes that get a role last; ``distrusted``: those quarantined for
+    crashes, slowness or their health, which get one only where a failure leaves no other node;
+    ``quarantined``: those found to compute or hold wrong numbers, or to have a broken device, which
+    get none any more;
     ``quarantined_hosts``: those all of whose nodes were found so, from where none gets any.
     ``returning``: nodes whose agents ended in this recovery, and may come back.
     """
@@ -136,6 +138,7 @@ class Fleet:
     drains: frozenset[int] = frozenset()
     draining: frozenset[int] = frozenset()
     deprioritized: frozenset[int] = frozenset()
+    distrusted: frozenset[int] = frozenset()
     quarantined: frozenset[int] = frozenset()
     quarantined_hosts: frozenset[str] = frozenset()
     returning: frozenset[int] = frozenset()
@@ -144,6 +147,11 @@ class Fleet:
     def aside(self) -> frozenset[int]:
         """Nodes that are no good spares."""
         return self.deprioritized | self.quarantined
+
+    def distrust(self, nodes: frozenset[int]) -> None:
+        """Quarantine these nodes; a role they have stays until it is moved."""
+        self.distrusted |= nodes
+        self.deprioritized |= nodes
 
     def having(self, *statuses: MemberStatus) -> list[Place]:
         """Return where members of these states are, in order."""
@@ -514,12 +522,12 @@ class State:
         return self.seats.role_of(node, slot, incarnation) if self.record else None
 
     def use_of(self, node: int) -> NodeUse:
-        """The part that a connected node has."""
+        """The part that a connected node has; a quarantined one is that with a role, too."""
         fleet = self.fleet
+        if node in fleet.quarantined | fleet.distrusted:
+            return NodeUse.QUARANTINED
         if node in self.seats.nodes:
             return NodeUse.TRAINING
-        if node in fleet.quarantined:
-            return NodeUse.QUARANTINED
         if node not in fleet.deprioritized or fleet.nodes[node].judged.standing is Standing.WEAK:
             return NodeUse.SPARE
         drains = [one for one in self.requests if one.verb is Verb.DRAIN]

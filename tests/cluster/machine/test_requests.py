@@ -12,6 +12,7 @@ from deadpool_megatron.cluster.journal.user_requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
+from deadpool_megatron.cluster.machine.state import MemberStatus
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import plan_in_words
 from tests.cluster.machine.bootstrapping.test_takeover import rejoin, repeat, successor
@@ -103,6 +104,63 @@ def test_a_failure_moves_roles_to_a_drained_node_if_there_is_no_other() -> None:
     rig.lose(1, g(10, rig.record.epoch))
     rig.journal()
     assert nodes_of(rig.record) == {0: 2, 1: 0}
+
+
+def with_a_quarantined_node(nodes: int = 2) -> Rig:
+    """Node 1 has crashed three times, and the spare plays role 1."""
+    rig = Rig(nodes=nodes, spares=1).run(7)
+    for iteration in (7, 8, 9):
+        rig.kill(1, g(iteration, rig.record.epoch))
+        rig.opened()
+        rig.steps(iteration + 1)
+    assert nodes_of(rig.record)[1] == nodes
+    reap(rig)
+    assert rig.state.use_of(1) == "quarantined"
+    return rig
+
+
+def reap(rig: Rig) -> None:
+    """The members of node 1 begin again, to be spares."""
+    for place in rig.state.fleet.having(MemberStatus.KILLED):
+        rig.feed(ev.MemberLost(*place, rig.state.fleet.members[place].incarnation, signal=9))
+    rig.hello(1)
+    rig.warm(1)
+
+
+def test_a_drain_waits_for_a_better_node_than_a_quarantined_one() -> None:
+    rig = with_a_quarantined_node()
+    ask(rig, Verb.DRAIN, node=0)
+    why = "waits for a spare node that is not quarantined, as nodes [1] are"
+    assert outcome(rig) == (Stage.ASKED, why)
+    assert rig.state.phase is Phase.RUNNING
+    rig.join(3)
+    rig.hello(3)
+    rig.warm(3)
+    assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
+    rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, 12) for role in (0, 1)))
+    rig.reopened(g(12, rig.record.epoch))
+    assert nodes_of(rig.record) == {0: 3, 1: 2}
+
+
+def test_a_slow_node_keeps_its_roles_where_only_a_quarantined_one_is_left() -> None:
+    rig = with_a_quarantined_node()
+    rig.feed(ev.DrainRequested(0))
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.state.use_of(0) == "quarantined", "it is slow, wherever its roles are"
+
+
+def test_a_quarantined_node_that_has_a_role_for_want_of_another_stays_quarantined() -> None:
+    """Also after a takeover."""
+    rig = with_a_quarantined_node()
+    rig.lose(2, g(10, rig.record.epoch))
+    rig.opened()
+    rig.steps(11)
+    assert nodes_of(rig.record) == {0: 0, 1: 1}
+    assert rig.state.use_of(1) == "quarantined"
+    new = successor(rig)
+    assert new.state.use_of(1) == "quarantined"
+    rejoin(new, rig)
+    assert new.state.use_of(1) == "quarantined"
 
 
 def taken_over(old: Rig, *, restarted: bool = False) -> Rig:

@@ -176,6 +176,11 @@ class World(Agents):
         for seat in record.seats.values():
             assert self.state.fleet.members[seat.node, seat.slot].incarnation == seat.incarnation
         self._check_restore(record)
+        recovery, fleet = self.state.recoveries.current, self.state.fleet
+        if recovery is not None and recovery.kind == "drained" and len(recovery.causes) == 1:
+            before = {seat.node for seat in self.announced[-1].seats.values()}
+            moved_to = {seat.node for seat in record.seats.values()} - before
+            assert not moved_to & (fleet.distrusted | fleet.quarantined), "a plan, no failure"
         if self.poisoned_from is not None and record.restore.kind == "memory":
             assert record.restore.generation.iteration < self.poisoned_from
         self.poisoned_from = None
