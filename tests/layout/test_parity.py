@@ -133,6 +133,18 @@ def test_no_domain_twice_where_that_can_be(drawn: tuple[EpochRecord, int]) -> No
             used.add(domain[holder])
 
 
+def test_what_one_exchange_mends_leaves_all_others_in_their_place() -> None:
+    """Node i is in group i modulo their number. So few blocks are computed anew when a node that
+    takes over is in a rack of the group."""
+    domains = [f"rack{node}" for node in range(12)]
+    domains[4] = domains[1]
+    groups = parity_groups(record(domains, 0, 1, 4, 1))
+    assert sorted(len(group.roles) for group in groups) == [4, 4, 4]
+    moved = {role for group in groups for role in group.roles if role % 3 != group.roles[1] % 3}
+    assert len(moved) == 2
+    assert moved & {1, 4}
+
+
 @pytest.mark.parametrize(("size", "parities"), [(4, 1), (4, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("rack", [1, 4])
 def test_memory_is_even(size: int, parities: int, rack: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.history import NO_LIMIT
-from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement
+from deadpool_megatron.layout.parity_groups import MEMBERS, ParityPlacement, parity_role
 from deadpool_megatron.layout.planner import NoRestore, RestoreQuery, choose_restore
 from deadpool_megatron.layout.records import (
     SUMS_PART,
@@ -65,11 +65,11 @@ class World:
         self.placement = self.place(self.group)
         self.protect(self.placement, (OLD, NEW))
 
-    def place(self, group: int) -> ParityPlacement:
+    def place(self, group: int, parities: int | None = None) -> ParityPlacement:
         plan = ProtectionPlan(SchemeNumbers(SchemeKind.PARITY, group=group))
         domains = {node: f"rack{node}" for node in range(self.nodes)}
         spares = set(domains) - set(self.seats.values())
-        return ParityPlacement(self.seats, domains, spares, plan, self.parities)
+        return ParityPlacement(self.seats, domains, spares, plan, parities or self.parities)
 
     def protect(self, placement: ParityPlacement, generations: tuple[Generation, ...]) -> None:
         """Every role's own slot, its extras on all nodes, and the parity of its group."""
@@ -166,6 +166,23 @@ def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
     world.bad = {BadPart(node, group.blocks[0], NEW, "main") for node in range(8)}
     world.bad |= {BadPart(node, group.blocks[1], NEW, "main") for node in range(8)}
     assert len(decoding(chosen(world), 0).group) == 2
+
+
+@given(st.permutations([1, 2, 3]), st.integers(2, 4), st.integers(0, 3))
+def test_blocks_of_codes_of_other_sizes_are_not_mixed(
+    parities: list[int], size: int, lost: int
+) -> None:
+    """The same roles in the same order, with more blocks or fewer, as plans before had them."""
+    world = World({role: role for role in range(size)}, 8, group=size, parities=parities[0])
+    for other in parities[1:]:
+        world.protect(world.place(size, other), (NEW,))
+    world.lost = {lost % size}
+    found = decoding(chosen(world), lost % size)
+    for number, places in found.blocks.items():
+        block = number - size
+        wanted = number if block < 0 else parity_role(found.group, found.parities, block)
+        assert {place.role for place in places} == {wanted}
+    assert len(found.blocks) == size - 1 + found.parities
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -129,6 +130,35 @@ def test_bytes_of_another_layout_are_not_used() -> None:
     content = {0: [(0, g(7), STEP)], 1: [(1, g(7), STEP)]}
     other = {1: layout(1, layout_hash="other")}
     assert isinstance(choose_restore(ask(content, layouts=other)), NoRestore)
+
+
+@given(
+    own=st.integers(2, 4),
+    others=st.integers(1, 3),
+    hashes=st.permutations(["a", "b"]),
+    newer=st.booleans(),
+)
+def test_slots_of_another_model_do_not_outvote_those_of_most_nodes(
+    own: int, others: int, hashes: list[str], newer: bool
+) -> None:
+    """Left by a run before: whatever they hold, and by whatever name their layout goes."""
+    others = min(others, own - 1)
+    mine, strange = ({role: layout(role, layout_hash=one) for role in range(2)} for one in hashes)
+
+    def inventory(
+        node: int, generation: Generation, layouts: Mapping[int, RoleLayout]
+    ) -> Inventory:
+        holdings = tuple(Holding(role, generation, STEP) for role in layouts)
+        return Inventory(node, 1, holdings, tuple(layouts.values()))
+
+    query = ask({})
+    alone = {node: inventory(node, g(7), mine) for node in range(own)}
+    beside = {
+        node: inventory(node, g(8 if newer else 7), strange) for node in range(own, own + others)
+    }
+    answer = chosen(replace(query, inventories=alone | beside))
+    assert answer.generation == g(7)
+    assert answer.sources == chosen(replace(query, inventories=alone)).sources
 
 
 def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None:

@@ -23,6 +23,7 @@ from deadpool_megatron.vault.shm.segment import (
     Segment,
     SlotState,
     checksum,
+    copy_name,
     own_name,
 )
 from deadpool_megatron.vault.shm.table import Place
@@ -91,6 +92,24 @@ def test_bytes_that_have_made_way_for_a_newer_generation_are_not_damaged(state: 
     state.mark_bad(place, 0)
     assert segment.entry(0, "shard").state is PartState.BAD
     assert told == [NEW]
+
+
+@pytest.mark.parametrize("seat", [None, Seat(0, 0, 1)])
+def test_only_damage_in_the_slot_of_a_member_is_its_members_affair(
+    state: VaultState, seat: Seat | None
+) -> None:
+    """A copy is sent again; what a member has written in this epoch can only be recomputed."""
+    told: list[Generation] = []
+    state.on_bad = lambda epoch, role, generation, part: told.append(generation)
+    peer = make_layout(7, nbytes=100)
+    path = state.table.directory / (copy_name(7) if seat is None else own_name(7, seat))
+    segment = Segment.create(path, peer, seat, NAMES)
+    state.table.segments[path.name] = segment
+    sealed(segment, 0, NEW)
+    (place,) = state.table.find(7, NEW, "shard")
+    state.mark_bad(place, 0)
+    assert segment.entry(0, "shard").state is PartState.BAD
+    assert told == ([] if seat is None else [NEW])
 
 
 def test_bytes_that_were_restored_into_their_slot_are_not_damaged(state: VaultState) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +14,20 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.layout.records import Generation, Seat
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.epoch_gate import VaultState
+from deadpool_megatron.vault.errors import Frozen, VaultError
 from deadpool_megatron.vault.member import SlotWriter, VaultClient, free_slot
-from deadpool_megatron.vault.shm.segment import Segment, SlotState
-from tests.vault.harness import make_layout
+from deadpool_megatron.vault.member_dialogue import (
+    LocalLink,
+    LocalServer,
+    MemberDialogue,
+    MemberDialogues,
+)
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
+from tests.common.waiting import wait_for
+from tests.vault.fake_network import QuickListener
+from tests.vault.harness import make_layout, record_of
 
 
 @pytest.fixture
@@ -111,3 +124,126 @@ def test_a_slot_that_is_anothers_is_told_of_unless_the_epoch_was_closed(
     with nullcontext() if is_closed else pytest.raises(VaultError, match="not that of"):
         writer.fill({"shard": 10})
     assert not told
+
+
+class Vault:
+    """A vault's side of the dialogue, in this process; ``heard``: what members have said."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.path = directory, directory / "vault.sock"
+        self.heard: list[Mapping[str, Any]] = []
+        self.start()
+
+    def start(self) -> None:
+        """The first one, or the next one after :meth:`stop`."""
+        self.state = VaultState(0, self.directory, Settings(), lambda _: None)
+        self.members = MemberDialogues(self.state)
+        seats = {role: Seat(0, 0, 0) for role in range(2)}
+        self.state.adopt(record_of(1, seats=seats))
+        self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(self.path))
+        self.listener.listen()
+        self.links: list[LocalLink] = []
+        self.server = LocalServer(self.listener, self.talk)
+        self.server.start()
+
+    def talk(self, link: LocalLink, stopping: threading.Event) -> None:
+        self.links.append(link)
+        receive = link.receive
+
+        def hear(stopping: threading.Event) -> dict[str, Any] | None:
+            message = receive(stopping)
+            self.heard.append(message or {"t": "end"})
+            return message
+
+        link.receive = hear  # type: ignore[method-assign]
+        if (hello := hear(stopping)) is not None:
+            MemberDialogue(self.state, self.members, link, hello).run(stopping)
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.listener.close()
+        self.path.unlink()
+        for link in self.links:
+            link.close()
+
+    def client(self, role: int = 0) -> VaultClient:
+        """Of a member that has registered for a role in epoch 1, and has filled a slot."""
+        client = VaultClient(str(self.path), self.directory, Seat(0, 0, 0), connect_seconds=20.0)
+        client.register(make_layout(role, nbytes=100), 1)
+        names = dict.fromkeys(("shard", "tail", "extras@step"), 10)
+        client.begin(FIRST, 1).fill(names)
+        return client
+
+
+FIRST = Generation(1, 1)
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Iterator[Vault]:
+    vault = Vault(tmp_path)
+    yield vault
+    vault.stop()
+
+
+def test_nothing_is_appended_after_the_close(vault: Vault) -> None:
+    """The slot has been promised as it is."""
+    client = vault.client()
+    vault.state.close(1)
+    with pytest.raises(Frozen, match="epoch 1 has been closed"):
+        client.append(FIRST, "extras@evaluation", b"more")
+    own = vault.state.table.own(0, Seat(0, 0, 0))
+    assert own is not None
+    entries = [own.entry(slot, "extras@evaluation") for slot in range(own.slots)]
+    assert [entry.state for entry in entries] == [PartState.ABSENT] * own.slots
+
+
+def test_a_replay_of_one_role_says_nothing_about_another(vault: Vault) -> None:
+    """It updates other parameters."""
+    client = vault.client()
+    client.rehearsed(True)
+    client.register(make_layout(0, nbytes=100), 1)  # again, after a close
+    assert vault.state.rehearsed == {0}
+    client.register(make_layout(1, nbytes=100), 1)
+    assert vault.state.rehearsed == {0}
+
+
+class StillWaiting(Exception):
+    """The test has seen enough."""
+
+
+def wait(client: VaultClient, reports: int = 1) -> None:
+    """At the gate, until it says so or so many reports were due."""
+    due = [None] * (reports - 1)
+
+    def report(waited: float) -> None:
+        if not due:
+            raise StillWaiting(waited)
+        due.pop()
+
+    interrupted = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        client.wait_committed(
+            FIRST, "step", interrupted=interrupted, on_wait=report, report_every_seconds=0.05
+        )
+    finally:
+        os.close(interrupted)
+
+
+def test_a_vault_learns_that_training_waits_for_a_generation(vault: Vault) -> None:
+    """From then on copies do not keep to their pace."""
+    client = vault.client()
+    with pytest.raises(StillWaiting):
+        wait(client)
+    wanted = {"t": "waiting", "epoch": 1, "generation": FIRST.to_list()}
+    wait_for("the message", lambda: wanted in vault.heard, 20.0)
+
+
+def test_a_vault_that_cannot_use_the_slots_ends_the_wait(vault: Vault) -> None:
+    """It was started again, and the file of the slots is gone: nothing will ever be committed."""
+    client = vault.client()
+    vault.stop()
+    (vault.directory / own_name(0, Seat(0, 0, 0))).unlink()
+    vault.start()
+    with pytest.raises(VaultError, match="segment of role 0"):
+        wait(client, 200)

@@ -17,6 +17,7 @@ from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, SchemeKind, SchemeNumbers
 from deadpool_megatron.layout.sizing import PAGE_BYTES, Scene, memory_needs, node_needs
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault import memory
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory import (
     Budget,
@@ -100,6 +101,49 @@ def test_what_a_killed_process_was_making_is_taken_back(tmp_path: Path) -> None:
         tmp_path / own_name(3, SEAT), layout, SEAT, NAMES, budget=Budget(tmp_path, limit)
     )
     assert allocated_bytes(tmp_path) <= limit
+
+
+def _be_killed_while_taking(directory: str, limit: int) -> None:
+    allocate = os.posix_fallocate
+
+    def allocate_or_die(file: int, start: int, count: int) -> None:
+        if count >= 1 << 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        allocate(file, start, count)
+
+    os.posix_fallocate = allocate_or_die
+    layout, path = make_layout(5, nbytes=1 << 20), Path(directory) / copy_name(5)
+    Segment.create(path, layout, None, NAMES, budget=Budget(Path(directory), limit))
+
+
+def test_what_a_killed_process_was_about_to_take_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_LOCK_SECONDS", 5.0)  # for who is still about to take it
+    layout = make_layout(3, nbytes=1 << 20)
+    limit = segment_bytes(layout) + (64 << 10)
+    taker = multiprocessing.get_context("fork").Process(
+        target=_be_killed_while_taking, args=(str(tmp_path), limit)
+    )
+    taker.start()
+    taker.join(30)
+    assert taker.exitcode == -signal.SIGKILL
+    assert [*tmp_path.glob(".booked.*")]
+    Segment.create(tmp_path / copy_name(3), layout, None, NAMES, budget=Budget(tmp_path, limit))
+    assert not [*tmp_path.glob(".booked.*")]
+
+
+def test_what_slots_occupy_is_there_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that start again find their slots, which need no room beside them."""
+    whole = 64 << 20
+    monkeypatch.setattr(memory, "free_bytes", lambda path: whole - allocated_bytes(path))
+    monkeypatch.setattr(memory, "cgroup_memory", lambda: None)
+    assert usable_bytes(tmp_path, 0) == whole
+    Segment.create(tmp_path / copy_name(3), make_layout(3), None, NAMES)
+    assert allocated_bytes(tmp_path)
+    assert usable_bytes(tmp_path, 0) == whole
 
 
 def test_memory_is_filled_beside_others_and_counts_from_the_beginning(

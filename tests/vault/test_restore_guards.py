@@ -3,9 +3,12 @@ it. A part that fails is never sealed."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,6 +179,39 @@ def test_what_the_own_copy_vouches_for_is_what_peers_have_to_give(house: House) 
     copy.seal_part(0, "shard", 5000, checksum(memoryview(b"other bytes")), 1, PartState.ELSEWHERE)
     house.keep(1, SHARDS, replace(LAYOUT, role=1))
     house.refuse("not the bytes that the role had")
+
+
+def test_what_comes_after_a_refused_part_is_not_read_out_of_its_bytes(house: House) -> None:
+    """The source that offers other bytes sends them at once; the same node has the right ones of a
+    peer. A node that cannot be understood gets no second try here."""
+    house.states[0].settings = Settings(restore_seconds=1e-9, chunk_bytes=4096)
+    right = checksum(memoryview(content(0, RESTORED, "shard", 5000)))
+    copy = house.keep(0, [*EXTRAS, "tail"])
+    copy.seal_part(0, "shard", 5000, right, 1, PartState.ELSEWHERE)
+    other = house.keep(1, SHARDS)
+    other.data(0, "shard")[5] ^= 1
+    other.seal_part(0, "shard", 5000, checksum(other.data(0, "shard")), 1)
+    house.keep(1, SHARDS, replace(LAYOUT, role=1))
+    house.network.cut.add(("fake", 2))
+    house.obtain()
+
+
+def test_a_moment_without_descriptors_is_sat_out_while_a_dump_is_read(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing of the disk that the dump is on."""
+    house.keep(0, [*EXTRAS, *SHARDS])
+    _, restore = house.dumped(tmp_path / "dump", 0)
+    lacking, ensure_own = [errno.EMFILE, errno.ENFILE], room.ensure_own
+
+    def ensure_or_not(*args: Any, **more: Any) -> Segment:
+        if lacking:
+            raise OSError(lacking[-1], os.strerror(lacking.pop()))
+        return ensure_own(*args, **more)
+
+    monkeypatch.setattr(room, "ensure_own", ensure_or_not)
+    house.obtain(restore)
+    assert not lacking
 
 
 def test_a_base_is_not_held_against_what_it_became(house: House) -> None:

@@ -291,6 +291,7 @@ class Agent:
             self._fence(f"epoch {record.epoch} continues without this node")
             return
         self._shown = record
+        self._closed = max(self._closed, record.epoch - 1)  # a close of those comes too late
         if self._node in record.nodes:  # else joined after this decision: a spare of the next one
             failpoints.hit("agent.record", epoch=record.epoch)
             self._record = record

@@ -494,6 +494,6 @@ def step_reported(core: Core, event: ev.StepReported | ev.NotFinite) -> None:
 
 
 def phase_reported(core: Core, event: ev.PhaseReported) -> None:
-    """A member's or vault's part of a recovery."""
-    newest = 0 if core.state.record is None else core.state.record.epoch
-    core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, newest)
+    """A member's or vault's part of a recovery; once its epoch is closed, of none that follows."""
+    heard = core.state.heard_epoch or -1
+    core.state.recoveries.report(event.epoch, event.phase, event.seconds, event.exposed, heard)

@@ -175,13 +175,13 @@ class Recoveries:
         self.steps_recomputed += report.steps_recomputed
         return report
 
-    def report(self, epoch: int, phase: str, seconds: float, exposed: float, newest: int) -> None:
+    def report(self, epoch: int, phase: str, seconds: float, exposed: float, heard: int) -> None:
         """Take what a member or vault of ``epoch`` says of one phase: they work in parallel, so the
-        longest counts. ``newest``: the announced epoch. ``exposed``: how long something lacked
-        protection. A phase that is none of PHASES is part of another one; copies alone may be made
-        again after the recovery.
+        longest counts. ``heard``: the epoch that is not closed, if any. ``exposed``: how long
+        something lacked protection. A phase that is none of PHASES is part of another one; copies
+        alone may be made again after the recovery.
         """
-        if self.current is not None and epoch == newest:
+        if self.current is not None and epoch == heard:
             phases = self.current.reported
             self.current.exposed = max(self.current.exposed, exposed)
         elif self.finished and self.finished[-1].epoch == epoch and phase == "reprotect":

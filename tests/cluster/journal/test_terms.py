@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from deadpool_megatron.cluster.journal import terms
 from deadpool_megatron.cluster.journal.journal import Journal
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
+    SignOfLife,
     Succession,
     claim_order,
     claim_term,
@@ -129,3 +135,31 @@ def test_what_could_not_be_looked_at_proves_nothing() -> None:
         assert not succession.is_stale(71.0)
         assert not succession.may_claim(0, refused=False, now=72.9)
         assert succession.may_claim(0, refused=False, now=73.0)
+
+
+class SlowJournal(Journal):
+    """Takes its time over the sign of life. With the last of the times another term begins."""
+
+    def __init__(self, directory: Path, clock: list[float], times: list[float]) -> None:
+        super().__init__(directory)
+        self.clock, self.times = clock, times
+
+    def beat(self, text: str) -> None:
+        self.clock[0] += self.times.pop(0)
+        super().beat(text if self.times else sign(2, 0))
+
+
+@pytest.mark.parametrize(("seconds", "gaps"), [([0.1, 60.0, 0.1], [160.1]), ([0.1, 0.9, 0.1], [])])
+async def test_a_coordinator_whose_journal_hung_trusts_no_silence_of_that_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: list[float], gaps: list[float]
+) -> None:
+    clock, found, newer = [100.0], list[float](), list[str]()
+    monkeypatch.setattr(terms, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    journal = SlowJournal(tmp_path, clock, seconds)
+    claim_term(journal, 1, "10.0.0.4", 2000, 4)
+    rhythm = replace(RHYTHM, beat=0.001)
+    life = SignOfLife(journal, 1, rhythm, lambda: True, found.append, newer.append, pytest.fail)
+    await life.run()
+    life.close()
+    assert found == pytest.approx(gaps)
+    assert newer == ["term 2 has begun"]

@@ -134,6 +134,26 @@ def test_what_is_retained_reaches_a_successor_whose_first_connection_is_cut(how:
     play({}, scenario)
 
 
+@pytest.mark.parametrize("count", [3, 100])
+def test_a_successor_is_told_what_is_new_and_what_is_little(count: int) -> None:
+    """However long ago it was: a report of an hour ago may be the newest there is."""
+
+    async def scenario(line: Line) -> None:
+        await beginning(line)
+        for number in range(count):
+            line.link.send({"t": "report", "value": number}, retain=True)
+            if number == 0:
+                await asyncio.sleep(60.0)
+        await line.until("acknowledgements", lambda: not line.link._unacknowledged)
+        new = line.take_over()
+        await line.until("a welcome", lambda: new.peers.listening())
+        await line.until("the newest", lambda: count - 1 in new.said)
+        # Of many only the first is old; all others are seconds old.
+        assert new.said == [*range(0 if count == 3 else 1, count)]
+
+    play({}, scenario)
+
+
 def test_an_agent_tells_the_term_that_it_follows() -> None:
     """By it a coordinator that was superseded hears of its successor, even from an agent that found
     its way back to it."""

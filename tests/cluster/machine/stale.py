@@ -1,8 +1,9 @@
-"""Messages that come too late: of closed epochs, ended processes and lost nodes."""
+"""Messages that come at the wrong time: of closed epochs and ended processes, of lost nodes, of
+epochs that have not begun; and those of this epoch, a second time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 
 from deadpool_megatron.cluster.machine import actions as act
@@ -11,32 +12,61 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.watch.hang import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import (
+    EpochRecord,
     Generation,
     Inventory,
+    Seat,
 )
 from tests.cluster.machine.world import World
+
+Player = tuple[int, int, int, int]  # node, slot, incarnation, epoch
+# Each kind of input that carries an epoch, said by a player of a role in that epoch, which began
+# with this generation.
+OF_EPOCH: Mapping[type[ev.Input], Callable[[Player, Generation], ev.Input]] = {
+    ev.AuditFailed: lambda p, _: ev.AuditFailed(*p, 1, (0,), True, "late"),
+    ev.MemberDone: lambda p, _: ev.MemberDone(*p),
+    ev.MemberFault: lambda p, _: ev.MemberFault(*p, "late"),
+    ev.MemberRaised: lambda p, _: ev.MemberRaised(*p, "late"),
+    ev.NodeInventory: lambda p, _: ev.NodeInventory(Inventory(p[0], p[3])),
+    ev.NotRestored: lambda p, _: ev.NotRestored(*p, "main", "late"),
+    ev.Paused: lambda p, g: ev.Paused(*p, g.iteration),
+    ev.PauseRefused: lambda p, g: ev.PauseRefused(*p, g.iteration + 5),
+    ev.PhaseReported: lambda p, _: ev.PhaseReported(p[3], "restore", 1e6),
+    ev.Restored: lambda p, g: ev.Restored(*p, g),
+    ev.RolesHung: lambda p, _: ev.RolesHung(p[3], (0,), "late", table_of({})),
+    ev.StepReported: lambda p, _: ev.StepReported(p[3], 10_000),
+}
+# A number that is not finite counts as long as its generation may be restored: see NotFinite. The
+# journal answers for the newest number only, below; an agent that joins says what it has.
+NOT_OF_EPOCH = {ev.NotFinite, ev.JournalWritten, ev.JournalFailed, ev.NodeJoined}
+
+
+def of_epochs(
+    world: World, epochs: Iterable[int], records: Iterable[EpochRecord], seats: Iterable[Seat]
+) -> Iterable[ev.Input]:
+    """All kinds of messages of these epochs, from these processes."""
+    for epoch, record in zip(epochs, records, strict=False):
+        for seat in seats:
+            player = seat.node, seat.slot, seat.incarnation, epoch
+            for kind, said in OF_EPOCH.items():
+                # An inventory counts until the next record is announced, as its epoch does.
+                newest = world.state.record
+                if kind is not ev.NodeInventory or newest is None or epoch != newest.epoch:
+                    yield said(player, record.restore.generation)
+
+
+def early_inputs(world: World) -> Iterable[ev.Input]:
+    """Messages of epochs that have not begun."""
+    if (record := world.state.record) is not None:
+        ahead = world.state.epoch + 1, world.state.epoch + 7
+        yield from of_epochs(world, ahead, (record, record), list(record.seats.values())[:2])
 
 
 def stale_inputs(world: World) -> Iterable[ev.Input]:
     """Messages of closed epochs, ended processes and lost nodes."""
     past = [r for r in world.announced if r.epoch != world.state.heard_epoch]
     for record in past[-2:]:
-        for seat in list(record.seats.values())[:2]:
-            who = (seat.node, seat.slot, seat.incarnation)
-            g = record.restore.generation
-            yield ev.Restored(*who, record.epoch, g)
-            yield ev.NotRestored(*who, record.epoch, "main", "late")
-            yield ev.MemberFault(*who, record.epoch, "late")
-            yield ev.MemberRaised(*who, record.epoch, "late")
-            yield ev.AuditFailed(*who, record.epoch, 1, (0,), True, "late")
-            yield ev.Paused(*who, record.epoch, g.iteration)
-            yield ev.PauseRefused(*who, record.epoch, g.iteration + 5)
-            yield ev.MemberDone(*who, record.epoch)
-        yield ev.StepReported(record.epoch, 10_000)
-        yield ev.RolesHung(record.epoch, (0,), "late", table_of({}))
-        if world.state.record is not None and record.epoch < world.state.record.epoch:
-            for node in record.nodes:
-                yield ev.NodeInventory(Inventory(node, record.epoch))
+        yield from of_epochs(world, (record.epoch,), (record,), list(record.seats.values())[:2])
     for node, slot in list(world.state.fleet.members):
         gone = world.state.fleet.members[node, slot].incarnation - 1
         yield ev.MemberLost(node, slot, gone, signal=9)
@@ -58,7 +88,7 @@ def feed_stale(world: World) -> None:
     """Rule 5: none of them changes anything; at most they are refused."""
     known = (world.state.record, world.state.seats)  # records never change
     before = deepcopy(world.state, {id(one): one for one in known})
-    for event in list(stale_inputs(world)):
+    for event in [*stale_inputs(world), *early_inputs(world)]:
         actions = world.machine.handle(event, world.now)
         assert world.state == before, event
         for action in actions:

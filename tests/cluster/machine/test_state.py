@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import _TOPICS
+from deadpool_megatron.cluster.machine.state import LineageProgress
 from deadpool_megatron.layout.history import NO_LIMIT, History
-from tests.cluster.machine.rig import Rig
+from deadpool_megatron.layout.records import Generation, Restore
+from tests.cluster.machine.rig import Phase, Rig, g
+from tests.cluster.machine.stale import NOT_OF_EPOCH, OF_EPOCH
 
 
-def test_each_input_has_a_topic() -> None:
+def kinds_of_input() -> set[type[ev.Input]]:
     found, kinds = {ev.Input}, set()
     while found:
         kind = found.pop()
         found.update(kind.__subclasses__())
         if not kind.__subclasses__():
             kinds.add(kind)
-    assert kinds - {ev.Tick} == _TOPICS.keys()
+    return kinds
+
+
+def test_each_input_has_a_topic() -> None:
+    assert kinds_of_input() - {ev.Tick} == _TOPICS.keys()
+
+
+def test_each_input_that_carries_an_epoch_is_delivered_late_and_early() -> None:
+    """By the simulated world: see stale.py."""
+    carry = {
+        kind
+        for kind in kinds_of_input()
+        if kind is ev.NodeInventory or "epoch" in {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    }
+    assert carry == OF_EPOCH.keys() | NOT_OF_EPOCH
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from("abc")), max_size=6))
+def test_a_checkpoint_that_is_written_again_counts_once(written: list[tuple[int, str]]) -> None:
+    """Under one path there is one, that of the last time."""
+    line, last = LineageProgress(), dict[str, int]()
+    for k, path in written:
+        line.add_valid(Restore("durable", Generation(1, k), "save", path))
+        last[path] = k
+    assert {one.path: one.generation.iteration for one in line.valid} == last
+    assert len(line.valid) == len(last)
+    iterations = [one.generation.iteration for one in line.valid]
+    assert iterations == sorted(iterations, reverse=True)
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+@pytest.mark.parametrize("highest", [-1, 0, 5])
+def test_a_process_gets_a_number_that_none_had_before(was_there: bool, highest: int) -> None:
+    """Its slots have that number in their name, and those of one that was there may be left."""
+    rig = Rig(nodes=1, spares=0)
+    if was_there:
+        rig.run()
+        rig.take_over(rig.record)
+    known = {} if highest < 0 else {0: highest}
+    rig.feed(ev.NodeJoined(0, "host", 1000, "node0", incarnations=known))
+    (started,) = rig.of(act.StartMembers)
+    assert started.slots == {0: max(highest, 0 if was_there else -1) + 1}
+
+
+def test_a_suspicion_ends_with_its_epoch() -> None:
+    """The better cause that was waited for has come: the next epoch is not closed for it."""
+    rig = Rig().run(3)
+    rig.feed(ev.MemberFault(*rig.seat(0), rig.record.epoch, "peer closed"))
+    rig.kill(1, g(3))
+    rig.feed(*(ev.MemberHello(1, 0, 1),))
+    rig.journal()
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+    epoch = rig.record.epoch
+    rig.tick(10.0)
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.record.epoch == epoch
 
 
 def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:

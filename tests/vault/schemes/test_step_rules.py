@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import room
 from deadpool_megatron.vault import worker as workers
 from deadpool_megatron.vault.epoch_gate import Ledger, VaultState
-from deadpool_megatron.vault.schemes.gradients import Recompute
+from deadpool_megatron.vault.schemes.gradients import Recompute, replayed_otherwise
 from deadpool_megatron.vault.schemes.scheme import Target, scheme_of
 from deadpool_megatron.vault.shm.segment import (
     PartState,
@@ -310,3 +311,21 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(
                 bases = [s for s in table.sealed(0) if "shard0" in s.parts]
                 for place in table.find(0, min(s.generation for s in bases), "shard0"):
                     table.mark_bad(place)
+
+
+@pytest.mark.parametrize(
+    ("known", "wrong"), [("same", []), ("other", ["shard0"]), ("", ["shard0"])]
+)
+def test_what_was_recomputed_is_sealed_only_on_the_checksum_that_the_owner_had(
+    tmp_path: Path, known: str, wrong: list[str]
+) -> None:
+    """Of a part that no checksum is known of nobody can say that it is right."""
+    layout = RoleLayout(0, (PartInfo("shard0", 8, (0,)),), (0, 1), 2, "hash")
+    segment = Segment.create(tmp_path / copy_name(0), layout, None, ["shard0"])
+    segment.open_slot(0, g(5), 1)
+    segment.seal_part(0, "shard0", 8, 17, 1)
+    sums = {} if not known else {"shard0": (8, 17 if known == "same" else 18)}
+    place: Any = SimpleNamespace(view=memoryview(pack_sums(sums)))
+    assert replayed_otherwise(segment, 0, {"shard0": 17}, place) == wrong
+    state = segment.entry(0, "shard0").state
+    assert state is (PartState.BAD if wrong else PartState.SEALED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -395,3 +396,12 @@ def test_memory_is_asked_for_once_and_again_after_it_was_given_back(
     assert asked == [1, 0, 1]
     segment.flush()
     assert synced == [segment._file]
+
+
+def test_slots_are_made_where_a_process_of_this_number_was_killed(tmp_path: Path) -> None:
+    """In a container numbers come again soon."""
+    path = tmp_path / copy_name(3)
+    path.with_name(f".{path.name}.{os.getpid()}").write_bytes(b"half a file")
+    made = Segment.create(path, make_layout(3, nbytes=100), None, ["shard"])
+    assert Segment.open(path).layout == made.layout
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]

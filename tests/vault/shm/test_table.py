@@ -235,3 +235,17 @@ def test_what_is_promised_is_read_after_the_fence_and_goes_with_its_segment(
     table.freeze()
     table.remove(segment)
     assert table.holdings() == ()
+
+
+@pytest.mark.parametrize(
+    ("held", "is_superseded"), [((7, 8), True), ((5, 8), False), ((8,), False)]
+)
+def test_an_offer_is_superseded_when_every_slot_holds_something_newer(
+    tmp_path: Path, held: tuple[int, ...], is_superseded: bool
+) -> None:
+    """One newer slot is not enough: the offered one may still be asked for, and has a place."""
+    table, segment = table_with_copy(tmp_path)
+    for slot, iteration in enumerate(held):
+        segment.open_slot(slot, Generation(1, iteration), 1)
+        keep(segment, slot, SHARD, 1)
+    assert table.superseded(segment, Generation(1, 6)) is is_superseded

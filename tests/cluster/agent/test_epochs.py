@@ -1,0 +1,208 @@
+"""Orders that carry an epoch, given to a whole agent in time, late, early and twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.agent.agent import Agent
+from deadpool_megatron.cluster.agent.members import NodeMembers
+from deadpool_megatron.cluster.agent.vault_process import VaultKeeper
+from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    Restore,
+    Seat,
+)
+from deadpool_megatron.vault.control import VaultControl
+from tests.cluster.agent.test_children import SECONDS, info, keeper, note_starts, options_of
+from tests.common.waiting import until
+
+__all__ = ["info", "keeper"]
+WELCOME = {"t": "welcome", "boot": "first", "record": None}
+
+
+def record(epoch: int) -> EpochRecord:
+    """Its one role sits on another node: nobody here has to leave the epoch."""
+    nodes = {n: NodeAddress("127.0.0.1", 1, f"node{n}", spare=n == 0) for n in range(2)}
+    restore = Restore("initial", Generation(epoch, 0))
+    return EpochRecord(epoch, {0: Seat(1, 0, 0)}, nodes, restore)
+
+
+def opens(epoch: int) -> Mapping[str, Any]:
+    return {"t": "record", "record": record(epoch).to_dict()}
+
+
+def closes(epoch: int) -> Mapping[str, Any]:
+    return {"t": "close", "epoch": epoch, "cause": "a failure"}
+
+
+def is_obeyed(order: Mapping[str, Any]) -> list[str]:
+    """What an order that counts has done, in this order: a member that is interrupted while its
+    vault still seals could have sealed what the interrupt has cut off."""
+    if order["t"] == "record":
+        epoch = order["record"]["epoch"]
+        return [f"vault opens {epoch}", f"members enter {epoch}"]
+    epoch = order["epoch"]
+    return [f"vault closes {epoch}", f"members leave {epoch}", f"inventory of {epoch}"]
+
+
+class Played:
+    """An agent whose vault, members and coordinator are played; ``did``: what it had them do."""
+
+    def __init__(self, directory: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = RunDirectory(directory / "run")
+        run.create(info)
+        self.options = options_of(run, info)
+        os.close(cleanup.claim_segments(run, info.run_id))
+        self.options.segments.mkdir()
+        self.did: list[str] = []
+        did = self.did.append
+
+        async def nothing(*_: object) -> None:
+            pass
+
+        async def forever(*_: object) -> None:
+            await asyncio.Event().wait()
+
+        async def adopt(_: VaultKeeper, record: EpochRecord) -> None:
+            await asyncio.sleep(0)
+            did(f"vault opens {record.epoch}")
+
+        async def close_epoch(_: VaultKeeper, epoch: int) -> None:
+            await asyncio.sleep(0)
+            did(f"vault closes {epoch}")
+
+        async def inventory(_: VaultKeeper, epoch: int) -> Inventory:
+            return Inventory(0, epoch)
+
+        def send_all(_: NodeMembers, message: Mapping[str, Any]) -> None:
+            if message["t"] == "record":
+                did(f"members enter {message['record']['epoch']}")
+            elif message["t"] == "close":
+                did(f"members leave {message['epoch']}")
+
+        def send(_: CoordinatorLink, message: Mapping[str, Any], **__: object) -> None:
+            if message["t"] == "inventory":
+                did(f"inventory of {message['epoch']}")
+
+        for name, played in {
+            "start": nothing,
+            "supervise": forever,
+            "shut_down": nothing,
+            "adopt": adopt,
+            "close_epoch": close_epoch,
+            "inventory": inventory,
+            "pid": 1 << 30,
+        }.items():
+            monkeypatch.setattr(VaultKeeper, name, played)
+        monkeypatch.setattr(NodeMembers, "send_all", send_all)
+        monkeypatch.setattr(CoordinatorLink, "send", send)
+        self._monkeypatch = monkeypatch
+
+    def obeys(self, *orders: Mapping[str, Any]) -> list[str]:
+        """All that it has done when the last order is obeyed."""
+
+        async def play(link: CoordinatorLink, _: float) -> None:
+            for order in (WELCOME, *orders):
+                link._on_message(order)
+            await until(lambda: "vault opens 99" in self.did, SECONDS)
+            link._on_message({"t": "stop", "reason": "the end of the test"})
+
+        self._monkeypatch.setattr(CoordinatorLink, "run", play)
+        agent = Agent(self.options)
+        assert asyncio.run(asyncio.wait_for(agent.run(), SECONDS)) == 0
+        return self.did
+
+
+@pytest.mark.parametrize(
+    ("orders", "counting"),
+    [
+        ([opens(1), closes(1), opens(2)], [0, 1, 2]),
+        ([opens(1), opens(1)], [0]),
+        ([opens(2), opens(1)], [0]),
+        ([opens(1), closes(1), opens(1), opens(2)], [0, 1, 3]),
+        ([closes(3), opens(1), opens(3), opens(4)], [0, 3]),
+        ([opens(2), closes(1), closes(2)], [0, 2]),
+    ],
+    ids=["in-time", "twice", "older", "after-its-close", "close-first", "late-close"],
+)
+def test_an_order_counts_in_its_epoch(
+    tmp_path: Path,
+    info: RunInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    orders: list[Mapping[str, Any]],
+    counting: list[int],
+) -> None:
+    wanted = [did for number in counting for did in is_obeyed(orders[number])]
+    last = opens(99)
+    found = Played(tmp_path, info, monkeypatch).obeys(*orders, last)
+    assert found == [*wanted, *is_obeyed(last)]
+
+
+def test_a_close_that_is_repeated_is_answered_again(
+    tmp_path: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And changes nothing: the next coordinator may not know that it was obeyed."""
+    found = Played(tmp_path, info, monkeypatch).obeys(opens(1), closes(1), closes(1), opens(99))
+    answered = ["inventory of 1"]
+    assert found == [*is_obeyed(opens(1)), *is_obeyed(closes(1)), *answered, *is_obeyed(opens(99))]
+
+
+class Vault:
+    """The control connection of a vault that comes up; ``orders``: what it is ordered."""
+
+    def __init__(self) -> None:
+        self.orders: list[str] = []
+
+    async def close_epoch(self, epoch: int, _: float) -> None:
+        self.orders.append(f"close {epoch}")
+
+    async def adopt(self, record: EpochRecord, _: float) -> None:
+        self.orders.append(f"adopt {record.epoch}")
+
+    async def status(self, _: float) -> dict[str, object]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("opened", "closed", "orders"),
+    [(0, 0, []), (3, 0, ["adopt 3"]), (3, 3, ["close 3"]), (4, 3, ["close 3", "adopt 4"])],
+)
+async def test_a_vault_that_is_started_again_is_where_the_one_before_was(
+    keeper: VaultKeeper,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: int,
+    closed: int,
+    orders: list[str],
+) -> None:
+    """One that is told to open a closed epoch refuses, and is given up after some starts."""
+    vault = Vault()
+
+    async def connect(*_: object) -> Vault:
+        return vault
+
+    monkeypatch.setattr(VaultControl, "connect", connect)
+    note_starts(monkeypatch)
+    if opened:
+        await keeper.adopt(record(opened))
+    if closed:
+        await keeper.close_epoch(closed)
+    await keeper.start()
+    supervising = asyncio.create_task(keeper.supervise())
+    await keeper._ready.wait()
+    supervising.cancel()
+    assert vault.orders == orders
