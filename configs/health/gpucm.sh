@@ -1,5 +1,5 @@
 #!/bin/sh
-# For --deadpool-health-command: exit status 0 good, 1 as a spare only, 2 out. Where the program is
+# For --deadpool-health-command: exit status 0 good, 1 as a spare only, 2 out, 3 not known. Where the program is
 # not installed the node is good.
 #
 # Meta's GPU cluster monitoring (gpucm 0.0.2): 0 good, 1 a warning, 2 critical, as they are here.
@@ -25,13 +25,14 @@ for check in ${CHECKS:-$checks}; do
     printf '%s\n' "$said"
     # Another release with other checks ends with 2 as well: that is no word on the node.
     case $said in Usage:* | *"
-Usage:"*) found=1 ;; esac
-    [ "$found" -le 2 ] || found=1
+Usage:"*) found=3 ;; esac
+    [ "$found" -le 2 ] || { [ "$status" -ne 0 ] || unknown=3 worst=$said; continue; }
     if [ "$found" -gt "$status" ]; then
         status=$found
         worst=$said
     fi
 done
 # The last line is the reason that is shown.
+[ "$status" -ne 0 ] || status=${unknown:-0}
 [ "$status" -eq 0 ] || printf '%s\n' "$worst"
 exit "$status"

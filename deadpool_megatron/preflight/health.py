@@ -39,6 +39,7 @@ class Health(IntEnum):
     GOOD = 0
     SPARE_ONLY = 1  # a role only where no good node is left
     OUT = 2
+    UNKNOWN = 3  # a spare is used last, and no role moves
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class Answer:
 def ask(command: str, limit_seconds: float) -> Answer:
     """Run the command by the shell and return its answer; blocks for ``limit_seconds`` at most.
 
-    A command that is not there means that the node is good; one that does not end in time, or ends
-    with another status than the three, that it is to be used last. The text says why.
+    A command that is not there means that the node is good; of one that does not end in time, or
+    ends with another status, nothing is known. The text says why.
     """
     end = run_by_shell(command, limit_seconds)
     if end.status is None:
-        return Answer(Health.SPARE_ONLY, f"no answer within {limit_seconds:g} s")
+        return Answer(Health.UNKNOWN, f"no answer within {limit_seconds:g} s")
     last = end.last_line or "no output"
     if end.status in _NOT_FOUND:
         return Answer(Health.GOOD, f"{NOT_ASKED}{last}")
     if end.status not in set(Health):
-        return Answer(Health.SPARE_ONLY, f"ended with status {end.status}: {last}")
+        return Answer(Health.UNKNOWN, f"ended with status {end.status}: {last}")
     return Answer(Health(end.status), last)
 
 

@@ -29,8 +29,9 @@ _DEVICE = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', GPU has fallen off t
         ("echo first; echo 'slow link'; exit 1", Answer(Health.SPARE_ONLY, "slow link")),
         ("echo ECC >&2; exit 2", Answer(Health.OUT, "ECC")),
         ("exit 2", Answer(Health.OUT, "no output")),
-        ("exit 3", Answer(Health.SPARE_ONLY, "ended with status 3: no output")),
-        ("kill -9 $$", Answer(Health.SPARE_ONLY, "ended with status -9: no output")),
+        ("exit 3", Answer(Health.UNKNOWN, "no output")),
+        ("exit 4", Answer(Health.UNKNOWN, "ended with status 4: no output")),
+        ("kill -9 $$", Answer(Health.UNKNOWN, "ended with status -9: no output")),
         (r"printf 'a\033[31mb\n'; exit 1", Answer(Health.SPARE_ONLY, "a?[31mb")),
     ],
 )
@@ -47,7 +48,7 @@ def test_a_command_that_is_not_there_is_no_reason() -> None:
 def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     answer = ask(f"sleep 1000 & echo $! > {pid}; wait", 0.5)
-    assert answer == Answer(Health.SPARE_ONLY, "no answer within 0.5 s")
+    assert answer == Answer(Health.UNKNOWN, "no answer within 0.5 s")
     child = Path(f"/proc/{pid.read_text().strip()}")
     wait_for("the child to be killed", lambda: not child.exists() or is_dead(child))
 
@@ -73,8 +74,8 @@ def test_a_node_is_judged_by_it(status: int, standing: Standing | None) -> None:
     ("wrapper", "program", "ends"),
     [
         ("nhc.sh", "nhc", {0: 0, 1: 2}),
-        ("dcgm.sh", "dcgmi", {0: 0, 226: 2, 205: 2, 235: 1, 1: 1}),
-        ("gpucm.sh", "health_checks", {0: 0, 1: 1, 2: 2, 3: 1}),
+        ("dcgm.sh", "dcgmi", {0: 0, 226: 2, 205: 2, 235: 3, 1: 3}),
+        ("gpucm.sh", "health_checks", {0: 0, 1: 1, 2: 2, 3: 3}),
     ],
 )
 def test_wrappers_translate(

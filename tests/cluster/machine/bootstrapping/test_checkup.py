@@ -164,6 +164,18 @@ def test_a_node_that_is_worse_than_a_good_spare_gives_its_roles_to_one_that_is_g
     assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
 
 
+def test_a_node_of_which_nothing_is_known_keeps_its_roles() -> None:
+    """As where the command did not end: that is no word on the node."""
+    unknown = dataclasses.replace(GOOD, health=Health.UNKNOWN, health_text="no answer within 60 s")
+    rig = Rig(nodes=2, spares=1)
+    come(rig)
+    rig.opened()
+    rig.warm(2)
+    rig.feed(ev.FactsReported(1, unknown))
+    assert [e.node for e in rig.emitted(Kind.NODE_JUDGED)] == [1]
+    assert (rig.state.phase, rig.state.fleet.drains) == (Phase.RUNNING, frozenset())
+
+
 def test_after_a_takeover_the_nodes_agree_again() -> None:
     rig = Rig(nodes=2, spares=0)
     come(rig)
